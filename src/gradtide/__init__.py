@@ -1,0 +1,1 @@
+"""Data-parallel PyTorch training over networks that cannot keep up."""
