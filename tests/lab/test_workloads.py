@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,15 @@ from torch import nn
 from gradtide.lab.workloads import WORKLOADS, Workload, build, gpt, text
 
 COMPUTED = ["gpt", "digits", "mlp", "tiny600"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the lab, and deterministic."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def train(workload: Workload, num_steps: int) -> list[float]:
