@@ -1,0 +1,144 @@
+"""The command line: `gradtide schemes | lab | compare`.
+
+Knows options and exit codes. What a command does is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradtide.lab.cli import app as lab
+
+app = typer.Typer(
+    help="Data-parallel PyTorch training over networks that cannot keep up.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+app.add_typer(lab, name="lab")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"gradtide {version('gradtide')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print it.", callback=_version, is_eager=True),
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def schemes() -> None:
+    """List the schemes that have a name, and the baselines."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from gradtide.lab.contestants import BASELINES
+    from gradtide.scheme import RECIPES
+
+    listed = Table(box=None, pad_edge=False, header_style="bold")
+    listed.add_column("name", no_wrap=True)
+    listed.add_column("stands for", overflow="fold")
+    for name, scheme in RECIPES.items():
+        listed.add_row(name, repr(scheme))
+    for name, (meaning, _) in BASELINES.items():
+        listed.add_row(name, f"{meaning}; to compare with only")
+    Console().print(listed)
+
+
+@app.command()
+def compare(
+    schemes: Annotated[
+        str,
+        typer.Option(help="Which, with commas between: `gradtide schemes` lists them."),
+    ],
+    workload: Annotated[str, typer.Option(help="What is trained, such as gpt.")],
+    out: Annotated[Path, typer.Option(help="Folder for record, table, chart, trace.")],
+    hosts: Annotated[
+        int | None, typer.Option(help="Emulated hosts. Not under torchrun.")
+    ] = None,
+    ranks_per_host: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Of each host's link, such as 100mbit. Not under torchrun."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each scheme.")] = 30,
+    warmup: Annotated[int, typer.Option(help="Steps before the first timed one.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Times that each has its turn.")] = 3,
+    step_ms: Annotated[
+        float | None,
+        typer.Option(help="Milliseconds of compute of a step; for a replay."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="JSON with the times of layers; for a replay.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of models, data and replays.")] = 0,
+) -> None:
+    """Train the same model with each scheme in turn, and show where the time goes.
+
+    On an emulated cluster with --hosts and --rate; under torchrun, on the ranks that it
+    started.
+    """
+    from gradtide.lab import compare as lab_compare
+    from gradtide.lab.launch import LabError
+    from gradtide.lab.spec import Spec, split_schemes
+
+    try:
+        size, per_host, bits = _ranks(hosts, ranks_per_host, rate)
+        spec = Spec(
+            schemes=split_schemes(schemes),
+            workload=workload,
+            hosts=size,
+            ranks_per_host=per_host,
+            rate=bits,
+            steps=steps,
+            warmup=warmup,
+            rounds=rounds,
+            step_ms=step_ms,
+            trace=None if trace is None else str(trace.absolute()),
+            seed=seed,
+        )
+        if "RANK" in os.environ:
+            lab_compare.compare_here(spec, out, sys.argv, int(os.environ["RANK"]))
+        else:
+            lab_compare.compare(spec, out, sys.argv)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except LabError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _ranks(
+    hosts: int | None, ranks_per_host: int, rate: str | None
+) -> tuple[int, int, float | None]:
+    """Hosts, ranks on each, and bits/s: as asked, or as torchrun has them."""
+    from gradtide.lab.rate import parse_rate
+
+    if "RANK" not in os.environ:
+        if hosts is None or rate is None:
+            raise ValueError(
+                "say on what to compare: --hosts 4 --rate 100mbit emulates a cluster "
+                "(--rate none: loopback); or start this command with torchrun"
+            )
+        return hosts, ranks_per_host, parse_rate(rate)
+    if hosts is not None or rate is not None:
+        raise ValueError(
+            "torchrun has started this on real hosts: leave out --hosts and --rate"
+        )
+    size = int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return size // local, local, None

@@ -1,0 +1,47 @@
+"""An optimizer step that is carried out bucket by bucket, later."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class DeferredStep:
+    """What `optimizer.step()` would do now, to be applied to some parameters at a time.
+
+    Hyper-parameters are those of the moment of construction: LR schedulers run between
+    `step()` and the update. The optimizer's state is shared, not copied. Right for every
+    optimizer that treats parameters one by one (all of torch.optim but LBFGS).
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._kind = type(optimizer)
+        # A shallow view: the state is the optimizer's own, the groups and hooks are not.
+        self._view = copy.copy(optimizer)
+        self._view.__dict__.pop("step", None)  # LR schedulers bind it to the original
+        self._view._optimizer_step_pre_hooks = OrderedDict()
+        self._view._optimizer_step_post_hooks = OrderedDict()
+        self._groups = [_captured(group) for group in optimizer.param_groups]
+
+    def apply(self, params: Collection[Tensor]) -> None:
+        """Step for exactly these parameters, from their `.grad`."""
+        keep = {id(p) for p in params}
+        self._view.param_groups = [
+            {**group, "params": own}
+            for group in self._groups
+            if (own := [p for p in group["params"] if id(p) in keep])
+        ]
+        self._kind.step(self._view)
+
+
+def _captured(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyper-parameters; tensors are cloned, schedulers change them in place."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+    }

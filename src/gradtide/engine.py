@@ -1,0 +1,158 @@
+"""Drives the flows of buckets over a transport.
+
+[Note: order] A flow runs on the transport's lane, to its end or to the `Cut` at which its
+bucket holds, and only then does the next submitted piece of work run. What is submitted,
+and in which order, is decided by the training thread from the program alone: launches in
+plan order, releases in forward order. Nothing looks at completion, time or load, so every
+rank puts the same requests on the wire in the same order (guard: tests/test_engine.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from gradtide.bucket import Bucket
+from gradtide.ops import Cut, Flow, Op, ToHost, payload_bytes
+from gradtide.transport import Ticket, Transport
+
+
+class Record(NamedTuple):
+    """A request that travelled: payload bytes sent, seconds of time.perf_counter()."""
+
+    bucket: str
+    request: str
+    payload_bytes: int
+    start: float
+    end: float
+
+
+@dataclass(eq=False)
+class Flight:
+    """A bucket on its way."""
+
+    bucket: Bucket
+    flow: Flow
+    ticket: Ticket | None = None
+    part: Tensor | None = None  # this rank's share of the mean, while held at the Cut
+    mean: Tensor | None = None
+
+
+class Engine:
+    """Launches buckets, holds them at their cut, releases and finishes them.
+
+    All methods are called from the training thread, by every rank in the same order.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.flying: dict[str, Flight] = {}  # in launch order
+        self.records: list[Record] = []
+        self.applied: list[tuple[float, float]] = []  # deferred updates, perf_counter
+        self.exposed_seconds = 0.0  # that the training thread waited for the lane
+
+    def launch(self, bucket: Bucket) -> None:
+        """Send a bucket on its way; its payload is the flow's until it is finished."""
+        assert bucket.name not in self.flying, f"{bucket.name} is in flight already"
+        flight = Flight(bucket, bucket.collective.reduce(bucket.load, self.transport.group))
+        self.flying[bucket.name] = flight
+        flight.ticket = self.transport.submit(lambda: self._advance(flight, bucket.hold))
+
+    def held(self, bucket: Bucket) -> tuple[Tensor | None, Tensor | None]:
+        """This rank's part of the mean of a held bucket, or the mean of one without a cut.
+
+        Waits for the first half. What is returned may be changed in place until `release`.
+        """
+        flight = self.flying[bucket.name]
+        self._join(flight)
+        return flight.part, flight.mean
+
+    def release(self, buckets: Iterable[Bucket]) -> None:
+        """Start the second halves, in the order in which they will be needed."""
+        for bucket in buckets:
+            flight = self.flying[bucket.name]
+
+            def advance(flight: Flight = flight) -> None:
+                if flight.part is not None:
+                    self._advance(flight, hold=False)
+
+            flight.ticket = self.transport.submit(advance)
+
+    def finish(self, bucket: Bucket) -> None:
+        """Wait for a bucket that is not held, and deliver its mean."""
+        flight = self.flying[bucket.name]
+        self._join(flight)
+        assert flight.mean is not None, f"{bucket.name} is held: release it first"
+        del self.flying[bucket.name]
+        bucket.deliver(flight.mean)
+
+    def drop(self, bucket: Bucket) -> None:
+        """Forget a held bucket: its mean is not wanted (a skipped step)."""
+        flight = self.flying.pop(bucket.name)
+        self._join(flight)
+        flight.flow.close()
+
+    def ask(self, name: str, op: Op) -> Callable[[], Any]:
+        """Put one request in line; call what is returned to wait for its answer."""
+        answers: list[Any] = []
+        ticket = self.transport.submit(lambda: answers.append(self._request(name, op)))
+
+        def answer() -> Any:
+            self._wait(ticket)
+            return answers[0]
+
+        return answer
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.records.clear()
+        self.applied.clear()
+        self.exposed_seconds = 0.0
+
+    def _join(self, flight: Flight) -> None:
+        assert flight.ticket is not None
+        self._wait(flight.ticket)
+
+    def _wait(self, ticket: Ticket) -> None:
+        start = time.perf_counter()
+        ticket.join()
+        self.exposed_seconds += time.perf_counter() - start
+
+    def _advance(self, flight: Flight, hold: bool) -> None:
+        """Run a flow to its end, or to its cut if it is to hold there (on the lane)."""
+        answer = None
+        flight.part = None
+        while True:
+            try:
+                asked = flight.flow.send(answer)
+            except StopIteration as stop:
+                flight.mean = stop.value
+                return
+            if isinstance(asked, Cut):
+                answer = None
+                if hold:
+                    flight.part = asked.part
+                    return
+            elif isinstance(asked, tuple):
+                answer = self._requests(flight.bucket.name, asked)
+            else:
+                answer = self._request(flight.bucket.name, asked)
+
+    def _request(self, name: str, op: Op) -> Any:
+        return self._requests(name, (op,))[0]
+
+    def _requests(self, name: str, ops: tuple[Op, ...]) -> tuple[Any, ...]:
+        label = "+".join(type(op).__name__ for op in ops)
+        start = time.perf_counter()
+        with record_function(f"gradtide::{name}::{label}"):
+            pending = [self.transport.issue(op) for op in ops]
+            answers = tuple(self.transport.wait(p) for p in pending)
+        if not all(isinstance(op, ToHost) for op in ops):
+            sent = sum(payload_bytes(op, self.transport.group) for op in ops)
+            self.records.append(Record(name, label, sent, start, time.perf_counter()))
+        return answers

@@ -1,0 +1,64 @@
+"""Which gradients travel together: pure functions from tensor sizes to slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a fusion knows of a model: tensors in the order their gradients get ready."""
+
+    nbytes: Sequence[int]
+
+
+class Fusion(Protocol):
+    """Cuts the tensors of a trace into consecutive slices that cover all of them.
+
+    `cost` maps the bytes of one bucket to the seconds of its exchange.
+    """
+
+    def __call__(self, trace: Trace, cost: Callable[[int], float]) -> list[slice]: ...
+
+
+@dataclass(frozen=True)
+class BySize:
+    """Buckets of at most `megabytes` MB (10^6 bytes); a larger tensor travels alone.
+
+    The first bucket is closed at `first` MB: its exchange starts early, and under DEAR it is
+    the last that the next forward waits for, where nothing is left to hide it.
+    """
+
+    megabytes: float = 25.0  # larger => fewer start-ups, less overlap
+    first: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.megabytes > 0 or not self.first > 0:
+            raise ValueError(f"{self}: bucket sizes are positive numbers of megabytes")
+
+    def __call__(
+        self, trace: Trace, cost: Callable[[int], float] | None = None
+    ) -> list[slice]:
+        slices: list[slice] = []
+        begin, filled = 0, 0
+        for i, nbytes in enumerate(trace.nbytes):
+            limit = 1e6 * (self.megabytes if slices else self.first)
+            if filled and filled + nbytes > limit:
+                slices.append(slice(begin, i))
+                begin, filled = i, 0
+            filled += nbytes
+        if begin < len(trace.nbytes):
+            slices.append(slice(begin, len(trace.nbytes)))
+        return slices
+
+
+@dataclass(frozen=True)
+class PerTensor:
+    """Every tensor in a bucket of its own: the un-fused yardstick."""
+
+    def __call__(
+        self, trace: Trace, cost: Callable[[int], float] | None = None
+    ) -> list[slice]:
+        return [slice(i, i + 1) for i in range(len(trace.nbytes))]

@@ -1,0 +1,120 @@
+"""Schemes: what is exchanged, in which buckets, and when.
+
+A scheme's name is its constructor call, so the command line, the log, the record and the
+test say the same: `parse(repr(scheme)) == scheme`.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, is_dataclass, replace
+from importlib import import_module
+from typing import Any
+
+from gradtide.bucket import Collective
+from gradtide.collectives import COLLECTIVES, Dense
+from gradtide.fusion import BySize, Fusion, PerTensor
+from gradtide.schedule import DEAR, SEQUENTIAL, WFBP, Schedule
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A complete way to average gradients; `collective` is applied to every bucket."""
+
+    collective: Collective = Dense()  # noqa: RUF009  (frozen: cannot be shared by mistake)
+    fusion: Fusion = BySize()  # noqa: RUF009
+    schedule: Schedule = WFBP
+
+
+_WIRED = {"": Dense(), "-bf16": Dense("bf16"), "-fp16": Dense("fp16")}
+_SCHEDULES = {"sequential": SEQUENTIAL, "wfbp": WFBP, "dear": DEAR}
+
+RECIPES: dict[str, Scheme] = {
+    f"{name}{suffix}": Scheme(collective, schedule=schedule)
+    for suffix, collective in _WIRED.items()
+    for name, schedule in _SCHEDULES.items()
+}
+
+NAMES: dict[str, Any] = {
+    **{cls.__name__: cls for cls in COLLECTIVES},
+    **{cls.__name__: cls for cls in (Scheme, Schedule, BySize, PerTensor)},
+    **{name.upper(): schedule for name, schedule in _SCHEDULES.items()},
+}
+
+
+def parse(text: str) -> Scheme:
+    """The scheme that a recipe's name or a constructor call stands for.
+
+    A call may use constants, the names in NAMES, and dotted paths to frozen dataclasses of
+    the user's own. A bare collective stands for a scheme with default fusion and schedule.
+    Raises ValueError naming what is wrong and what is known.
+    """
+    if text in RECIPES:
+        return RECIPES[text]
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+        value = _build(tree.body)
+    except SyntaxError:
+        raise ValueError(f"scheme {text!r}: {_known()}") from None
+    except TypeError as error:
+        raise ValueError(f"scheme {text!r}: {error}") from None
+    if hasattr(value, "reduce") and not isinstance(value, type):
+        value = Scheme(value)
+    if not isinstance(value, Scheme):
+        raise ValueError(f"scheme {text!r} is not a scheme: {_known()}")
+    return check(value)
+
+
+def check(scheme: Scheme) -> Scheme:
+    """The scheme itself; raises ValueError where a part of it has the wrong kind."""
+    for part, method in ((scheme.collective, "reduce"), (scheme.fusion, "__call__")):
+        if isinstance(part, type) or not hasattr(part, method):
+            raise ValueError(f"{part!r} in {scheme!r} has no method {method!r}")
+    if not isinstance(scheme.schedule, Schedule):
+        raise ValueError(f"{scheme.schedule!r} is not a Schedule (SEQUENTIAL, WFBP, DEAR)")
+    return scheme
+
+
+def with_schedule(scheme: Scheme, schedule: Schedule) -> Scheme:
+    """The same exchange on another schedule."""
+    return replace(scheme, schedule=schedule)
+
+
+def _build(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)):
+            return -value
+        case ast.Tuple(elts=items) | ast.List(elts=items):
+            return tuple(map(_build, items))
+        case ast.Name(id=name) if name in NAMES:
+            return NAMES[name]
+        case ast.Name(id=name):
+            raise ValueError(f"scheme {name!r} is not known: {_known()}")
+        case ast.Attribute():
+            return _imported(ast.unparse(node))
+        case ast.Call(func=func, args=args, keywords=keywords):
+            named = {k.arg: _build(k.value) for k in keywords if k.arg is not None}
+            return _build(func)(*map(_build, args), **named)
+    raise ValueError(f"{ast.unparse(node)!r} is not allowed in a scheme: {_known()}")
+
+
+def _imported(path: str) -> type:
+    """A frozen dataclass of the user's own, by its dotted path."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{path!r} in a scheme: {error}") from None
+    params = getattr(found, "__dataclass_params__", None)
+    if isinstance(found, type) and is_dataclass(found) and params and params.frozen:
+        return found
+    raise ValueError(f"{path!r} is not a frozen dataclass, so not a part of a scheme")
+
+
+def _known() -> str:
+    return (
+        f"use one of {', '.join(RECIPES)}, or a constructor call from "
+        f"{', '.join(n for n in NAMES)} such as Scheme(Dense(), fusion=BySize(10.0))"
+    )

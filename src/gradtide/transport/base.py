@@ -1,0 +1,40 @@
+"""What the engine needs of a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from gradtide.ops import Group, Op
+
+
+class CommunicationError(RuntimeError):
+    """An exchange failed: a peer died, stalled past the timeout, or asked otherwise."""
+
+
+class Ticket(Protocol):
+    """Work that was submitted to a lane."""
+
+    def join(self) -> None:
+        """Return when what follows may rely on the work; raise what the work raised."""
+
+
+class Transport(Protocol):
+    """Answers requests, on a lane of its own.
+
+    Invariant: work runs strictly in the order of submission, so the order of requests on
+    the wire is a function of the program alone (guard: tests/test_engine.py).
+    `issue` and `wait` are called from submitted work only.
+    """
+
+    group: Group
+    payload_bytes: int  # sent by this rank since it was connected
+
+    def submit(self, work: Callable[[], None]) -> Ticket: ...
+    def issue(self, op: Op) -> Any: ...
+    def wait(self, pending: Any) -> Any: ...
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Everybody's `value` in rank order; blocking, for set-up only."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,65 @@
+"""From the user's process group and device to a transport."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup as ProcessGroup
+
+from gradtide.transport.base import Transport
+from gradtide.transport.fault import witness
+from gradtide.transport.gloo import GlooTransport
+from gradtide.transport.nccl import NcclTransport
+from gradtide.transport.staged import StagedTransport
+
+_connections = count()  # the n-th connection has the same name on every rank
+
+
+def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+    """A transport among the ranks of `process_group` (None: all) for tensors on `device`.
+
+    It communicates on groups of its own, so that nothing the user does on his group can
+    come between two of its requests. A collective call: every rank of the group makes it.
+    Raises RuntimeError when torch.distributed is not initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "gradtide needs torch.distributed: call "
+            "torch.distributed.init_process_group() first, and start the script with "
+            "torchrun (on one machine: torchrun --nproc-per-node 2 train.py)"
+        )
+    parent = process_group or dist.group.WORLD
+    assert parent is not None
+    name = str(next(_connections))
+    gloo = GlooTransport(_sibling(parent, "gloo", name), witness(parent, name))
+    if device.type == "cpu":
+        return gloo
+    if device.type == "cuda" and "nccl" in _backends(parent):
+        return NcclTransport(_sibling(parent, "nccl", name), gloo)
+    return StagedTransport(gloo, device)
+
+
+def _sibling(parent: dist.ProcessGroup, backend: str, name: str) -> dist.ProcessGroup:
+    """A new group of the parent's ranks, with the parent's timeout."""
+    ranks = dist.get_process_group_ranks(parent)
+    timeout = _timeout(parent)
+    group = dist.new_group(
+        ranks,
+        backend=backend,
+        timeout=timeout,
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+        group_desc=f"gradtide {backend} {name}",
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _timeout(parent: dist.ProcessGroup):  # type: ignore[no-untyped-def]
+    device = "cpu" if "gloo" in _backends(parent) else "cuda"
+    return parent._get_backend(torch.device(device)).options._timeout
+
+
+def _backends(parent: dist.ProcessGroup) -> str:
+    return str(dist.get_backend_config(parent))

@@ -1,0 +1,52 @@
+"""Who is missing: ranks that fail say so in the store, the others are named."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from gradtide.ops import Group
+
+REPORT_SECONDS = 2.0  # what a surviving rank needs to notice a closed connection
+
+
+class Witness:
+    """Gathers, after a failure, which ranks are still there to report it."""
+
+    def __init__(self, store: dist.Store, group: Group) -> None:
+        self._store, self._group = store, group
+
+    def explain(self, request: str, error: RuntimeError) -> str:
+        """The message of a CommunicationError on this rank."""
+        text = str(error).strip().splitlines()[0]
+        head = f"rank {self._group.rank}: {request} failed"
+        return f"{head}: {self._missing()} ({text})"
+
+    def _missing(self) -> str:
+        try:
+            silent = self._silent()
+        except RuntimeError:  # the store lived in the process that died
+            return "the process that hosts the store (rank 0) is gone"
+        if not silent:
+            return "all ranks noticed; see the first rank's error"
+        ranks = ", ".join(map(str, silent))
+        return f"rank {ranks} does not respond (dead, stalled, or ended early)"
+
+    def _silent(self) -> list[int]:
+        self._store.set(str(self._group.rank), "failed")
+        deadline = time.monotonic() + REPORT_SECONDS
+        silent = list(range(self._group.size))
+        while silent and time.monotonic() < deadline:
+            silent = [r for r in silent if not self._store.check([str(r)])]
+            time.sleep(0.05)
+        return silent
+
+
+def witness(pg: dist.ProcessGroup, name: str) -> Witness:
+    """A witness over the job's own store; `name` is the same on all ranks of the group."""
+    store = dist.distributed_c10d._get_default_store()
+    prefixed = dist.PrefixStore(f"gradtide/{name}", store)
+    prefixed.set_timeout(timedelta(seconds=REPORT_SECONDS))
+    return Witness(prefixed, Group(pg.rank(), pg.size()))

@@ -1,0 +1,137 @@
+"""Requests answered by NCCL on a side stream; the host never waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradtide.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Cut,
+    Group,
+    Op,
+    ReduceScatter,
+    Swap,
+    ToHost,
+    part_sizes,
+    payload_bytes,
+)
+from gradtide.transport.base import Ticket
+from gradtide.transport.gloo import GlooTransport
+
+# 2.13 renamed the tensor collectives and warns under the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class NcclTransport:
+    """NCCL's own collectives; the lane is a stream, and submitted work is queued at once.
+
+    Invariants, on which the lifetimes of buffers rest:
+    - the side stream waits for what the training stream had queued at `submit`;
+    - the training stream waits for the side stream at `join`, and reads or overwrites
+      nothing of a request before;
+    - a tensor that was made on the training stream and is used here is recorded on the
+      side stream, so that the allocator does not hand its memory out too early.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, control: GlooTransport) -> None:
+        self.group = Group(pg.rank(), pg.size())
+        self.payload_bytes = 0
+        self._pg, self._control = pg, control
+        self._stream = torch.cuda.Stream()
+
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        return _StreamTicket(self._stream.record_event())
+
+    def issue(self, op: Op) -> Any:
+        if not isinstance(op, Cut) and not op.tensor.is_cuda:
+            return self._control.wait(self._control.issue(op)), None
+        self.payload_bytes += payload_bytes(op, self.group)
+        tensor = getattr(op, "tensor", None)
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(self._stream)
+        match op:
+            case AllReduce(tensor=x):
+                return x, dist.all_reduce(x, group=self._pg, async_op=True)
+            case ReduceScatter():
+                return self._scatter(op)
+            case AllGather():
+                return self._gather(op)
+            case AllToAll(tensor=x, send=send, recv=recv):
+                out = x.new_empty((sum(recv), *x.shape[1:]))
+                return out, dist.all_to_all_single(
+                    out, x, list(recv), list(send), group=self._pg, async_op=True
+                )
+            case Broadcast(tensor=x, source=source):
+                return x, dist.broadcast(
+                    x, group_src=source, group=self._pg, async_op=True
+                )
+            case Swap(tensor=x, peer=peer):
+                return self._swap(x, peer)
+        assert isinstance(op, ToHost)
+        return op.tensor.cpu(), None  # the one request for which the host must wait
+
+    def wait(self, pending: Any) -> Any:
+        answer, work = pending
+        if work is not None:
+            work.wait()  # the side stream waits, the host does not
+        return answer
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._control.gather_objects(value)
+
+    def close(self) -> None:
+        self._control.close()
+        dist.destroy_process_group(self._pg)
+
+    def _scatter(self, op: ReduceScatter) -> tuple[Tensor, dist.Work]:
+        sizes = part_sizes(op, self.group)
+        parts = list(op.tensor.split(sizes))
+        own = parts[self.group.rank]
+        if len(set(sizes)) == 1:  # in place: NCCL allows the output to be the own part
+            return own, _reduce_scatter(own, op.tensor, group=self._pg, async_op=True)
+        return own, dist.reduce_scatter(own, parts, group=self._pg, async_op=True)
+
+    def _gather(self, op: AllGather) -> tuple[Tensor, dist.Work]:
+        sizes = part_sizes(op, self.group)
+        x = op.tensor.flatten()
+        out = op.into if op.into is not None else x.new_empty(sum(sizes))
+        if len(set(sizes)) == 1:
+            work = _all_gather(out, x, group=self._pg, async_op=True)
+        else:
+            work = dist.all_gather(
+                list(out.split(sizes)), x, group=self._pg, async_op=True
+            )
+        if op.into is None and op.sizes is None:
+            out = out.view(self.group.size, *op.tensor.shape)
+        return out, work
+
+    def _swap(self, x: Tensor, peer: int) -> tuple[Tensor, dist.Work | None]:
+        if peer == self.group.rank:
+            return x.clone(), None
+        out = torch.empty_like(x)
+        pair = [
+            dist.P2POp(dist.isend, x, group=self._pg, group_peer=peer),
+            dist.P2POp(dist.irecv, out, group=self._pg, group_peer=peer),
+        ]
+        # One grouped launch: its first work stands for both messages.
+        return out, dist.batch_isend_irecv(pair)[0]
+
+
+class _StreamTicket:
+    def __init__(self, done: torch.cuda.Event) -> None:
+        self._done = done
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)

@@ -1,0 +1,85 @@
+"""GPU tensors over Gloo: staged through pinned host memory by the lane's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtide.ops import AllGather, Op, ToHost
+from gradtide.transport.base import Ticket
+from gradtide.transport.gloo import GlooTransport
+
+
+class StagedTransport:
+    """A GlooTransport for a device's tensors.
+
+    The lane has a stream of its own. Invariants: the lane's stream waits for what the
+    training stream had queued when the work was submitted; the training stream waits for
+    the lane's when the ticket is joined; only the lane's thread waits for the device.
+    """
+
+    def __init__(self, host: GlooTransport, device: torch.device) -> None:
+        self.group = host.group
+        self._host, self._device = host, device
+        self._stream = torch.Stream(device)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._host.payload_bytes
+
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        filled = torch.accelerator.current_stream(self._device).record_event()
+        done = torch.Event(self._device)
+
+        def run() -> None:
+            with self._stream:
+                self._stream.wait_event(filled)
+                work()
+                done.record(self._stream)
+
+        return _StreamTicket(self._host.submit(run), done, self._device)
+
+    def issue(self, op: Op) -> Any:
+        if isinstance(op, ToHost):
+            return op, None
+        staged = {
+            f.name: self._to_host(value)
+            for f in fields(op)
+            if isinstance(value := getattr(op, f.name), Tensor)
+        }
+        self._stream.synchronize()  # the copies must have landed before Gloo reads them
+        return op, self._host.issue(replace(op, **staged))
+
+    def wait(self, pending: Any) -> Any:
+        op, inner = pending
+        if isinstance(op, ToHost):
+            self._stream.synchronize()
+            return op.tensor.cpu()
+        answer: Tensor = self._host.wait(inner)
+        target = op.into if isinstance(op, AllGather) else None
+        if target is None:
+            return answer.to(self._device, non_blocking=True)
+        return target.copy_(answer, non_blocking=True)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._host.gather_objects(value)
+
+    def close(self) -> None:
+        self._host.close()
+
+    def _to_host(self, x: Tensor) -> Tensor:
+        pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return pinned.copy_(x, non_blocking=True)
+
+
+class _StreamTicket:
+    def __init__(self, inner: Ticket, done: torch.Event, device: torch.device) -> None:
+        self._inner, self._done, self._device = inner, done, device
+
+    def join(self) -> None:
+        self._inner.join()
+        torch.accelerator.current_stream(self._device).wait_event(self._done)

@@ -1,0 +1,71 @@
+"""Every collective keeps the conservation law and gives identical means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradtide.bucket import Collective, Payload
+from gradtide.collectives import COLLECTIVES, Dense
+from gradtide.ops import AllReduce, Broadcast, Flow, Group
+from gradtide.testing import DivergedError, check_law, lockstep
+
+SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("make", COLLECTIVES, ids=lambda c: c.__name__)
+def test_law(make: type[Collective], size: int) -> None:
+    check_law(make(), size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("numel", [1, 3])
+def test_law_of_tiny_buckets(size: int, numel: int) -> None:
+    check_law(Dense(), size, numel=numel * size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("wire", "bits"), [("bf16", 8), ("fp16", 11)])
+def test_wire_rounds_each_value_twice_and_no_more(size: int, wire, bits: int) -> None:
+    tolerance = 0 if size == 1 else (size + 1) * 2.0**-bits
+    check_law(Dense(wire), size, dtype=torch.float32, tolerance=tolerance + 1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_dense_is_the_mean_and_moves_the_least_bytes(size: int) -> None:
+    rng = torch.Generator().manual_seed(0)
+    rows = [torch.randn(size * 6, generator=rng) for _ in range(size)]
+    expected = torch.stack(rows).mean(0)
+    flows = [
+        Dense().reduce(Payload(row, [row]), Group(rank, size))
+        for rank, row in enumerate(rows)
+    ]
+    for mean in lockstep(flows):
+        torch.testing.assert_close(mean, expected)
+    traffic = check_law(Dense(), size, steps=1, numel=size * 6)
+    half = (size - 1) * size * 6 * 8  # all ranks, float64
+    assert traffic == {"ReduceScatter": half, "AllGather": half, "Cut": 0, "rounds": 3}
+
+
+class Loses:
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        mean = (yield AllReduce(load.flat.clone())) / group.size
+        load.flat.zero_()
+        return mean * 0.99
+
+
+class Differs:
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        yield AllReduce(load.flat) if group.rank else Broadcast(load.flat, 0)
+        return load.flat
+
+
+def test_the_law_finds_what_is_lost() -> None:
+    with pytest.raises(AssertionError, match="neither delivered nor kept"):
+        check_law(Loses(), 3)
+
+
+def test_ranks_that_diverge_are_named_with_their_requests() -> None:
+    with pytest.raises(DivergedError, match="rank 0 asks for Broadcast, rank 1 for AllR"):
+        check_law(Differs(), 3)
