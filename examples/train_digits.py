@@ -1,6 +1,6 @@
 """Train a small convolutional network on handwritten digits, data-parallel.
 
-On a laptop:    torchrun --nproc-per-node 2 examples/train_digits.py --scheme topk
+On a laptop:    torchrun --nproc-per-node 2 examples/train_digits.py --scheme dear
 On many hosts:  the same script, with torchrun's --nnodes and --rdzv-endpoint.
 Needs scikit-learn: pip install 'gradtide[lab]'
 """
@@ -47,7 +47,7 @@ def main() -> None:
         if rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
 
-    scores = classification_scores(model, held_out)  # on every rank: hooks may talk
+    scores = classification_scores(model, held_out)  # on all ranks: none leaves early
     state = model.state_dict()
     if rank == 0:
         print(f"held out: accuracy {scores['accuracy']:.3f}")

@@ -46,7 +46,7 @@ def main() -> None:
         if rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
 
-    nats = gpt.held_out_loss(held_out, model)["loss"]  # on every rank: hooks may talk
+    nats = gpt.held_out_loss(held_out, model)["loss"]  # on all ranks: none leaves early
     state = model.state_dict()
     if rank == 0:
         print(f"held out: {nats / math.log(2):.3f} bits a byte")

@@ -29,7 +29,7 @@ class Workload:
 
     `batch` is a pure function of (seed, rank, step) and touches no global random
     state. `loss` and `evaluate` call the module that they are given, which may be
-    wrapped. Hooks on that module may communicate, so every rank calls `evaluate`.
+    wrapped. Every rank calls `evaluate`: hooks on that module may communicate.
     """
 
     name: str
