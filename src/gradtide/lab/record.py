@@ -1,0 +1,124 @@
+"""The record of a comparison: what was typed, on what, and what came out.
+
+Bytes and CPU seconds are per rank and step. None stands where a thing does not apply.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contestant's row; seconds are medians over the timed steps."""
+
+    scheme: str
+    step_seconds: float
+    step_seconds_p25: float
+    step_seconds_p75: float
+    payload_bytes: float
+    cpu_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    exposed_seconds: float
+    apply_seconds: float
+    speedup_over_ddp: float | None = None
+    interface_bytes: float | None = None
+    select_seconds: float | None = None
+    limit_seconds: float | None = None
+    density: float | None = None
+    final_loss: float | None = None
+    evaluation: dict[str, float] | None = None  # left out of the record where None
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that `record.json` says."""
+
+    command: str
+    commit: str | None
+    versions: dict[str, str]
+    machine: dict[str, str | int]
+    workload: str
+    hosts: int
+    ranks_per_host: int
+    rate_bits_per_s: float | None
+    steps: int
+    results: list[Result]
+
+    def dumps(self) -> str:
+        fields: dict[str, Any] = asdict(self)
+        for result in fields["results"]:
+            if result["evaluation"] is None:
+                del result["evaluation"]
+        return json.dumps(fields, indent=2) + "\n"
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """`argv` as typed; program and home directory are reduced to their names."""
+    return " ".join(["gradtide", *map(_word, argv[1:])])
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    packages = {name: version(name) for name in ("gradtide", "torch", "numpy")}
+    return {**packages, "python": platform.python_version()}
+
+
+def machine() -> dict[str, str | int]:
+    """The hardware and the kernel; nothing that names the machine or its owner."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+    }
+
+
+def commit() -> str | None:
+    """gradtide's commit, with "-dirty" after it if files differ; None outside git."""
+    here = Path(__file__)
+    # An installed copy inside somebody's repository is not that repository's commit.
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return None
+    return _git(
+        here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+    )
+
+
+def _word(typed: str) -> str:
+    home = Path.home()
+    path = Path(typed)
+    if home in path.parents:
+        return f"~/{shlex.quote(str(path.relative_to(home)))}"
+    return shlex.quote(typed)
+
+
+def _git(where: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=where, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = (line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    return next(names, platform.processor() or "unknown")

@@ -1,0 +1,153 @@
+"""What a comparison shows and leaves behind: table, record, chart and trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console, Group
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from gradtide.lab.chart import draw
+from gradtide.lab.rate import format_rate
+from gradtide.lab.record import Record, Result
+from gradtide.lab.summary import Facts
+from gradtide.lab.timeline import trace
+from gradtide.lab.worker import Outcome
+
+WIDTH = 160  # columns of table.txt
+_NOTHING = "-"
+
+
+class Column(NamedTuple):
+    """A heading, and what a row says there; None where it has nothing to say."""
+
+    heading: str
+    cell: Callable[[Result], str | None]
+
+
+def milliseconds(seconds: float | None) -> str | None:
+    """Whole from 100 ms on, three digits below."""
+    if seconds is None:
+        return None
+    return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+
+
+def distance(row: Result) -> float | None:
+    """How far the step is from its limit: 0.1 is ten percent longer."""
+    if row.limit_seconds is None:
+        return None
+    return row.step_seconds / row.limit_seconds - 1
+
+
+_STEP = (
+    Column("step ms", lambda row: milliseconds(row.step_seconds)),
+    Column(
+        "quartiles",
+        lambda row: (
+            f"{milliseconds(row.step_seconds_p25)}-{milliseconds(row.step_seconds_p75)}"
+        ),
+    ),
+    Column("x ddp", lambda row: _format(row.speedup_over_ddp, ".2f")),
+    Column("limit ms", lambda row: milliseconds(row.limit_seconds)),
+    Column("over it", lambda row: _format(distance(row), "+.0%")),
+    Column("loss", lambda row: _format(row.final_loss, ".4f")),
+)
+_PARTS = (
+    Column("forward", lambda row: milliseconds(row.forward_seconds)),
+    Column("backward", lambda row: milliseconds(row.backward_seconds)),
+    Column("select", lambda row: milliseconds(row.select_seconds)),
+    Column("exposed", lambda row: milliseconds(row.exposed_seconds)),
+    Column("apply", lambda row: milliseconds(row.apply_seconds)),
+    Column("sent MB", lambda row: _megabytes(row.payload_bytes)),
+    Column("link MB", lambda row: _megabytes(row.interface_bytes)),
+    Column("CPU s", lambda row: _format(row.cpu_seconds, ".3f")),
+    Column("density", lambda row: _format(row.density, ".3g")),
+)
+
+
+def table(record: Record, common: Facts, width: int) -> Group:
+    """The comparison as text, below lines that say what of it was real.
+
+    One table where `width` columns hold it, else two.
+    """
+    rows = record.results
+    step, parts = (*_STEP, *_scores(rows)), _PARTS
+    ruler = Console(width=10 * WIDTH)
+    whole = _grid(rows, (*step, *parts))
+    grids = [whole]
+    if Measurement.get(ruler, ruler.options, whole).maximum > width:
+        grids = [_grid(rows, step), _grid(rows, parts)]
+    return Group(*map(Text, preface(record, common)), *grids)
+
+
+def _grid(rows: Sequence[Result], columns: Sequence[Column]) -> Table:
+    """Columns in which no row has anything to say are left out."""
+    used = [c for c in columns if any(c.cell(row) is not None for row in rows)]
+    grid = Table(header_style="bold")
+    # Recipes' names stay whole, constructor calls are folded.
+    shortest = min(max(len(row.scheme) for row in rows), 16)
+    grid.add_column("scheme", overflow="fold", min_width=shortest)
+    for column in used:
+        grid.add_column(column.heading, justify="right", no_wrap=True)
+    for row in rows:
+        cells = (column.cell(row) for column in used)
+        grid.add_row(row.scheme, *(_NOTHING if c is None else c for c in cells))
+    return grid
+
+
+def preface(record: Record, common: Facts) -> list[str]:
+    """The lines above the table."""
+    rate = record.rate_bits_per_s
+    links = "links not shaped" if rate is None else f"links of {format_rate(rate)}/s"
+    forward, backward = map(milliseconds, common.compute)
+    if common.replayed:
+        compute = (
+            f"REPLAYED: compute is a wait of {forward} ms forward + {backward} ms "
+            "backward, communication is real; nothing is learned, so there is no loss"
+        )
+    else:
+        compute = (
+            f"compute is real: {forward} ms forward + {backward} ms backward when "
+            "nobody communicates"
+        )
+    return [
+        f"{record.workload} on {record.hosts} hosts x {record.ranks_per_host} ranks, "
+        f"{links}; medians of {record.steps} steps; bytes and CPU per rank and step",
+        compute,
+    ]
+
+
+def write(out: Path, record: Record, outcome: Outcome) -> None:
+    """`record.json`, `table.txt`, `chart.png` and `trace.json` into `out`."""
+    (out / "record.json").write_text(record.dumps(), encoding="utf-8")
+    with (out / "table.txt").open("w", encoding="utf-8") as file:
+        Console(file=file, width=WIDTH).print(table(record, outcome.facts, WIDTH))
+    events = json.dumps(trace(outcome.timelines), indent=1)
+    (out / "trace.json").write_text(events, encoding="utf-8")
+    draw(record.results, preface(record, outcome.facts), out / "chart.png")
+
+
+def _scores(rows: Sequence[Result]) -> list[Column]:
+    """A column for each number that evaluation gave."""
+    names = {name: None for row in rows for name in row.evaluation or {}}
+
+    def column(name: str) -> Column:
+        return Column(
+            f"val {name}",
+            lambda row: _format((row.evaluation or {}).get(name), ".4f"),
+        )
+
+    return [column(name) for name in names]
+
+
+def _megabytes(count: float | None) -> str | None:
+    return None if count is None else f"{count / 1e6:.3g}"
+
+
+def _format(value: float | None, style: str) -> str | None:
+    return None if value is None else format(value, style)

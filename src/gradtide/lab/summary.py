@@ -1,0 +1,159 @@
+"""From what the ranks measured to what is reported. Pure: no clocks, no processes.
+
+[Note: The breakdown] A step of one rank is cut into forward, backward, exposed and
+apply, which sum to it. Exposed is the time that the training thread waited for
+communication, wherever it did; apply is the optimizer's step (with clipping, scheduler
+and zeroing of gradients), and an update that was deferred into the forward counts
+there, too.
+
+DDP does not say how long it waited. Its backward alone is taken from a reference that
+trains in the same rounds without anybody to average with (from what was asked, where
+compute is replayed); what DDP's backward takes beyond that is called exposed, and
+contains DDP's own copying, too. So does its forward, if there are buffers to broadcast.
+
+A step's time is that of its slowest rank; its parts are means over ranks. Reported are
+medians over the timed steps, so parts need not add up to the step exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from gradtide.lab.contestants import Contestant
+from gradtide.lab.limits import Compute, Wire, limit_seconds
+from gradtide.lab.record import Result
+from gradtide.lab.spec import Spec
+from gradtide.lab.trial import Interval, Step, Trial
+from gradtide.schedule import Schedule
+
+
+class Parts(NamedTuple):
+    """Seconds of one step of one rank; the last four sum to the first."""
+
+    step: float
+    forward: float
+    backward: float
+    exposed: float
+    apply: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What all contestants of a comparison have in common."""
+
+    replayed: bool
+    compute: Compute  # measured alone, or as asked where it is replayed
+
+
+def parts(step: Step, applied: Sequence[Interval]) -> Parts:
+    """The step's breakdown; `applied` are the deferred updates of any steps."""
+    forward = step.forward.time - step.begin.time
+    deferred = sum(
+        max(0.0, min(end, step.forward.time) - max(start, step.begin.time))
+        for start, end in applied
+    )
+    waited = step.waited()
+    return Parts(
+        step=step.end.time - step.begin.time,
+        forward=forward - waited[0] - deferred,
+        backward=step.backward.time - step.forward.time - waited[1],
+        exposed=sum(waited),
+        apply=step.end.time - step.backward.time - waited[2] + deferred,
+    )
+
+
+def facts(contestant: Contestant, reference: Sequence[Trial]) -> Facts:
+    """`reference` holds every rank's trial of compute alone; empty for a replay."""
+    workload = contestant.workload
+    if workload.replayed:
+        assert workload.forward_seconds is not None
+        assert workload.backward_seconds is not None
+        known = Compute(workload.forward_seconds, workload.backward_seconds)
+        return Facts(True, known)
+    median = _median_parts(reference)
+    return Facts(False, Compute(median.forward, median.backward))
+
+
+def summarise(
+    spec: Spec, contestant: Contestant, trials: Sequence[Trial], common: Facts
+) -> Result:
+    """One contestant's row; `trials` holds every rank's. Without the speed-up."""
+    low, median, high = np.quantile(_step_times(trials), [0.25, 0.5, 0.75]).tolist()
+    split = _median_parts(trials)
+    if contestant.engine is None:
+        split = _without_waits(split, contestant, common.compute)
+    payload = _per_step(trials, [trial.payload_bytes for trial in trials])
+    gathered = _per_step(trials, [trial.gathered_bytes for trial in trials])
+    links = [t.interface_bytes for t in trials if t.interface_bytes is not None]
+    loss = float(np.mean([trial.loss for trial in trials]))
+    return Result(
+        scheme=contestant.name,
+        step_seconds=median,
+        step_seconds_p25=low,
+        step_seconds_p75=high,
+        payload_bytes=payload,
+        interface_bytes=_per_step(trials, links) / spec.ranks_per_host
+        if links
+        else None,
+        cpu_seconds=_per_step(trials, [trial.cpu_seconds for trial in trials]),
+        forward_seconds=split.forward,
+        backward_seconds=split.backward,
+        exposed_seconds=split.exposed,
+        apply_seconds=split.apply,
+        limit_seconds=_limit(
+            common, Wire(payload - gathered, gathered), spec, contestant.schedule
+        ),
+        final_loss=None if common.replayed else loss,
+        evaluation=trials[0].evaluation,
+    )
+
+
+def with_speedups(results: Sequence[Result]) -> list[Result]:
+    """The results, each with its speed-up over `ddp`, if `ddp` took part."""
+    base = next((r.step_seconds for r in results if r.scheme == "ddp"), None)
+    if base is None:
+        return list(results)
+    return [replace(r, speedup_over_ddp=base / r.step_seconds) for r in results]
+
+
+def typical(trial: Trial, num_last: int) -> Step:
+    """Of the last `num_last` steps, the one whose time is nearest their median."""
+    last = trial.timed[-num_last:]
+    times = [step.end.time - step.begin.time for step in last]
+    middle = float(np.median(times))
+    return min(zip(times, last, strict=True), key=lambda pair: abs(pair[0] - middle))[1]
+
+
+def _step_times(trials: Sequence[Trial]) -> list[float]:
+    """Of each timed step, the time of its slowest rank."""
+    steps = zip(*(trial.timed for trial in trials), strict=True)
+    return [max(s.end.time - s.begin.time for s in ranks) for ranks in steps]
+
+
+def _median_parts(trials: Sequence[Trial]) -> Parts:
+    table = np.array([[parts(s, t.applied) for s in t.timed] for t in trials])
+    return Parts(*np.median(table.mean(axis=0), axis=0).tolist())
+
+
+def _without_waits(split: Parts, contestant: Contestant, compute: Compute) -> Parts:
+    """DDP's parts, with what it takes beyond computing alone as exposed."""
+    backward = min(split.backward, compute.backward)
+    # Buffers are broadcast at the start of forward; without any, forward is computing.
+    buffers = any(True for _ in contestant.workload.model.buffers())
+    forward = min(split.forward, compute.forward) if buffers else split.forward
+    waited = split.forward - forward + split.backward - backward
+    return split._replace(forward=forward, backward=backward, exposed=waited)
+
+
+def _per_step(trials: Sequence[Trial], sums: Sequence[float]) -> float:
+    return float(np.mean(sums)) / trials[0].num_steps
+
+
+def _limit(common: Facts, wire: Wire, spec: Spec, schedule: Schedule) -> float | None:
+    # Ranks of one host share no link.
+    rate = spec.rate if spec.hosts > 1 else None
+    return limit_seconds(common.compute, wire, rate, schedule)
