@@ -1,0 +1,84 @@
+"""Real ranks for tests: forked processes joined by Gloo on loopback."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch._dynamo  # optimizers import it at their first step: once, before forking
+import torch.distributed as dist
+
+TIMEOUT = 20.0  # seconds that a collective may take
+
+
+def run_ranks(
+    size: int, work: Callable[..., Any], *args: Any, limit: float = 90.0
+) -> list[Any]:
+    """Call `work(*args)` on every rank; returns the results in rank order.
+
+    Raises AssertionError with the traceback of the first rank that failed, also for a rank
+    that ended without a word or outlived `limit` seconds.
+    """
+    fork = mp.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [fork.Pipe(duplex=False) for _ in range(size)]
+        ranks = [
+            fork.Process(target=_rank, args=(r, size, folder, pipes[r][1], work, args))
+            for r in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        for _, sending in pipes:
+            sending.close()
+        try:
+            return _collect(ranks, [receiving for receiving, _ in pipes], limit)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _collect(ranks: list[Any], pipes: list[Any], limit: float) -> list[Any]:
+    deadline = time.monotonic() + limit
+    outcomes: dict[int, tuple[str, Any]] = {}
+    while len(outcomes) < len(ranks):
+        waiting = [p for r, p in enumerate(pipes) if r not in outcomes]
+        ready = mp.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+        assert ready, f"ranks {sorted(set(range(len(ranks))) - set(outcomes))} hang"
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                outcomes[rank] = pipe.recv()
+            except EOFError:
+                outcomes[rank] = "died", f"rank {rank} died without a word"
+            kind, value = outcomes[rank]
+            assert kind == "result", f"rank {rank}: {value}"
+    return [outcomes[rank][1] for rank in range(len(ranks))]
+
+
+def _rank(rank: int, size: int, folder: str, pipe: Any, work: Any, args: Any) -> None:
+    try:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{Path(folder, 'store')}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT),
+        )
+        result = work(*args)
+        dist.barrier()
+        pipe.send(("result", result))
+        pipe.close()
+        os._exit(0)
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        pipe.close()
+        os._exit(1)
