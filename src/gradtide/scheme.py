@@ -92,12 +92,16 @@ def _build(node: ast.expr) -> Any:
             return NAMES[name]
         case ast.Name(id=name):
             raise ValueError(f"scheme {name!r} is not known: {_known()}")
-        case ast.Attribute():
+        case ast.Attribute() if _is_path(node):
             return _imported(ast.unparse(node))
         case ast.Call(func=func, args=args, keywords=keywords):
             named = {k.arg: _build(k.value) for k in keywords if k.arg is not None}
             return _build(func)(*map(_build, args), **named)
     raise ValueError(f"{ast.unparse(node)!r} is not allowed in a scheme: {_known()}")
+
+
+def _is_path(node: ast.Attribute) -> bool:
+    return all(map(str.isidentifier, ast.unparse(node).split(".")))
 
 
 def _imported(path: str) -> type:

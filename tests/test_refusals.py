@@ -1,0 +1,205 @@
+"""Misuse is refused by name, on every rank, and no rank hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradtide
+from tests.ranks import TIMEOUT, run_ranks
+
+DEAR = "Scheme(Dense(), fusion=BySize(0.004, 0.001), schedule=DEAR)"
+
+
+def net(width: int = 8, **options: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width, **options), nn.ReLU(), nn.Linear(width, 2))
+
+
+def attach(model: nn.Module, scheme: str = "wfbp", **options: Any) -> gradtide.Replica:
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    return gradtide.replicate(model, opt, scheme, **options)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(3, 4)).square().sum().backward()
+
+
+def refused(call: Callable[[], Any], *words: str) -> None:
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is missing in: {caught.value}"
+
+
+# - At construction ----------------------------------------------------------------------------
+
+
+def test_no_process_group() -> None:
+    refused(lambda: attach(net()), "init_process_group", "torchrun")
+
+
+def test_refused_at_construction() -> None:
+    run_ranks(2, _construction)
+
+
+def _construction() -> None:
+    rank = dist.get_rank()
+    refused(lambda: attach(net(8 + rank)), "0.weight", "(8, 4)", "(9, 4)", "rank 1")
+    refused(lambda: attach(net().to([torch.float32, torch.float64][rank])), "0.weight")
+    refused(lambda: attach(net(), ["wfbp", "dear"][rank]), "scheme differs", "rank 1")
+    refused(
+        lambda: attach(nn.Sequential(net(), *[nn.ReLU(), nn.Linear(2, 2)][: 2 * rank])),
+        "parameter 2.weight",
+        "not there",
+    )
+    refused(lambda: attach(net(), ["wfbp", "wfbq"][rank]), "'wfbq'")
+    refused(lambda: attach(net(), "Dense(wire='int8')"), "'bf16'", "'fp16'")
+    refused(lambda: attach(net(), buffers="none"), "'broadcast'", "'local'")
+    refused(lambda: attach(DistributedDataParallel(net())), "plain module")
+    refused(lambda: attach(net().requires_grad_(False)), "requires a gradient")
+    refused(lambda: attach(nn.Sequential(nn.Embedding(4, 2, sparse=True))), "sparse=False")
+    refused(lambda: attach(nn.Sequential(nn.LazyLinear(2))), "lazy")
+    refused(
+        lambda: gradtide.replicate(net(), torch.optim.SGD(net().parameters(), 0.1)),
+        "none of the model's parameters",
+    )
+    model = net()
+    some = torch.optim.SGD(list(model.parameters())[:2], 0.1)
+    refused(lambda: gradtide.replicate(model, some, "dear"), "2.weight", "'wfbp'")
+    whole = torch.optim.LBFGS(model.parameters())
+    refused(lambda: gradtide.replicate(model, whole, "dear"), "LBFGS", "'wfbp'")
+    sync = attach(model)
+    refused(lambda: attach(model), "0.weight", "sync.remove()")
+    sync.remove()
+    attach(model).remove()
+
+
+# - While training -----------------------------------------------------------------------------
+
+
+def test_refused_under_a_deferred_schedule() -> None:
+    run_ranks(2, _deferred)
+
+
+def _deferred() -> None:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gradtide.replicate(model, opt, DEAR)
+    for _ in range(2):
+        opt.zero_grad()
+        backward(model)
+    params = list(model.parameters())
+    clip = torch.nn.utils.clip_grad_norm_
+    refused(lambda: clip(params, 1.0), "sync.clip_grad_norm_", "wfbp")
+    refused(lambda: params[0].grad + 1, "gather_gradients")  # type: ignore[operator]
+    refused(lambda: backward(model), "no_sync")
+    refused(lambda: opt.step(lambda: 0.0), "closure")
+    opt.step()
+    sync.remove()
+
+
+class Reaches(nn.Module):
+    """Reads a parameter of a module whose forward it calls only sometimes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.direct = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        out: Tensor = x @ self.head.weight.T if self.direct else self.head(x)
+        return out
+
+
+def test_a_stale_read_is_found() -> None:
+    run_ranks(2, _stale)
+
+
+def _stale() -> None:
+    model = Reaches()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheme = "Scheme(Dense(), fusion=PerTensor(), schedule=DEAR)"
+    sync = gradtide.replicate(model, opt, scheme)
+    for _ in range(3):
+        backward(model)
+        opt.step()
+        opt.zero_grad()
+    model.direct = True
+    refused(lambda: backward(model), "head.weight", "sync.flush()")
+    del sync
+
+
+def test_clipping_something_else_than_the_mean_is_refused() -> None:
+    run_ranks(2, _replaced)
+
+
+def _replaced() -> None:
+    model = net()
+    sync = attach(model)
+    backward(model)
+    weight = next(model.parameters())
+    assert weight.grad is not None
+    weight.grad = weight.grad * 2
+    refused(lambda: sync.clip_grad_norm_(1.0), "0.weight.grad", "torch.nn.utils")
+    weight.grad = None
+    assert sync.clip_grad_norm_(1.0) > 0
+    weight = next(model.parameters())
+    backward(model)
+    weight.grad.fill_(float("nan"))  # type: ignore[union-attr]
+    refused(lambda: sync.clip_grad_norm_(1.0, error_if_nonfinite=True), "nan")
+    sync.remove()
+
+
+# - Failures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", DEAR, "wfbp-bf16"])
+def test_a_dead_peer_is_named_in_time(scheme: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(3, _peer_dies, scheme)
+    assert "rank 1" in str(caught.value)
+
+
+def _peer_dies(scheme: str) -> None:
+    model = net(64)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradtide.replicate(model, opt, scheme)
+    start = time.monotonic()
+    try:
+        for step in range(20):
+            if step == 5 and dist.get_rank() == 1:
+                os.kill(os.getpid(), 9)
+            backward(model)
+            opt.step()
+    except gradtide.CommunicationError as error:
+        assert "rank 1 does not respond" in str(error), error
+        assert time.monotonic() - start < TIMEOUT
+        time.sleep(1)
+        raise
+
+
+def test_an_error_in_one_ranks_training_reaches_the_others() -> None:
+    with pytest.raises(AssertionError, match="bad batch"):
+        run_ranks(2, _one_fails)
+
+
+def _one_fails() -> None:
+    model = net()
+    attach(model, DEAR)
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            raise OSError("bad batch")
+        try:
+            backward(model)
+        except gradtide.CommunicationError:
+            time.sleep(1)
+            raise

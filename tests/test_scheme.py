@@ -1,0 +1,74 @@
+"""A scheme's name is its constructor call."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradtide.collectives import Dense
+from gradtide.fusion import BySize, PerTensor, Trace
+from gradtide.layout import lay_out
+from gradtide.schedule import DEAR, Schedule
+from gradtide.scheme import RECIPES, Scheme, parse
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_names_and_reprs_parse_to_the_same(name: str) -> None:
+    assert parse(name) == parse(repr(RECIPES[name])) == RECIPES[name]
+
+
+def test_constructor_calls() -> None:
+    assert parse("Dense('bf16')") == Scheme(Dense("bf16"))
+    text = "Scheme(Dense(), fusion=PerTensor(), schedule=DEAR)"
+    assert parse(text) == Scheme(Dense(), PerTensor(), DEAR)
+    assert parse("Scheme(gradtide.collectives.dense.Dense(wire='fp16'))").collective == (
+        Dense("fp16")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nonsense", "wfbp"),
+        ("Dense(wire='int3')", "bf16"),
+        ("Dense(colour=1)", "colour"),
+        ("BySize(3)", "not a scheme"),
+        ("Scheme(BySize(3))", "reduce"),
+        ("Scheme(Dense(), schedule='dear')", "Schedule"),
+        ("Scheme(Dense", "constructor call"),
+        ("__import__('os').system('true')", "not allowed"),
+        ("os.system('true')", "frozen dataclass"),
+        ("Scheme(Dense(), fusion=BySize(-1))", "positive"),
+        ("[x for x in ()]", "not allowed"),
+        ("Scheme", "reduce|not a scheme"),
+    ],
+)
+def test_what_cannot_be_parsed_is_refused_by_name(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse(text)
+
+
+def test_schedules_are_checked() -> None:
+    with pytest.raises(ValueError, match="'ready' or 'backward'"):
+        Schedule(launch="never")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'step' or 'forward'"):
+        Schedule(update="never")  # type: ignore[arg-type]
+
+
+def test_by_size_covers_everything_within_its_limits() -> None:
+    sizes = [100, 100, 8_000_000, 100, 9_000_000, 30_000_000, 5]
+    cuts = BySize(10.0, first=1.0)(Trace(sizes))
+    assert [list(range(len(sizes)))[cut] for cut in cuts] == [[0, 1], [2, 3], [4], [5], [6]]
+    assert BySize()(Trace([])) == []
+    assert len(PerTensor()(Trace(sizes))) == len(sizes)
+
+
+def test_a_fusion_that_loses_tensors_is_refused() -> None:
+    import torch
+
+    class Loses:
+        def __call__(self, trace: Trace, cost: object) -> list[slice]:
+            return [slice(0, 1)]
+
+    params = [(str(i), torch.nn.Parameter(torch.ones(2))) for i in range(2)]
+    with pytest.raises(ValueError, match="cover all"):
+        lay_out(params, Loses(), Dense(), 2)

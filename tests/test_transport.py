@@ -1,0 +1,114 @@
+"""The transport's answers equal the lockstep driver's, on real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradtide.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Group,
+    Op,
+    ReduceScatter,
+    Swap,
+    ToHost,
+)
+from gradtide.testing import answer
+from gradtide.transport import Transport, connect
+from gradtide.transport.lane import Lane
+from tests.ranks import run_ranks
+
+
+def row(rank: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small integers: sums are exact in every dtype and order."""
+    rng = torch.Generator().manual_seed(rank)
+    return torch.randint(-9, 9, (n,), generator=rng).to(dtype)
+
+
+def requests(rank: int, size: int) -> list[Op]:
+    uneven = [(3 * r + 1) % 5 for r in range(size)]
+    begin = sum(uneven[:rank])
+    send = [(rank + r) % 3 for r in range(size)]
+    into = torch.zeros(7 * size)
+    into[7 * rank : 7 * rank + 7] = row(rank, 7)
+    return [
+        AllReduce(row(rank, 5)),
+        ReduceScatter(row(rank, 4 * size)),
+        ReduceScatter(row(rank, sum(uneven)), uneven),
+        ReduceScatter(row(rank, 4 * size, torch.bfloat16)),
+        ReduceScatter(row(rank, 400_000 * size // size * size)),  # several segments
+        AllGather(row(rank, 6).view(2, 3)),
+        AllGather(row(rank, uneven[rank]), uneven),
+        AllGather(into[7 * rank : 7 * rank + 7], into=into),
+        AllGather(row(rank, 2), into=torch.zeros(2 * size)),
+        AllGather(row(rank, sum(uneven))[begin : begin + uneven[rank]], uneven),
+        AllGather(row(rank, 300_000, torch.int64)),
+        AllToAll(row(rank, 2 * sum(send)).view(-1, 2), send, send),
+        AllToAll(row(rank, size, torch.bfloat16), [1] * size, [1] * size),
+        Swap(row(rank, 5), size - 1 - rank),
+        Broadcast(row(rank, 5), size - 1),
+        ToHost(row(rank, 3)),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_answers(size: int) -> None:
+    run_ranks(size, _answers)
+
+
+def _answers() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    transport = connect(None, torch.device("cpu"))
+    assert transport.group == Group(rank, size)
+    everybodys = [requests(r, size) for r in range(size)]
+    for i, mine in enumerate(requests(rank, size)):
+        answers: list[Any] = []
+        transport.submit(lambda a=answers, op=mine: a.append(ask(transport, op))).join()
+        expected = answer([ops[i] for ops in everybodys])[rank]
+        assert torch.equal(answers[0], expected), f"request {i}: {type(mine).__name__}"
+    transport.close()
+
+
+def ask(transport: Transport, op: Op) -> Any:
+    return transport.wait(transport.issue(op))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_payload_is_the_least_there_is(size: int) -> None:
+    for sent in run_ranks(size, _payload):
+        assert sent == 2 * (size - 1) * 60 * 4
+
+
+def _payload() -> int:
+    size = dist.get_world_size()
+    transport = connect(None, torch.device("cpu"))
+    x = torch.ones(60 * size)
+    part = ask(transport, ReduceScatter(x))
+    ask(transport, AllGather(part, into=x))
+    assert x.eq(size).all()
+    transport.close()
+    return transport.payload_bytes
+
+
+def test_a_lane_runs_in_order_and_stops_at_the_first_error() -> None:
+    lane, ran = Lane("test"), list[int]()
+
+    def fail() -> None:
+        raise OSError("wire")
+
+    first = lane.submit(lambda: ran.append(1))
+    second = lane.submit(fail)
+    third = lane.submit(lambda: ran.append(3))
+    first.join()
+    for ticket in (second, third):
+        with pytest.raises(OSError, match="wire"):
+            ticket.join()
+    lane.close()
+    assert ran == [1]
