@@ -1,0 +1,83 @@
+"""The commands of `gradtide lab`: options, signals and exit codes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from gradtide.lab.cluster import Cluster
+from gradtide.lab.launch import LabError, launch
+from gradtide.lab.probe import probe as measure
+from gradtide.lab.probe import table
+from gradtide.lab.rate import parse_rate
+
+app = typer.Typer(
+    help="A slow cluster, emulated on this machine.", no_args_is_help=True
+)
+
+Hosts = Annotated[int, typer.Option(help="Hosts, each a network namespace.")]
+Rate = Annotated[
+    str, typer.Option(help="Of each host's link, each way: 100mbit; none: loopback.")
+]
+Mtu = Annotated[int, typer.Option(help="Largest packet of the links, in bytes.")]
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(help="What every rank runs, after --.", metavar="-- COMMAND"),
+    ],
+    hosts: Hosts,
+    rate: Rate,
+    ranks_per_host: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
+    mtu: Mtu = 9000,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which the run is ended.")
+    ] = None,
+) -> None:
+    """Run a command on every rank of an emulated cluster, as torchrun would."""
+    with _ending():
+        cluster = Cluster(hosts, ranks_per_host, parse_rate(rate), mtu)
+        launch(cluster, command, timeout=timeout)
+
+
+@app.command()
+def probe(
+    hosts: Hosts,
+    rate: Rate,
+    mtu: Mtu = 9000,
+    seconds: Annotated[float, typer.Option(help="For each measurement.")] = 1.0,
+) -> None:
+    """Measure what an emulated cluster really delivers."""
+    with _ending():
+        cluster = Cluster(hosts, rate=parse_rate(rate), mtu=mtu)
+        Console().print(table(cluster, measure(cluster, seconds)))
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """Gives ranks the time to end on a signal, and every ending its exit code."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None
+    except LabError as error:
+        for line in error.lines:
+            typer.echo(line, err=True)
+        typer.echo(f"error: {error.what}", err=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None

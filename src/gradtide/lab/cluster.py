@@ -1,0 +1,81 @@
+"""The plan of an emulated cluster: its addresses and each rank's environment.
+
+Pure functions of a `Cluster`; `wiring` writes the plan down, `namespaces` carries it
+out, `launch` starts the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+INTERFACE = "eth0"  # the link's name inside every host
+PORT = 29500  # free by construction in a namespace that was just made
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many hosts on one switch, each behind a link of `rate` bits/s each way.
+
+    A rate of None means loopback: one machine, no namespaces, nothing slowed down.
+    """
+
+    hosts: int
+    ranks_per_host: int = 1
+    rate: float | None = None
+    mtu: int = 9000
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hosts <= 250:
+            raise ValueError(f"{self.hosts} hosts: choose 1 to 250")
+        if self.ranks_per_host < 1:
+            raise ValueError(f"{self.ranks_per_host} ranks per host: choose 1 or more")
+        if not 1280 <= self.mtu <= 65000:
+            raise ValueError(f"an MTU of {self.mtu}: choose 1280 to 65000 bytes")
+        if self.rate is not None and not 1e5 <= self.rate <= 1e11:
+            raise ValueError(
+                f"a rate of {self.rate:g} bits/s: choose 100kbit to 100gbit, or none"
+            )
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.hosts * self.ranks_per_host
+
+
+def host_name(host: int) -> str:
+    return f"lab-host{host}"
+
+
+def address(host: int) -> str:
+    return f"10.99.0.{host + 1}"
+
+
+def rank_environment(cluster: Cluster, rank: int, port: int) -> dict[str, str]:
+    """What torchrun would set for this rank, and the link that its traffic takes."""
+    shaped = cluster.rate is not None
+    host, local_rank = divmod(rank, cluster.ranks_per_host)
+    interface = INTERFACE if shaped else "lo"
+    values: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": cluster.size,
+        "LOCAL_WORLD_SIZE": cluster.ranks_per_host,
+        "GROUP_RANK": host,
+        "GROUP_WORLD_SIZE": cluster.hosts,
+        "NODE_RANK": host,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": cluster.size,
+        "MASTER_ADDR": address(0) if shaped else "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": f"gradtide-lab-{port}",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 hosts the store itself
+        "GLOO_SOCKET_IFNAME": interface,
+        "PYTHONUNBUFFERED": 1,
+        "GRADTIDE_LAB_RATE": "" if cluster.rate is None else f"{cluster.rate:.0f}",
+        "GRADTIDE_LAB_INTERFACE": interface,
+        "GRADTIDE_LAB_HOSTS": cluster.hosts,
+    }
+    return {name: str(value) for name, value in values.items()}

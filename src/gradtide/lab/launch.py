@@ -1,0 +1,248 @@
+"""Runs one command on every rank of an emulated cluster, and ends what it started.
+
+Knows processes, their output and their order of failing; knows nothing of networks
+(`namespaces`) nor of what torchrun sets (`cluster`).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+from rich.console import Console
+from rich.text import Text
+
+from gradtide.lab.cluster import PORT, Cluster, rank_environment
+from gradtide.lab.failure import LabError as LabError
+from gradtide.lab.namespaces import Enter, networks
+
+_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
+_TAIL = 100  # lines of each rank that are kept for the report of a failure
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+# The guard outlives even SIGKILL of the launcher: when its input ends it kills the
+# process groups that it was told of.
+_GUARD = 'while read -r group; do all="$all -$group"; done; kill -KILL -- $all'
+
+
+class _Line(NamedTuple):
+    rank: int
+    text: str
+
+
+class _Exit(NamedTuple):
+    rank: int
+    code: int
+
+
+class _Rank(NamedTuple):
+    process: subprocess.Popen[str]
+    reader: threading.Thread
+    waiter: threading.Thread
+
+
+_Events: TypeAlias = "queue.SimpleQueue[_Line | _Exit]"
+
+
+def launch(
+    cluster: Cluster,
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] = _NOTHING,
+    on_line: Callable[[int, str], None] | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Runs `command` on every rank and blocks until all have ended.
+
+    The first rank to fail ends the run with a `LabError`; so does `timeout`, in seconds
+    from when the cluster stands. `on_line` gets every line of output with its rank, in
+    the calling thread; by default lines are printed. Whatever happens, no process and
+    no network outlives the call, nor the caller.
+    """
+    if not command or not shutil.which(command[0], path=env.get("PATH")):
+        raise ValueError(f"{' '.join(command[:1])!r} is no command: put one after --")
+    show = on_line or line_printer()
+    tails = [deque[str](maxlen=_TAIL) for _ in range(cluster.size)]
+
+    def follow(line: _Line) -> None:
+        tails[line.rank].append(line.text)
+        show(*line)
+
+    events: _Events = queue.SimpleQueue()
+    with _hosts(cluster) as enter:
+        with _ranks(cluster, enter, command, env, events):
+            end = _until_first_failure(events, cluster.size, follow, timeout)
+        for event in _rest(events):
+            if isinstance(event, _Line):
+                follow(event)
+    if end is None:
+        raise LabError(f"the run did not end within {timeout:g} seconds")
+    if end.code:
+        what = f"rank {end.rank} {_told(end.code)}"
+        raise LabError(what, end.rank, end.code, _last_words(tails[end.rank]))
+
+
+def line_printer() -> Callable[[int, str], None]:
+    """Prints lines as `[rank 3] text`, each rank in its colour on a terminal."""
+    console = Console(highlight=False, soft_wrap=True)
+
+    def show(rank: int, text: str) -> None:
+        prefix = (f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)])
+        console.print(Text.assemble(prefix, Text.from_ansi(text)))
+
+    return show
+
+
+@contextmanager
+def _hosts(cluster: Cluster) -> Iterator[Enter]:
+    if cluster.rate is None:
+        yield lambda host: []
+    else:
+        with networks(cluster) as enter:
+            yield enter
+
+
+@contextmanager
+def _ranks(
+    cluster: Cluster,
+    enter: Enter,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    events: _Events,
+) -> Iterator[None]:
+    """Starts the ranks; at the end none of their process groups is left.
+
+    Invariant: no rank is reaped before the guard has killed the groups; until then
+    nothing else can have got a group's id.
+    """
+    guard = subprocess.Popen(
+        ["sh", "-c", _GUARD],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    ranks: list[_Rank] = []
+    try:
+        for rank, variables in enumerate(_environments(cluster, env)):
+            words = [*enter(rank // cluster.ranks_per_host), *command]
+            ranks.append(_start(rank, words, variables, events))
+            print(ranks[-1].process.pid, file=guard.stdin, flush=True)
+        yield
+    finally:
+        try:
+            _terminate(ranks)
+        finally:
+            guard.communicate()
+            for process, reader, waiter in ranks:
+                waiter.join()
+                process.wait()
+                reader.join(1.0)  # a daemon of the command's may hold its output
+
+
+def _environments(cluster: Cluster, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    port = _free_port() if cluster.rate is None else PORT
+    # The ranks share this machine's cores: threads of one would stall the others.
+    base = {"OMP_NUM_THREADS": "1", **os.environ}
+    for rank in range(cluster.size):
+        yield {**base, **rank_environment(cluster, rank, port), **env}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _start(
+    rank: int, words: Sequence[str], variables: Mapping[str, str], events: _Events
+) -> _Rank:
+    process = subprocess.Popen(
+        words,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                events.put(_Line(rank, line.rstrip("\n")))
+
+    def wait() -> None:
+        end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert end is not None
+        sign = 1 if end.si_code == os.CLD_EXITED else -1
+        events.put(_Exit(rank, sign * end.si_status))
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (read, wait)]
+    for thread in threads:
+        thread.start()
+    return _Rank(process, *threads)
+
+
+def _until_first_failure(
+    events: _Events,
+    size: int,
+    follow: Callable[[_Line], None],
+    timeout: float | None,
+) -> _Exit | None:
+    """The first exit that is not 0, else the last exit; None when time ran out."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        try:
+            event = events.get(timeout=left)
+        except queue.Empty:
+            return None
+        if isinstance(event, _Line):
+            follow(event)
+            continue
+        size -= 1
+        if event.code or size == 0:
+            return event
+
+
+def _rest(events: _Events) -> Iterator[_Line | _Exit]:
+    with suppress(queue.Empty):
+        while True:
+            yield events.get_nowait()
+
+
+def _terminate(ranks: Sequence[_Rank]) -> None:
+    """Asks the ranks to end, and gives them time to."""
+    for process, _, _ in ranks:
+        os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE
+    # A rank has ended when nobody holds its output any more: behind nsenter the
+    # command itself may outlive the process that stands for it here.
+    for _, reader, _ in ranks:
+        reader.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _told(code: int) -> str:
+    if code > 0:
+        return f"failed with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"
+
+
+def _last_words(tail: Sequence[str]) -> list[str]:
+    """The last lines, from where the first traceback among them begins."""
+    lines = list(tail)
+    starts = (n for n, text in enumerate(lines) if text.startswith("Traceback"))
+    return lines[next(starts, max(len(lines) - 20, 0)) :]
