@@ -88,8 +88,7 @@ def compare(
 ) -> None:
     """Train the same model with each scheme in turn, and show where the time goes.
 
-    On an emulated cluster with --hosts and --rate; under torchrun, on the ranks that it
-    started.
+    --hosts and --rate emulate a cluster; under torchrun, its ranks are used.
     """
     from gradtide.lab import compare as lab_compare
     from gradtide.lab.launch import LabError

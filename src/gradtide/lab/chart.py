@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from gradtide.lab.record import Result
+from gradtide.lab.record import Result, milliseconds
 
 # The colours of Okabe and Ito, told apart by colour-blind readers; the hatch marks what
 # the comparison is about even in grey.
@@ -87,7 +87,7 @@ def _stacked(row: Result) -> float:
 
 
 def _caption(row: Result) -> str:
-    caption = f"{row.step_seconds * 1e3:.3g} ms"
+    caption = f"{milliseconds(row.step_seconds)} ms"
     if row.speedup_over_ddp is not None and row.scheme != "ddp":
         caption += f", {row.speedup_over_ddp:.2f} x ddp"
     return caption

@@ -53,16 +53,20 @@ def compare(spec: Spec, out: Path, argv: Sequence[str]) -> None:
 
 
 def compare_here(spec: Spec, out: Path, argv: Sequence[str], rank: int) -> None:
-    """Compare as one of torchrun's ranks; rank 0 reports."""
+    """Compare as one of torchrun's ranks; rank 0 reports.
+
+    Raises ValueError before anything starts; a later failure ends this process.
+    """
+    check(spec)
+    if rank == 0:
+        _make(out)
     run(lambda: _join(spec, out, argv, rank))
 
 
 def _join(spec: Spec, out: Path, argv: Sequence[str], rank: int) -> None:
-    check(spec)
     if rank != 0:
         measure(spec, lambda name: None)
         return
-    _make(out)
     console = Console()
     with _progress(spec, console) as report:
         found = measure(spec, report)

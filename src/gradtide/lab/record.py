@@ -65,6 +65,11 @@ class Record:
         return json.dumps(fields, indent=2) + "\n"
 
 
+def milliseconds(seconds: float) -> str:
+    """A number for people: whole from 100 ms on, three digits below."""
+    return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+
+
 def command_line(argv: Sequence[str]) -> str:
     """`argv` as typed; program and home directory are reduced to their names."""
     return " ".join(["gradtide", *map(_word, argv[1:])])

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gradtide.lab.chart import draw
 from gradtide.lab.rate import format_rate
-from gradtide.lab.record import Record, Result
+from gradtide.lab.record import Record, Result, milliseconds
 from gradtide.lab.summary import Facts
 from gradtide.lab.timeline import trace
 from gradtide.lab.worker import Outcome
@@ -30,13 +30,6 @@ class Column(NamedTuple):
     cell: Callable[[Result], str | None]
 
 
-def milliseconds(seconds: float | None) -> str | None:
-    """Whole from 100 ms on, three digits below."""
-    if seconds is None:
-        return None
-    return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
-
-
 def distance(row: Result) -> float | None:
     """How far the step is from its limit: 0.1 is ten percent longer."""
     if row.limit_seconds is None:
@@ -45,7 +38,7 @@ def distance(row: Result) -> float | None:
 
 
 _STEP = (
-    Column("step ms", lambda row: milliseconds(row.step_seconds)),
+    Column("step ms", lambda row: _milliseconds(row.step_seconds)),
     Column(
         "quartiles",
         lambda row: (
@@ -53,16 +46,16 @@ _STEP = (
         ),
     ),
     Column("x ddp", lambda row: _format(row.speedup_over_ddp, ".2f")),
-    Column("limit ms", lambda row: milliseconds(row.limit_seconds)),
+    Column("limit ms", lambda row: _milliseconds(row.limit_seconds)),
     Column("over it", lambda row: _format(distance(row), "+.0%")),
     Column("loss", lambda row: _format(row.final_loss, ".4f")),
 )
 _PARTS = (
-    Column("forward", lambda row: milliseconds(row.forward_seconds)),
-    Column("backward", lambda row: milliseconds(row.backward_seconds)),
-    Column("select", lambda row: milliseconds(row.select_seconds)),
-    Column("exposed", lambda row: milliseconds(row.exposed_seconds)),
-    Column("apply", lambda row: milliseconds(row.apply_seconds)),
+    Column("forward", lambda row: _milliseconds(row.forward_seconds)),
+    Column("backward", lambda row: _milliseconds(row.backward_seconds)),
+    Column("select", lambda row: _milliseconds(row.select_seconds)),
+    Column("exposed", lambda row: _milliseconds(row.exposed_seconds)),
+    Column("apply", lambda row: _milliseconds(row.apply_seconds)),
     Column("sent MB", lambda row: _megabytes(row.payload_bytes)),
     Column("link MB", lambda row: _megabytes(row.interface_bytes)),
     Column("CPU s", lambda row: _format(row.cpu_seconds, ".3f")),
@@ -143,6 +136,10 @@ def _scores(rows: Sequence[Result]) -> list[Column]:
         )
 
     return [column(name) for name in names]
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else milliseconds(seconds)
 
 
 def _megabytes(count: float | None) -> str | None:

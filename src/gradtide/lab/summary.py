@@ -11,8 +11,9 @@ trains in the same rounds without anybody to average with (from what was asked, 
 compute is replayed); what DDP's backward takes beyond that is called exposed, and
 contains DDP's own copying, too. So does its forward, if there are buffers to broadcast.
 
-A step's time is that of its slowest rank; its parts are means over ranks. Reported are
-medians over the timed steps, so parts need not add up to the step exactly.
+A step's time, and its parts, are those of its slowest rank. Reported are the median of
+the times, and the means of the parts over the middle half of the steps by time, which
+add up to the median but for rounding and skew.
 """
 
 from __future__ import annotations
@@ -74,16 +75,17 @@ def facts(contestant: Contestant, reference: Sequence[Trial]) -> Facts:
         assert workload.backward_seconds is not None
         known = Compute(workload.forward_seconds, workload.backward_seconds)
         return Facts(True, known)
-    median = _median_parts(reference)
-    return Facts(False, Compute(median.forward, median.backward))
+    split = _typical_parts(reference)
+    return Facts(False, Compute(split.forward, split.backward))
 
 
 def summarise(
     spec: Spec, contestant: Contestant, trials: Sequence[Trial], common: Facts
 ) -> Result:
     """One contestant's row; `trials` holds every rank's. Without the speed-up."""
-    low, median, high = np.quantile(_step_times(trials), [0.25, 0.5, 0.75]).tolist()
-    split = _median_parts(trials)
+    times = [step.step for step in _slowest(trials)]
+    low, median, high = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
+    split = _typical_parts(trials)
     if contestant.engine is None:
         split = _without_waits(split, contestant, common.compute)
     payload = _per_step(trials, [trial.payload_bytes for trial in trials])
@@ -128,15 +130,17 @@ def typical(trial: Trial, num_last: int) -> Step:
     return min(zip(times, last, strict=True), key=lambda pair: abs(pair[0] - middle))[1]
 
 
-def _step_times(trials: Sequence[Trial]) -> list[float]:
-    """Of each timed step, the time of its slowest rank."""
-    steps = zip(*(trial.timed for trial in trials), strict=True)
-    return [max(s.end.time - s.begin.time for s in ranks) for ranks in steps]
+def _slowest(trials: Sequence[Trial]) -> list[Parts]:
+    """Every timed step as its slowest rank had it."""
+    ranks = [[parts(step, t.applied) for step in t.timed] for t in trials]
+    return [max(step) for step in zip(*ranks, strict=True)]
 
 
-def _median_parts(trials: Sequence[Trial]) -> Parts:
-    table = np.array([[parts(s, t.applied) for s in t.timed] for t in trials])
-    return Parts(*np.median(table.mean(axis=0), axis=0).tolist())
+def _typical_parts(trials: Sequence[Trial]) -> Parts:
+    """Means over the middle half of the steps by time."""
+    steps = sorted(_slowest(trials))
+    cut = len(steps) // 4
+    return Parts(*np.mean(steps[cut : len(steps) - cut], axis=0).tolist())
 
 
 def _without_waits(split: Parts, contestant: Contestant, compute: Compute) -> Parts:

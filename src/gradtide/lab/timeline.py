@@ -99,12 +99,14 @@ def _metadata(process: int, thread: int, key: str, **said: object) -> dict[str, 
 
 
 def _complete(process: int, span: Span, early: float) -> dict[str, Any]:
+    # Ends are rounded, not lengths: neighbours must touch, not overlap.
+    start, end = (round((t - early) * _MICROSECONDS, 3) for t in (span.start, span.end))
     return {
         "ph": "X",
         "pid": process,
         "tid": _LANES[span.lane],
         "name": span.name,
         "cat": span.lane,
-        "ts": (span.start - early) * _MICROSECONDS,
-        "dur": (span.end - span.start) * _MICROSECONDS,
+        "ts": start,
+        "dur": round(end - start, 3),
     }

@@ -1,0 +1,81 @@
+"""The table, the chart, and the files in the folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.lab.samples import FACTS, outcome, record, row
+
+from gradtide.lab.limits import Compute
+from gradtide.lab.report import distance, table, write
+from gradtide.lab.summary import Facts
+
+ROWS = (
+    row("ddp", 3.0, speedup_over_ddp=1.0, limit_seconds=2.5),
+    row("dear", 2.0, speedup_over_ddp=1.5, limit_seconds=1.6, interface_bytes=1.6e8),
+)
+
+
+def text(width: int = 160, facts: Facts = FACTS) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table(record(*ROWS), facts, width))
+    return capture.get()
+
+
+def test_a_replay_is_never_taken_for_the_real_thing() -> None:
+    assert "compute is a wait of 1000 ms" in text()
+    real = Facts(replayed=False, compute=Compute(1.0, 2.0))
+    assert "compute is real" in text(facts=real)
+
+
+def test_rows_say_what_was_measured() -> None:
+    (dear,) = [line for line in text().splitlines() if "dear" in line]
+    cells = [cell.strip() for cell in dear.strip("│").split("│")]
+    assert cells == [
+        *("dear", "2000", "1800-2200", "1.50", "1600", "+25%"),
+        *("400", "600", "800", "200", "150", "160", "0.250"),
+    ]
+
+
+def test_what_nobody_has_is_left_out_and_what_one_lacks_is_a_dash() -> None:
+    assert "density" not in text()
+    assert "loss" not in text().split("scheme")[1]
+    (ddp,) = [line for line in text().splitlines() if "│ ddp" in line]
+    assert " - " in ddp
+
+
+def test_a_narrow_terminal_gets_two_tables() -> None:
+    assert text(160).count("scheme") == 1
+    assert text(80).count("scheme") == 2
+
+
+def test_scores_have_columns() -> None:
+    console = Console(width=200)
+    rows = record(row("ddp", 1.0, evaluation={"loss": 1.25, "accuracy": 0.5}))
+    with console.capture() as capture:
+        console.print(table(rows, FACTS, 200))
+    assert "val accuracy" in capture.get()
+    assert "1.2500" in capture.get()
+
+
+def test_distance() -> None:
+    assert distance(row("x", 1.1, limit_seconds=1.0)) == pytest.approx(0.1)
+    assert distance(row("x", 1.1)) is None
+
+
+def test_files(tmp_path: Path) -> None:
+    write(tmp_path, record(*ROWS), outcome(*ROWS))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "record.json",
+        "table.txt",
+        "chart.png",
+        "trace.json",
+    }
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    assert "dear" in (tmp_path / "table.txt").read_text()
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len(json.loads((tmp_path / "record.json").read_text())["results"]) == 2

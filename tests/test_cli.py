@@ -1,0 +1,87 @@
+"""The command line: what it lists, what it refuses, and with which exit code."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradtide.cli import app
+
+GOOD = {
+    "--schemes": "ddp,dear",
+    "--workload": "digits",
+    "--hosts": "2",
+    "--rate": "none",
+    "--steps": "3",
+}
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+
+def compare(out: Path, **changed: str | None) -> Result:
+    options = {**GOOD, "--out": str(out)}
+    options |= {f"--{k.replace('_', '-')}": v for k, v in changed.items()}  # type: ignore[misc]
+    words = [w for k, v in options.items() if v is not None for w in (k, v)]
+    return call("compare", *words)
+
+
+def test_version() -> None:
+    assert call("--version").output == f"gradtide {version('gradtide')}\n"
+
+
+def test_help_names_every_command() -> None:
+    shown = call("--help").output
+    assert all(command in shown for command in ("schemes", "lab", "compare"))
+
+
+def test_schemes_lists_recipes_as_calls_and_the_baselines() -> None:
+    shown = call("schemes").output
+    assert "Scheme(collective=Dense(" in shown
+    for name in ("sequential", "wfbp", "dear-bf16", "ddp", "ddp-fp16"):
+        assert f"\n{name} " in shown
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"schemes": "ddp,nonsense"}, "'nonsense' is no scheme"),
+        ({"schemes": "ddp,,dear"}, "empty scheme"),
+        ({"workload": "imagenet"}, "no workload 'imagenet'"),
+        ({"rate": "fast"}, "'fast' is not a rate"),
+        ({"hosts": None}, "--hosts 4 --rate 100mbit"),
+        ({"hosts": "0"}, "choose 1 to 250"),
+        ({"step_ms": "5"}, "really computes"),
+    ],
+)
+def test_refused_before_anything_starts(
+    tmp_path: Path, changed: dict[str, str | None], message: str
+) -> None:
+    result = compare(tmp_path / "out", **changed)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_torchrun_brings_its_own_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = compare(tmp_path)
+    assert result.exit_code == 2
+    assert "leave out --hosts and --rate" in result.output
+
+
+def test_a_rank_that_fails_is_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text("raise SystemExit('no such luck')")
+    result = compare(tmp_path / "out")
+    assert result.exit_code == 1
+    assert "error: " in result.output
