@@ -33,7 +33,7 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 # The guard outlives even SIGKILL of the launcher: when its input ends it kills the
 # process groups that it was told of.
-_GUARD = 'while read -r group; do all="$all -$group"; done; kill -KILL -- $all'
+_GUARD = 'while read -r group; do all="$all -$group"; done; kill -s KILL -- $all'
 
 
 class _Line(NamedTuple):

@@ -26,7 +26,9 @@ from gradtide.lab.wiring import setup_script
 Enter: TypeAlias = Callable[[int], list[str]]
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
-_NEW = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
+# With a network of its own although it uses none: `ip` comes back to it from each that
+# it makes, and a user may not come back to the machine's.
+_NEW = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child")
 _AS_USER = ("--user", "--map-root-user")
 # The first line runs while /proc is still the machine's, and so learns the holder's
 # process id as the launcher sees it.

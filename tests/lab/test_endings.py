@@ -1,0 +1,98 @@
+"""However a run ends, nothing of it is left. See [Note: Nothing is left behind]."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.lab.emulated import needs_networks, processes_with
+
+import gradtide
+
+# The command line without the package's own imports: torch takes seconds to start.
+MAIN = f"""
+import sys, types
+sys.modules["gradtide"] = package = types.ModuleType("gradtide")
+package.__path__ = {list(gradtide.__path__)!r}
+from gradtide.lab.cli import app
+app()
+"""
+GRADTIDE = [sys.executable, "-c", MAIN]
+
+
+def gone(word: str, seconds: float) -> list[str]:
+    """Who is left with the word in their command line; waits for nobody to be."""
+    deadline = time.monotonic() + seconds
+    while (left := processes_with(word)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+@pytest.mark.parametrize("rate", ["none", "1gbit"])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+)
+def test_a_signal_to_the_launcher_ends_everything(
+    rate: str, number: signal.Signals, code: int
+) -> None:
+    needs_networks(None if rate == "none" else 1e9)
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip(f"the tests were started with {number.name} ignored")
+    nap = f"6000.{random.SystemRandom().randrange(10**9):09d}"
+    script = f"sleep {nap} & echo up; sleep {nap}"
+    with subprocess.Popen(
+        [*GRADTIDE, "run", "--hosts", "2", "--rate", rate, "--", "sh", "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        up = sorted(launcher.stdout.readline() for _ in range(2))
+        assert up == ["[rank 0] up\n", "[rank 1] up\n"]
+        assert processes_with(nap)
+        launcher.send_signal(number)
+        assert launcher.wait(20) == code
+        assert not gone(nap, 5)
+
+
+def test_in_networks_not_even_a_daemon_is_left() -> None:
+    needs_networks(1e9)
+    nap = f"6000.{random.SystemRandom().randrange(10**9):09d}"
+    script = f"setsid sh -c 'trap : TERM; sleep {nap}' > /dev/null 2>&1 & sleep 0.1"
+    command = ["sh", "-c", script]
+    subprocess.run(
+        [*GRADTIDE, "run", "--hosts", "1", "--rate", "1gbit", "--", *command],
+        check=True,
+        timeout=60,
+    )
+    assert not gone(nap, 5)
+
+
+def test_an_ordinary_user_has_networks_too() -> None:
+    needs_networks(1e9)
+    words: list[str] = []
+    if os.geteuid() == 0:
+        if not shutil.which("setpriv"):
+            pytest.skip("setpriv is missing: this test cannot become an ordinary user")
+        words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        for needed in (
+            [*GRADTIDE, "--help"],
+            ["unshare", "--user", "--map-root-user", "true"],
+        ):
+            tried = subprocess.run([*words, *needed], capture_output=True, text=True)
+            if tried.returncode:
+                pytest.skip(f"user 65534 may not run {needed}: {tried.stderr}")
+    script = 'echo $RANK $(ls /sys/class/net); test "$RANK" = 0 || exit 7'
+    command = ["run", "--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", script]
+    ended = subprocess.run(
+        [*words, *GRADTIDE, *command], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert "[rank 1] 1 eth0 lo" in ended.stdout
+    assert "rank 1 failed with exit code 7" in ended.stderr
