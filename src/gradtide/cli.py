@@ -141,3 +141,7 @@ def _ranks(
     size = int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return size // local, local, None
+
+
+if __name__ == "__main__":  # for torchrun -m gradtide.cli
+    app()

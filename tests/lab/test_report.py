@@ -34,8 +34,7 @@ def test_a_replay_is_never_taken_for_the_real_thing() -> None:
 
 def test_rows_say_what_was_measured() -> None:
     (dear,) = [line for line in text().splitlines() if "dear" in line]
-    cells = [cell.strip() for cell in dear.strip("│").split("│")]
-    assert cells == [
+    assert dear.split() == [
         *("dear", "2000", "1800-2200", "1.50", "1600", "+25%"),
         *("400", "600", "800", "200", "150", "160", "0.250"),
     ]
@@ -44,13 +43,15 @@ def test_rows_say_what_was_measured() -> None:
 def test_what_nobody_has_is_left_out_and_what_one_lacks_is_a_dash() -> None:
     assert "density" not in text()
     assert "loss" not in text().split("scheme")[1]
-    (ddp,) = [line for line in text().splitlines() if "│ ddp" in line]
+    (ddp,) = [line for line in text().splitlines() if line.startswith(" ddp ")]
     assert " - " in ddp
 
 
-def test_a_narrow_terminal_gets_two_tables() -> None:
-    assert text(160).count("scheme") == 1
-    assert text(80).count("scheme") == 2
+def test_a_narrow_terminal_gets_several_whole_tables() -> None:
+    for width, number in ((160, 1), (80, 2), (50, 3)):
+        shown = text(width)
+        assert shown.count(" scheme ") == number
+        assert all(word in shown for word in ("1800-2200", "0.250"))
 
 
 def test_scores_have_columns() -> None:

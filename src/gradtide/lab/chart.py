@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -38,10 +39,10 @@ def draw(rows: Sequence[Result], heading: Sequence[str], path: Path) -> None:
             va="center",
             fontsize=9,
         )
-    axes.set_yticks(range(len(rows)), [row.scheme for row in rows])
+    axes.set_yticks(range(len(rows)), [fill(row.scheme, 26) for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds of one step")
-    axes.set_xlim(0, 1.22 * 1e3 * max(row.step_seconds for row in rows))
+    axes.set_xlim(0, 1.3 * 1e3 * max(row.step_seconds for row in rows))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)

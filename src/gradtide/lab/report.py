@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.measure import Measurement
 from rich.table import Table
@@ -37,7 +38,7 @@ def distance(row: Result) -> float | None:
     return row.step_seconds / row.limit_seconds - 1
 
 
-_STEP = (
+_COLUMNS = (
     Column("step ms", lambda row: _milliseconds(row.step_seconds)),
     Column(
         "quartiles",
@@ -48,9 +49,6 @@ _STEP = (
     Column("x ddp", lambda row: _format(row.speedup_over_ddp, ".2f")),
     Column("limit ms", lambda row: _milliseconds(row.limit_seconds)),
     Column("over it", lambda row: _format(distance(row), "+.0%")),
-    Column("loss", lambda row: _format(row.final_loss, ".4f")),
-)
-_PARTS = (
     Column("forward", lambda row: _milliseconds(row.forward_seconds)),
     Column("backward", lambda row: _milliseconds(row.backward_seconds)),
     Column("select", lambda row: _milliseconds(row.select_seconds)),
@@ -60,35 +58,49 @@ _PARTS = (
     Column("link MB", lambda row: _megabytes(row.interface_bytes)),
     Column("CPU s", lambda row: _format(row.cpu_seconds, ".3f")),
     Column("density", lambda row: _format(row.density, ".3g")),
+    Column("loss", lambda row: _format(row.final_loss, ".4f")),
 )
 
 
 def table(record: Record, common: Facts, width: int) -> Group:
     """The comparison as text, below lines that say what of it was real.
 
-    One table where `width` columns hold it, else two.
+    As many tables, one below the other, as `width` columns of text make necessary.
     """
     rows = record.results
-    step, parts = (*_STEP, *_scores(rows)), _PARTS
-    ruler = Console(width=10 * WIDTH)
-    whole = _grid(rows, (*step, *parts))
-    grids = [whole]
-    if Measurement.get(ruler, ruler.options, whole).maximum > width:
-        grids = [_grid(rows, step), _grid(rows, parts)]
+    used = [
+        column
+        for column in (*_COLUMNS, *_scores(rows))
+        if any(column.cell(row) is not None for row in rows)
+    ]
+    grids = []
+    while used:
+        count = _fitting(rows, used, width)
+        grids.append(_grid(rows, used[:count]))
+        used = used[count:]
     return Group(*map(Text, preface(record, common)), *grids)
 
 
+def _fitting(rows: Sequence[Result], columns: Sequence[Column], width: int) -> int:
+    """How many of the first `columns` one table can hold; at least one."""
+    ruler = Console(width=10 * WIDTH)
+
+    def fits(count: int) -> bool:
+        grid = _grid(rows, columns[:count])
+        return Measurement.get(ruler, ruler.options, grid).maximum <= width
+
+    return max((n for n in range(1, len(columns) + 1) if fits(n)), default=1)
+
+
 def _grid(rows: Sequence[Result], columns: Sequence[Column]) -> Table:
-    """Columns in which no row has anything to say are left out."""
-    used = [c for c in columns if any(c.cell(row) is not None for row in rows)]
-    grid = Table(header_style="bold")
+    grid = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     # Recipes' names stay whole, constructor calls are folded.
-    shortest = min(max(len(row.scheme) for row in rows), 16)
-    grid.add_column("scheme", overflow="fold", min_width=shortest)
-    for column in used:
+    longest = max(len(row.scheme) for row in rows)
+    grid.add_column("scheme", overflow="fold", width=max(6, min(longest, 24)))
+    for column in columns:
         grid.add_column(column.heading, justify="right", no_wrap=True)
     for row in rows:
-        cells = (column.cell(row) for column in used)
+        cells = (column.cell(row) for column in columns)
         grid.add_row(row.scheme, *(_NOTHING if c is None else c for c in cells))
     return grid
 
