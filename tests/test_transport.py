@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ from gradtide.testing import answer
 from gradtide.transport import Transport, connect
 from gradtide.transport.lane import Lane
 from tests.ranks import run_ranks
+
+
+def nothing() -> None: ...
 
 
 def row(rank: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,7 +74,9 @@ def _answers() -> None:
     everybodys = [requests(r, size) for r in range(size)]
     for i, mine in enumerate(requests(rank, size)):
         answers: list[Any] = []
-        transport.submit(lambda a=answers, op=mine: a.append(ask(transport, op))).join()
+        transport.submit(
+            nothing, lambda a=answers, op=mine: a.append(ask(transport, op))
+        ).join()
         expected = answer([ops[i] for ops in everybodys])[rank]
         assert torch.equal(answers[0], expected), f"request {i}: {type(mine).__name__}"
     transport.close()
@@ -97,18 +103,66 @@ def _payload() -> int:
     return transport.payload_bytes
 
 
+def test_many_messages_keep_order() -> None:
+    run_ranks(2, _many)
+
+
+def _many() -> None:
+    """Requests of changing sizes, submitted faster than they run."""
+    transport = connect(None, torch.device("cpu"))
+    sums: list[Tensor] = []
+    tickets = []
+    for i in range(400):
+        op = ReduceScatter(torch.full((2 * (i % 7 + 1),), float(i)))
+        begun: list[Any] = []
+        tickets.append(
+            transport.submit(
+                lambda b=begun, op=op: b.append(transport.issue(op)),
+                lambda b=begun: sums.append(transport.wait(b[0])),
+            )
+        )
+    for ticket in tickets:
+        ticket.join()
+    for i, total in enumerate(sums):
+        assert total.tolist() == [2.0 * i] * (i % 7 + 1)
+    transport.close()
+
+
 def test_a_lane_runs_in_order_and_stops_at_the_first_error() -> None:
     lane, ran = Lane("test"), list[int]()
 
     def fail() -> None:
         raise OSError("wire")
 
-    first = lane.submit(lambda: ran.append(1))
-    second = lane.submit(fail)
-    third = lane.submit(lambda: ran.append(3))
+    first = lane.submit(nothing, lambda: ran.append(1))
+    second = lane.submit(fail, lambda: ran.append(2))
+    third = lane.submit(lambda: ran.append(3), nothing)
     first.join()
     for ticket in (second, third):
         with pytest.raises(OSError, match="wire"):
             ticket.join()
     lane.close()
     assert ran == [1]
+
+
+def test_the_next_errand_begins_early_once_and_its_error_is_its_own() -> None:
+    lane, ran = Lane("test"), list[str]()
+    gate = threading.Event()
+
+    def work() -> None:
+        gate.wait()
+        lane.begin_next()
+        lane.begin_next()
+        ran.append("first")
+
+    def fail() -> None:
+        ran.append("begun")
+        raise OSError("wire")
+
+    first, second = lane.submit(nothing, work), lane.submit(fail, nothing)
+    gate.set()
+    first.join()
+    with pytest.raises(OSError, match="wire"):
+        second.join()
+    lane.close()
+    assert ran == ["begun", "first"]

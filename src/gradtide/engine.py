@@ -34,13 +34,15 @@ class Record(NamedTuple):
 
 @dataclass(eq=False)
 class Flight:
-    """A bucket on its way."""
+    """A flow on its way."""
 
-    bucket: Bucket
+    name: str
     flow: Flow
     ticket: Ticket | None = None
+    asked: Op | tuple[Op, ...] | None = None
+    pending: Any = None  # of what was asked
     part: Tensor | None = None  # this rank's share of the mean, while held at the Cut
-    mean: Tensor | None = None
+    mean: Any = None  # what the flow returned
 
 
 class Engine:
@@ -59,9 +61,12 @@ class Engine:
     def launch(self, bucket: Bucket) -> None:
         """Send a bucket on its way; its payload is the flow's until it is finished."""
         assert bucket.name not in self.flying, f"{bucket.name} is in flight already"
-        flight = Flight(bucket, bucket.collective.reduce(bucket.load, self.transport.group))
+        flow = bucket.collective.reduce(bucket.load, self.transport.group)
+        flight = Flight(bucket.name, flow)
         self.flying[bucket.name] = flight
-        flight.ticket = self.transport.submit(lambda: self._advance(flight, bucket.hold))
+        flight.ticket = self.transport.submit(
+            lambda: self._resume(flight), lambda: self._run(flight, bucket.hold)
+        )
 
     def held(self, bucket: Bucket) -> tuple[Tensor | None, Tensor | None]:
         """This rank's part of the mean of a held bucket, or the mean of one without a cut.
@@ -77,11 +82,17 @@ class Engine:
         for bucket in buckets:
             flight = self.flying[bucket.name]
 
-            def advance(flight: Flight = flight) -> None:
+            def leave(flight: Flight = flight) -> None:
+                # Not yet at its cut if this begins early, not again if it did.
                 if flight.part is not None:
-                    self._advance(flight, hold=False)
+                    flight.part = None
+                    self._resume(flight)
 
-            flight.ticket = self.transport.submit(advance)
+            def run(flight: Flight = flight, leave: Callable[[], None] = leave) -> None:
+                leave()
+                self._run(flight, hold=False)
+
+            flight.ticket = self.transport.submit(leave, run)
 
     def finish(self, bucket: Bucket) -> None:
         """Wait for a bucket that is not held, and deliver its mean."""
@@ -99,12 +110,17 @@ class Engine:
 
     def ask(self, name: str, op: Op) -> Callable[[], Any]:
         """Put one request in line; call what is returned to wait for its answer."""
-        answers: list[Any] = []
-        ticket = self.transport.submit(lambda: answers.append(self._request(name, op)))
+        def flow() -> Flow:
+            return (yield op)
+
+        flight = Flight(name, flow())
+        ticket = self.transport.submit(
+            lambda: self._resume(flight), lambda: self._run(flight, hold=False)
+        )
 
         def answer() -> Any:
             self._wait(ticket)
-            return answers[0]
+            return flight.mean
 
         return answer
 
@@ -123,36 +139,47 @@ class Engine:
         ticket.join()
         self.exposed_seconds += time.perf_counter() - start
 
-    def _advance(self, flight: Flight, hold: bool) -> None:
-        """Run a flow to its end, or to its cut if it is to hold there (on the lane)."""
-        answer = None
-        flight.part = None
-        while True:
-            try:
-                asked = flight.flow.send(answer)
-            except StopIteration as stop:
-                flight.mean = stop.value
+    def _resume(self, flight: Flight, answer: Any = None) -> None:
+        """Run a flow to what it asks for next, and start that (on the lane)."""
+        try:
+            asked = flight.flow.send(answer)
+        except StopIteration as stop:
+            flight.asked, flight.mean = None, stop.value
+            return
+        flight.asked = asked
+        if not isinstance(asked, Cut):
+            with record_function(f"gradtide::{flight.name}::{_label(asked)}::issue"):
+                flight.pending = [self.transport.issue(op) for op in _ops(asked)]
+
+    def _run(self, flight: Flight, hold: bool) -> None:
+        """Drive a flow to its end, or to its cut if it is to hold there (on the lane)."""
+        while flight.asked is not None:
+            if not isinstance(flight.asked, Cut):
+                self._resume(flight, self._answer(flight))
+            elif hold:
+                flight.part = flight.asked.part
                 return
-            if isinstance(asked, Cut):
-                answer = None
-                if hold:
-                    flight.part = asked.part
-                    return
-            elif isinstance(asked, tuple):
-                answer = self._requests(flight.bucket.name, asked)
             else:
-                answer = self._request(flight.bucket.name, asked)
+                self._resume(flight)
 
-    def _request(self, name: str, op: Op) -> Any:
-        return self._requests(name, (op,))[0]
-
-    def _requests(self, name: str, ops: tuple[Op, ...]) -> tuple[Any, ...]:
-        label = "+".join(type(op).__name__ for op in ops)
-        start = time.perf_counter()
-        with record_function(f"gradtide::{name}::{label}"):
-            pending = [self.transport.issue(op) for op in ops]
+    def _answer(self, flight: Flight) -> Any:
+        """Wait for what a flow asked for, and record it."""
+        asked, pending = flight.asked, flight.pending
+        flight.pending = None
+        label, start = _label(asked), time.perf_counter()
+        with record_function(f"gradtide::{flight.name}::{label}"):
             answers = tuple(self.transport.wait(p) for p in pending)
+        ops, group = _ops(asked), self.transport.group
         if not all(isinstance(op, ToHost) for op in ops):
-            sent = sum(payload_bytes(op, self.transport.group) for op in ops)
-            self.records.append(Record(name, label, sent, start, time.perf_counter()))
-        return answers
+            sent = sum(payload_bytes(op, group) for op in ops)
+            end = time.perf_counter()
+            self.records.append(Record(flight.name, label, sent, start, end))
+        return answers if isinstance(asked, tuple) else answers[0]
+
+
+def _ops(asked: Any) -> tuple[Op, ...]:
+    return asked if isinstance(asked, tuple) else (asked,)
+
+
+def _label(asked: Any) -> str:
+    return "+".join(type(op).__name__ for op in _ops(asked))

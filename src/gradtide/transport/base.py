@@ -24,13 +24,15 @@ class Transport(Protocol):
 
     Invariant: work runs strictly in the order of submission, so the order of requests on
     the wire is a function of the program alone (guard: tests/test_engine.py).
-    `issue` and `wait` are called from submitted work only.
+    `issue` and `wait` are called from submitted work only; `issue` does not wait. `begin` is
+    the part of a submission that does not wait either: it may run early, while all that is
+    left of the work before it is waiting.
     """
 
     group: Group
     payload_bytes: int  # sent by this rank since it was connected
 
-    def submit(self, work: Callable[[], None]) -> Ticket: ...
+    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket: ...
     def issue(self, op: Op) -> Any: ...
     def wait(self, pending: Any) -> Any: ...
     def gather_objects(self, value: Any) -> list[Any]:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 
 
 class Errand:
-    """A piece of work and its outcome; the ticket that its submitter holds."""
+    """A piece of work and its outcome; the ticket that its submitter holds.
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.work = work
-        self.done = threading.Event()
+    `begin` does what can be done without waiting, `work` the rest.
+    """
+
+    def __init__(self, begin: Callable[[], None], work: Callable[[], None]) -> None:
+        self.begin, self.work = begin, work
+        self.begun = False
         self.error: BaseException | None = None
+        self._done = threading.Event()
 
     def join(self) -> None:
-        self.done.wait()
+        self._done.wait()
         if self.error is not None:
             raise self.error
+
+    def finish(self) -> None:
+        """Let go of what the work held, and of those who wait."""
+        self.begin = self.work = _nothing
+        self._done.set()
 
 
 class Lane:
@@ -30,31 +39,55 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self.error: BaseException | None = None
-        self._errands: SimpleQueue[Errand | None] = SimpleQueue()
+        self._errands: deque[Errand | None] = deque()
+        self._submitted = threading.Semaphore(0)
         # A daemon: a rank that fails must be able to exit while a peer keeps it waiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], None]) -> Errand:
-        errand = Errand(work)
-        self._errands.put(errand)
+    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Errand:
+        errand = Errand(begin, work)
+        self._errands.append(errand)
+        self._submitted.release()
         return errand
+
+    def begin_next(self) -> None:
+        """Begin the next errand, if there is one; for the work of the current one to call
+        when all that is left of it is waiting."""
+        errand = self._errands[0] if self._errands else None
+        if errand is not None and not errand.begun and self.error is None:
+            self._begin(errand)
 
     def close(self) -> None:
         """Finish what was submitted and end the thread."""
-        self._errands.put(None)
+        self._errands.append(None)
+        self._submitted.release()
         self._thread.join()
 
     def _run(self) -> None:
-        while (errand := self._errands.get()) is not None:
+        while True:
+            self._submitted.acquire()
+            errand = self._errands.popleft()
+            if errand is None:
+                return
+            self._begin(errand)
+            self.error = self.error or errand.error
             if self.error is None:
                 try:
                     errand.work()
                 except BaseException as error:  # the submitter's to handle, in join()
                     self.error = error
             errand.error = self.error
-            errand.work = _nothing  # drop the tensors that the work held
-            errand.done.set()
+            errand.finish()
+
+    def _begin(self, errand: Errand) -> None:
+        if errand.begun or self.error is not None:
+            return
+        errand.begun = True
+        try:
+            errand.begin()
+        except BaseException as error:  # raised when the errand's turn comes
+            errand.error = error
 
 
 def _nothing() -> None: ...

@@ -48,9 +48,10 @@ class NcclTransport:
         self._pg, self._control = pg, control
         self._stream = torch.cuda.Stream()
 
-    def submit(self, work: Callable[[], None]) -> Ticket:
+    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            begin()
             work()
         return _StreamTicket(self._stream.record_event())
 

@@ -3,18 +3,23 @@
 Gloo's own reduce-scatter moves the bytes of an all-reduce, and its all-gather falls 20 %
 short of a 1 Gb/s link among 8 hosts; these two move (P - 1) / P of the buffer each.
 
-[Note: segments] Every part travels in segments, and a segment leaves as soon as it has been
-added, while the next one is still arriving: the wire is idle for one segment's addition per
-ring, not for one part's addition per step. A segment is also added while it is in cache.
+[Note: segments] Every part travels in segments, and a segment leaves as soon as it has
+been added, while the next one is still arriving: the wire is idle for one segment's
+addition per ring, not for one part's addition per step. A segment is also added while it
+is in cache.
 
 [Note: posted receives] Gloo sends no byte before the receiver has named its memory. Some
 receives are therefore posted ahead, so that no segment waits for a round trip.
+
+[Note: drained] A ring that has posted all its messages calls `drained`, and the next ring
+may post its first ones behind them: the wire does not rest between two rings. Messages of
+a pair of ranks are matched in the order of posting, so the order of rings is kept.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -37,62 +42,85 @@ class Messages(Protocol):
 
     def send(self, tensor: Tensor, peer: int) -> Work: ...
     def receive(self, tensor: Tensor, peer: int) -> Work: ...
-    def scratch(self, like: Tensor, numel: int) -> Tensor:
-        """Memory of `like`'s dtype until the next call."""
-        ...
 
 
-def reduce_scatter(parts: Sequence[Tensor], group: Group, messages: Messages) -> Tensor:
-    """Sum the ranks' `parts` (1-D, one per rank); returns this rank's, in its own memory.
+class Ring:
+    """A ring that has begun; `finish` once, in the order of beginning.
 
-    The other parts are used up. Each part is summed in ring order, starting with the rank
-    after its owner, so the result does not depend on timing.
+    `first` are the segments that this rank sends unasked, `targets` those that arrive in
+    turn; what arrives goes to `arrivals`, and all but the last part travels on.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        messages: Messages,
+        first: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        arrivals: Iterator[Tensor],
+        last: int,
+    ) -> None:
+        self._messages = messages
+        self._before = (group.rank - 1) % group.size
+        self._after = (group.rank + 1) % group.size
+        self._targets = targets
+        self._final = len(targets) - last  # from here on nothing travels on
+        self._receives = (self._receive(new) for new in arrivals)
+        self._coming = deque(islice(self._receives, AHEAD))
+        self._sent = [messages.send(segment, self._after) for segment in first]
+
+    def finish(self, drained: Callable[[], None]) -> None:
+        """Drive the ring to its end; `drained` is called when all has been posted."""
+        posted = max(self._final, len(self._targets) - AHEAD)
+        for i, target in enumerate(self._targets):
+            if i >= posted:
+                drained()
+            work, new = self._coming.popleft()
+            work.wait()
+            if new is not target:
+                target.add_(new)
+            if i < self._final:
+                self._sent.append(self._messages.send(target, self._after))
+            self._coming.extend(islice(self._receives, 1))
+        for work in self._sent:
+            work.wait()
+
+    def _receive(self, new: Tensor) -> tuple[Work, Tensor]:
+        return self._messages.receive(new, self._before), new
+
+
+def reduce_scatter(
+    parts: Sequence[Tensor], group: Group, messages: Messages, scratch: Tensor
+) -> Ring:
+    """Begin to sum the ranks' `parts` (1-D, one per rank), each in its owner's memory.
+
+    The parts of others are used up. Each part is summed in ring order, starting with the
+    rank after its owner, so the result does not depend on timing. `scratch` has
+    `scratch_numel(parts)` elements and is the ring's until it is finished.
     """
     rank, size = group
-    before, after = (rank - 1) % size, (rank + 1) % size
     steps = [segments(parts[(rank - 2 - step) % size]) for step in range(size - 1)]
-    targets = [own for step in steps for own in step]
-    final = len(targets) - len(steps[-1])  # from here on, sums are this rank's own
-    longest = max((own.numel() for own in targets), default=0)
-    slots = messages.scratch(parts[0], AHEAD * longest).split(longest or 1)
-
-    def post() -> Iterator[tuple[Work, Tensor]]:
-        for i, own in enumerate(targets):
-            new = slots[i % AHEAD][: own.numel()]
-            yield messages.receive(new, before), new
-
-    receives = post()
-    coming = deque(islice(receives, AHEAD))
-    sent = [messages.send(s, after) for s in segments(parts[before])]
-    for i, own in enumerate(targets):
-        work, new = coming.popleft()
-        work.wait()
-        own.add_(new)
-        if i < final:
-            sent.append(messages.send(own, after))
-        coming.extend(islice(receives, 1))  # into the slot that was just added
-    for work in sent:
-        work.wait()
-    return parts[rank]
+    targets = [segment for step in steps for segment in step]
+    slots = scratch.split(max(scratch.numel() // AHEAD, 1))
+    # A slot is posted again only after it has been added: AHEAD receives are out at most.
+    arrivals = (slots[i % AHEAD][: own.numel()] for i, own in enumerate(targets))
+    first = segments(parts[(rank - 1) % size])
+    return Ring(group, messages, first, targets, arrivals, len(steps[-1]))
 
 
-def all_gather(parts: Sequence[Tensor], group: Group, messages: Messages) -> None:
-    """Fill everybody's `parts` (1-D, one per rank) from their owners; in place."""
+def scratch_numel(parts: Sequence[Tensor]) -> int:
+    """Elements of scratch that a reduce-scatter needs."""
+    longest = max(len(segment) for part in parts for segment in (*segments(part), ()))
+    return AHEAD * longest
+
+
+def all_gather(parts: Sequence[Tensor], group: Group, messages: Messages) -> Ring:
+    """Begin to fill everybody's `parts` (1-D, one per rank) from their owners."""
     rank, size = group
-    before, after = (rank - 1) % size, (rank + 1) % size
     steps = [segments(parts[(rank - 1 - step) % size]) for step in range(size - 1)]
     targets = [segment for step in steps for segment in step]
-    final = len(targets) - len(steps[-1])  # the next rank owns what comes last
-    receives = (messages.receive(segment, before) for segment in targets)
-    coming = deque(islice(receives, AHEAD))
-    sent = [messages.send(s, after) for s in segments(parts[rank])]
-    for i, segment in enumerate(targets):
-        coming.popleft().wait()
-        if i < final:
-            sent.append(messages.send(segment, after))
-        coming.extend(islice(receives, 1))
-    for work in sent:
-        work.wait()
+    first = segments(parts[rank])
+    return Ring(group, messages, first, targets, iter(targets), len(steps[-1]))
 
 
 def segments(part: Tensor) -> Sequence[Tensor]:

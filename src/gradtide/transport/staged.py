@@ -31,17 +31,21 @@ class StagedTransport:
     def payload_bytes(self) -> int:
         return self._host.payload_bytes
 
-    def submit(self, work: Callable[[], None]) -> Ticket:
+    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket:
         filled = torch.accelerator.current_stream(self._device).record_event()
         done = torch.Event(self._device)
 
-        def run() -> None:
+        def start() -> None:
             with self._stream:
                 self._stream.wait_event(filled)
+                begin()
+
+        def run() -> None:
+            with self._stream:
                 work()
                 done.record(self._stream)
 
-        return _StreamTicket(self._host.submit(run), done, self._device)
+        return _StreamTicket(self._host.submit(start, run), done, self._device)
 
     def issue(self, op: Op) -> Any:
         if isinstance(op, ToHost):
