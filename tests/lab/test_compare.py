@@ -72,8 +72,9 @@ def test_a_rank_that_fails_ends_the_run(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     spec = Spec(("ddp", "broken.Broken()"), "digits", 2, 1, None, steps=1, rounds=1)
-    with pytest.raises(LabError, match="rank one broke"):
+    with pytest.raises(LabError, match="rank one broke") as caught:
         compare(spec, tmp_path, ["gradtide"])
+    assert "progress" not in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_is_refused_before_anything_starts(

@@ -18,7 +18,7 @@ from rich.progress import TimeElapsedColumn as Elapsed
 from rich.text import Text
 
 from gradtide.lab.cluster import Cluster
-from gradtide.lab.launch import launch
+from gradtide.lab.launch import LabError, launch
 from gradtide.lab.record import Record, command_line, commit, machine, versions
 from gradtide.lab.report import table, write
 from gradtide.lab.spec import Spec, check
@@ -41,7 +41,7 @@ def compare(spec: Spec, out: Path, argv: Sequence[str]) -> None:
         asked, answer = Path(folder, "spec.json"), Path(folder, "outcome.json")
         asked.write_text(spec.dumps(), encoding="utf-8")
         worker = ["-m", "gradtide.lab.worker", str(asked), str(answer)]
-        with _progress(spec, console) as report:
+        with _progress(spec, console) as report, _without_progress():
             launch(
                 cluster,
                 [sys.executable, *worker],
@@ -129,6 +129,16 @@ def _progress(spec: Spec, console: Console) -> Iterator[Report]:
             bar.update(task, completed=sum(done.values()), description=here)
 
         yield report
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """Failures tell what a rank has printed last: not how far it had come."""
+    try:
+        yield
+    except LabError as error:
+        lines = [line for line in error.lines if not line.startswith(PROGRESS)]
+        raise LabError(error.what, error.rank, error.code, lines) from None
 
 
 def _follow(rank: int, line: str, report: Report, console: Console) -> None:
