@@ -108,23 +108,29 @@ def test_many_messages_keep_order() -> None:
 
 
 def _many() -> None:
-    """Requests of changing sizes, submitted faster than they run."""
+    """Errands of several requests of changing sizes, begun sooner on one rank."""
     transport = connect(None, torch.device("cpu"))
     sums: list[Tensor] = []
     tickets = []
     for i in range(400):
-        op = ReduceScatter(torch.full((2 * (i % 7 + 1),), float(i)))
+        x = torch.full((2 * (i % 7 + 1),), float(i))
         begun: list[Any] = []
-        tickets.append(
-            transport.submit(
-                lambda b=begun, op=op: b.append(transport.issue(op)),
-                lambda b=begun: sums.append(transport.wait(b[0])),
-            )
-        )
+
+        def begin(b: list[Any] = begun, x: Tensor = x) -> None:
+            b.append(transport.issue(ReduceScatter(x)))
+
+        def work(b: list[Any] = begun, x: Tensor = x) -> None:
+            part = transport.wait(b[0])
+            ask(transport, AllReduce(torch.ones(1)))
+            sums.append(ask(transport, AllGather(part, into=x)))
+
+        tickets.append(transport.submit(begin, work))
+        if i % 50 == 25 * dist.get_rank():
+            tickets[-1].join()
     for ticket in tickets:
         ticket.join()
     for i, total in enumerate(sums):
-        assert total.tolist() == [2.0 * i] * (i % 7 + 1)
+        assert total.tolist() == [2.0 * i] * 2 * (i % 7 + 1)
     transport.close()
 
 

@@ -29,7 +29,7 @@ from gradtide.transport.fault import Witness
 from gradtide.transport.lane import Lane
 from gradtide.transport.ring import Ring
 
-TAGS = 1 << 20  # far more than are ever outstanding between two ranks
+ERRANDS, MESSAGES = 1 << 10, 1 << 20  # at one time, and per errand, between two ranks
 
 
 class GlooTransport:
@@ -44,9 +44,9 @@ class GlooTransport:
         self.payload_bytes = 0
         self._pg = pg
         self._witness = witness
-        self._messages = _GlooMessages(pg)
         self._scratches = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._lane = Lane("gradtide")
+        self._messages = _GlooMessages(pg, self._lane)
 
     def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket:
         return self._lane.submit(begin, work)
@@ -66,21 +66,18 @@ class GlooTransport:
                     return self._swap(x, peer)
                 case AllToAll():
                     return self._all_to_all(op)
-                case AllReduce(tensor=x):
-                    return x, dist.all_reduce(x, group=self._pg, async_op=True)
-                case Broadcast(tensor=x, source=root):
-                    pg = self._pg
-                    return x, dist.broadcast(x, group_src=root, group=pg, async_op=True)
-        assert isinstance(op, ToHost)
-        return op.tensor, None
+        assert isinstance(op, AllReduce | Broadcast | ToHost)
+        return op.tensor, _Later(op, self._pg)
 
     def wait(self, pending: Any) -> Any:
         answer, work = pending
         with self._blamed(work):
             if isinstance(work, Ring):
                 work.finish(self._lane.begin_next)
-            elif work is not None:
+            elif isinstance(work, _Several):
                 self._lane.begin_next()
+                work.wait()
+            elif work is not None:
                 work.wait()
         return answer
 
@@ -141,13 +138,12 @@ class GlooTransport:
     def _scratch(self, like: Tensor, numel: int) -> Tensor:
         """Memory for a ring's arrivals, kept: fresh pages would cost a pass of their own.
 
-        Two, in turn: a ring begins while the one before it is still arriving.
+        Two, in turn: an errand may begin while the one before it is still arriving.
         """
-        nbytes = numel * like.element_size()
-        self._scratches.reverse()
-        if self._scratches[0].numel() < nbytes:
-            self._scratches[0] = torch.empty(nbytes, dtype=torch.uint8)
-        return self._scratches[0][:nbytes].view(like.dtype)
+        nbytes, which = numel * like.element_size(), self._lane.current.number % 2
+        if self._scratches[which].numel() < nbytes:
+            self._scratches[which] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratches[which][:nbytes].view(like.dtype)
 
     @contextmanager
     def _blamed(self, what: object) -> Iterator[None]:
@@ -160,23 +156,45 @@ class GlooTransport:
 
 
 class _GlooMessages:
-    """Messages between group ranks, matched in order for each pair.
+    """Messages between group ranks, each with a tag of its own.
 
-    Every message of a pair has a tag of its own, its number: Gloo may match several
-    outstanding messages of one tag in another order (guard: test_many_messages_keep_order).
+    [Note: tags] A message is known by its errand's number and its own number within the
+    errand. The next errand may begin at any time while one works, sooner on one rank than
+    on another; and Gloo may match messages of one tag in another order than theirs
+    (guard: test_many_messages_keep_order).
     """
 
-    def __init__(self, pg: dist.ProcessGroup) -> None:
-        self._pg = pg
-        self._sent, self._received = [0] * pg.size(), [0] * pg.size()
+    def __init__(self, pg: dist.ProcessGroup, lane: Lane) -> None:
+        self._pg, self._lane = pg, lane
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
-        self._sent[peer] += 1
-        return self._pg.send([tensor], peer, self._sent[peer] % TAGS)
+        return self._pg.send([tensor], peer, self._tag("to", peer))
 
     def receive(self, tensor: Tensor, peer: int) -> dist.Work:
-        self._received[peer] += 1
-        return self._pg.recv([tensor], peer, self._received[peer] % TAGS)
+        return self._pg.recv([tensor], peer, self._tag("from", peer))
+
+    def _tag(self, kind: str, peer: int) -> int:
+        errand = self._lane.current
+        errand.messages[kind, peer] += 1
+        return (errand.number % ERRANDS) * MESSAGES + errand.messages[kind, peer] % MESSAGES
+
+
+class _Later:
+    """A collective of Gloo's, started when it is waited for.
+
+    Gloo matches its collectives by their order alone, and only the order of working is the
+    same on every rank, not that of beginning.
+    """
+
+    def __init__(self, op: AllReduce | Broadcast | ToHost, pg: dist.ProcessGroup) -> None:
+        self._op, self._pg = op, pg
+
+    def wait(self) -> None:
+        match self._op:
+            case AllReduce(tensor=x):
+                dist.all_reduce(x, group=self._pg)
+            case Broadcast(tensor=x, source=source):
+                dist.broadcast(x, group_src=source, group=self._pg)
 
 
 class _Several:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 
 class Errand:
     """A piece of work and its outcome; the ticket that its submitter holds.
 
-    `begin` does what can be done without waiting, `work` the rest.
+    `begin` does what can be done without waiting, `work` the rest. `number` counts the
+    errands of a lane: the same errand has the same number on every rank.
     """
 
-    def __init__(self, begin: Callable[[], None], work: Callable[[], None]) -> None:
-        self.begin, self.work = begin, work
+    def __init__(
+        self, number: int, begin: Callable[[], None], work: Callable[[], None]
+    ) -> None:
+        self.number, self.begin, self.work = number, begin, work
+        self.messages: Counter[tuple[str, int]] = Counter()  # so far, by kind and peer
         self.begun = False
         self.error: BaseException | None = None
         self._done = threading.Event()
@@ -39,6 +43,8 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self.error: BaseException | None = None
+        self.current = Errand(0, _nothing, _nothing)  # the one that begins or works
+        self._count = 0
         self._errands: deque[Errand | None] = deque()
         self._submitted = threading.Semaphore(0)
         # A daemon: a rank that fails must be able to exit while a peer keeps it waiting.
@@ -46,7 +52,8 @@ class Lane:
         self._thread.start()
 
     def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Errand:
-        errand = Errand(begin, work)
+        self._count += 1
+        errand = Errand(self._count, begin, work)
         self._errands.append(errand)
         self._submitted.release()
         return errand
@@ -71,6 +78,7 @@ class Lane:
             if errand is None:
                 return
             self._begin(errand)
+            self.current = errand
             self.error = self.error or errand.error
             if self.error is None:
                 try:
@@ -84,10 +92,12 @@ class Lane:
         if errand.begun or self.error is not None:
             return
         errand.begun = True
+        working, self.current = self.current, errand
         try:
             errand.begin()
         except BaseException as error:  # raised when the errand's turn comes
             errand.error = error
+        self.current = working
 
 
 def _nothing() -> None: ...

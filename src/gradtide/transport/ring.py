@@ -11,9 +11,8 @@ is in cache.
 [Note: posted receives] Gloo sends no byte before the receiver has named its memory. Some
 receives are therefore posted ahead, so that no segment waits for a round trip.
 
-[Note: drained] A ring that has posted all its messages calls `drained`, and the next ring
-may post its first ones behind them: the wire does not rest between two rings. Messages of
-a pair of ranks are matched in the order of posting, so the order of rings is kept.
+[Note: drained] A ring that has posted all its messages calls `drained`, and what comes next
+may post its first ones behind them: the wire does not rest between two rings.
 """
 
 from __future__ import annotations
