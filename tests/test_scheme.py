@@ -56,8 +56,11 @@ def test_schedules_are_checked() -> None:
 
 def test_by_size_covers_everything_within_its_limits() -> None:
     sizes = [100, 100, 8_000_000, 100, 9_000_000, 30_000_000, 5]
-    cuts = BySize(10.0, first=1.0)(Trace(sizes))
+    cuts = BySize(10.0, ends=1.0)(Trace(sizes))
     assert [list(range(len(sizes)))[cut] for cut in cuts] == [[0, 1], [2, 3], [4], [5], [6]]
+    sizes = [100, 100, 400_000, 3_000_000, 500_000, 400_000]
+    cuts = BySize(10.0, ends=1.0)(Trace(sizes))
+    assert [list(range(len(sizes)))[cut] for cut in cuts] == [[0, 1, 2], [3], [4, 5]]
     assert BySize()(Trace([])) == []
     assert len(PerTensor()(Trace(sizes))) == len(sizes)
 

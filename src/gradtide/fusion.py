@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 
@@ -27,31 +28,38 @@ class Fusion(Protocol):
 class BySize:
     """Buckets of at most `megabytes` MB (10^6 bytes); a larger tensor travels alone.
 
-    The first bucket is closed at `first` MB: its exchange starts early, and under DEAR it is
-    the last that the next forward waits for, where nothing is left to hide it.
+    The first and the last bucket are kept to `ends` MB. The first leaves early, and under
+    DEAR it is what the next forward waits for last; the last leaves when backward has
+    ended and is what the next forward waits for first: nothing is left to hide them.
     """
 
-    megabytes: float = 25.0  # larger => fewer start-ups, less overlap
-    first: float = 1.0
+    megabytes: float = 10.0  # larger => fewer start-ups, less overlap
+    ends: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.megabytes > 0 or not self.first > 0:
+        if not self.megabytes > 0 or not self.ends > 0:
             raise ValueError(f"{self}: bucket sizes are positive numbers of megabytes")
 
     def __call__(
         self, trace: Trace, cost: Callable[[int], float] | None = None
     ) -> list[slice]:
+        tail = len(trace.nbytes) - self._tail(trace.nbytes)
         slices: list[slice] = []
         begin, filled = 0, 0
         for i, nbytes in enumerate(trace.nbytes):
-            limit = 1e6 * (self.megabytes if slices else self.first)
-            if filled and filled + nbytes > limit:
+            limit = 1e6 * (self.megabytes if slices else self.ends)
+            if filled and (filled + nbytes > limit or i == tail):
                 slices.append(slice(begin, i))
                 begin, filled = i, 0
             filled += nbytes
         if begin < len(trace.nbytes):
             slices.append(slice(begin, len(trace.nbytes)))
         return slices
+
+    def _tail(self, nbytes: Sequence[int]) -> int:
+        """The number of tensors in the last bucket."""
+        sums = accumulate(reversed(nbytes))
+        return max(1, sum(1 for filled in sums if filled <= 1e6 * self.ends))
 
 
 @dataclass(frozen=True)

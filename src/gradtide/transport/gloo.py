@@ -29,6 +29,7 @@ from gradtide.transport.fault import Witness
 from gradtide.transport.lane import Lane
 from gradtide.transport.ring import Ring
 
+SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which one hop beats a ring
 ERRANDS, MESSAGES = 1 << 10, 1 << 20  # at one time, and per errand, between two ranks
 
 
@@ -66,19 +67,16 @@ class GlooTransport:
                     return self._swap(x, peer)
                 case AllToAll():
                     return self._all_to_all(op)
+                case AllReduce(tensor=x) if self._is_small(x):
+                    return x, self._exchange(x)
         assert isinstance(op, AllReduce | Broadcast | ToHost)
         return op.tensor, _Later(op, self._pg)
 
     def wait(self, pending: Any) -> Any:
         answer, work = pending
         with self._blamed(work):
-            if isinstance(work, Ring):
+            if work is not None:
                 work.finish(self._lane.begin_next)
-            elif isinstance(work, _Several):
-                self._lane.begin_next()
-                work.wait()
-            elif work is not None:
-                work.wait()
         return answer
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -135,6 +133,20 @@ class GlooTransport:
         works += [self._messages.send(leaving[r], r) for r in peers]
         return out, _Several(works)
 
+    def _is_small(self, x: Tensor) -> bool:
+        return self.group.size <= FEW and x.numel() * x.element_size() <= SMALL
+
+    def _exchange(self, x: Tensor) -> _Several:
+        """Sum a small tensor in one hop: everybody sends it to everybody."""
+        rank, size = self.group
+        rows = x.new_empty((size, *x.shape))
+        rows[rank] = x
+        others = [(rank + i) % size for i in range(1, size)]
+        works = [self._messages.receive(rows[r], r) for r in reversed(others)]
+        works += [self._messages.send(rows[rank], r) for r in others]
+        # In the order of ranks, so that the sums are the same everywhere.
+        return _Several(works, lambda: x.copy_(rows.sum(0)))
+
     def _scratch(self, like: Tensor, numel: int) -> Tensor:
         """Memory for a ring's arrivals, kept: fresh pages would cost a pass of their own.
 
@@ -189,23 +201,32 @@ class _Later:
     def __init__(self, op: AllReduce | Broadcast | ToHost, pg: dist.ProcessGroup) -> None:
         self._op, self._pg = op, pg
 
-    def wait(self) -> None:
+    def finish(self, drained: Callable[[], None]) -> None:
+        pg, work = self._pg, None
         match self._op:
             case AllReduce(tensor=x):
-                dist.all_reduce(x, group=self._pg)
-            case Broadcast(tensor=x, source=source):
-                dist.broadcast(x, group_src=source, group=self._pg)
+                work = dist.all_reduce(x, group=pg, async_op=True)
+            case Broadcast(tensor=x, source=root):
+                work = dist.broadcast(x, group_src=root, group=pg, async_op=True)
+        drained()
+        if work is not None:
+            work.wait()
 
 
 class _Several:
-    """Messages to wait for."""
+    """Messages to wait for, and what to do when they are through."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
+    def __init__(
+        self, works: Sequence[dist.Work], after: Callable[[], object] | None = None
+    ) -> None:
+        self._works, self._after = works, after
 
-    def wait(self) -> None:
+    def finish(self, drained: Callable[[], None]) -> None:
         for work in self._works:
+            drained()
             work.wait()
+        if self._after is not None:
+            self._after()
 
 
 def _alone(op: Op) -> Any:
