@@ -1,0 +1,79 @@
+# Everything is installed into .venv by the first target that needs it; see `make help`.
+
+PYTHON ?= python3
+DEMO_STEPS ?= 24# timed steps of each scheme; more: steadier medians, a longer demo
+DEMO_OUT ?= out/demo
+ARGS ?=# for pytest: make test ARGS='-k law'
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY) ## install everything into .venv (the other targets do so themselves)
+
+demo: $(READY) ## compare schemes on four emulated hosts at 100 Mb/s (minutes)
+	@set -e; \
+	if refusal=$$($(BIN)/gradtide lab run --hosts 1 --rate 100mbit -- true 2>&1); then \
+	    rate=100mbit; \
+	else \
+	    rate=none; \
+	    echo "Slow links cannot be emulated on this machine:"; \
+	    echo "    $$refusal"; \
+	    echo "The demo runs on loopback instead, where nothing is slow: it shows that"; \
+	    echo "the schemes work, not what they save."; \
+	fi; \
+	$(BIN)/gradtide compare --schemes ddp,ddp-bf16,wfbp,dear,dear-bf16 \
+	    --workload gpt --hosts 4 --rate $$rate --steps $(DEMO_STEPS) --out $(DEMO_OUT)
+	@echo
+	@echo "  $(DEMO_OUT)/table.txt    the table above, in full width"
+	@echo "  $(DEMO_OUT)/chart.png    where the time of a step goes"
+	@echo "  $(DEMO_OUT)/trace.json   one step of each scheme: open it in ui.perfetto.dev"
+	@echo "  $(DEMO_OUT)/record.json  all numbers, with versions, machine and commit"
+
+test: $(READY) ## run all tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY) ## formatting, lint, types, layers
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_layers.py
+
+format: $(READY) ## sort imports and format
+	@$(BIN)/ruff check --quiet --select I --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove what runs and tools left behind (.venv stays)
+	@rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache
+	@find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# torch first and alone: it is by far the largest, and it must be the version of
+# constraints.txt before anything that depends on it can ask for another.
+$(READY): pyproject.toml constraints.txt
+	@if ! test -x $(BIN)/pip; then \
+	    $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	        echo "Python 3.11 or newer is needed: install it, or say which one to use:"; \
+	        echo "    make PYTHON=/path/to/python3"; \
+	        exit 1; \
+	    }; \
+	    $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	        echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu:"; \
+	        echo "    sudo apt-get install python3-venv"; \
+	        exit 1; \
+	    }; \
+	    echo "Making the virtual environment $(VENV)"; \
+	    $(PYTHON) -m venv $(VENV) || exit 1; \
+	fi
+	@echo "Installing torch into $(VENV) (large: once, and some minutes)"
+	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@echo "Installing gradtide and its tools"
+	@$(PIP) install -c constraints.txt -e '.[lab,dev]'
+	@touch $@
