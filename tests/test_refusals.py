@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradtide
 from tests.ranks import TIMEOUT, run_ranks
 
-DEAR = "Scheme(Dense(), fusion=BySize(0.004, 0.001), schedule=DEAR)"
+DEAR = "Scheme(Dense(), fusion=BySize(0.004, 0.001, 1), schedule=DEAR)"
 
 
 def net(width: int = 8, **options: Any) -> nn.Module:

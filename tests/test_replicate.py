@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import gradtide
 from tests.ranks import run_ranks
 
-SMALL = "fusion=BySize(0.004, 0.001)"  # several buckets for a small model
+SMALL = "fusion=BySize(0.004, 0.001, 1)"  # several buckets for a small model
 SCHEMES = {
     name: f"Scheme(Dense(), {SMALL}, schedule={name})"
     for name in ("SEQUENTIAL", "WFBP", "DEAR")

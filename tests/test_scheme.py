@@ -55,12 +55,16 @@ def test_schedules_are_checked() -> None:
 
 
 def test_by_size_covers_everything_within_its_limits() -> None:
-    sizes = [100, 100, 8_000_000, 100, 9_000_000, 30_000_000, 5]
-    cuts = BySize(10.0, ends=1.0)(Trace(sizes))
-    assert [list(range(len(sizes)))[cut] for cut in cuts] == [[0, 1], [2, 3], [4], [5], [6]]
-    sizes = [100, 100, 400_000, 3_000_000, 500_000, 400_000]
-    cuts = BySize(10.0, ends=1.0)(Trace(sizes))
-    assert [list(range(len(sizes)))[cut] for cut in cuts] == [[0, 1, 2], [3], [4, 5]]
+    def cut(sizes: list[int], fusion: BySize) -> list[list[int]]:
+        return [sizes[piece] for piece in fusion(Trace(sizes))]
+
+    M = 1_000_000
+    sizes = [100, 100, 8 * M, 100, 9 * M, 60 * M, 5]
+    assert cut(sizes, BySize()) == [[100, 100], [8 * M, 100], [9 * M], [60 * M], [5]]
+    sizes = [M, M, 4 * M, 30 * M, M // 2, M // 2]
+    assert cut(sizes, BySize()) == [[M], [M, 4 * M], [30 * M], [M // 2, M // 2]]
+    assert cut([M, M], BySize()) == [[M, M]]  # small models travel whole
+    assert len(cut([M // 10] * 60, BySize())) == 6  # and others in several pieces
     assert BySize()(Trace([])) == []
     assert len(PerTensor()(Trace(sizes))) == len(sizes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -27,14 +27,17 @@ class DeferredStep:
         self._view._optimizer_step_pre_hooks = OrderedDict()
         self._view._optimizer_step_post_hooks = OrderedDict()
         self._groups = [_captured(group) for group in optimizer.param_groups]
+        self._group_of = {
+            id(p): i for i, group in enumerate(self._groups) for p in group["params"]
+        }
 
-    def apply(self, params: Collection[Tensor]) -> None:
+    def apply(self, params: Iterable[Tensor]) -> None:
         """Step for exactly these parameters, from their `.grad`."""
-        keep = {id(p) for p in params}
+        own: dict[int, list[Tensor]] = {}
+        for p in params:
+            own.setdefault(self._group_of[id(p)], []).append(p)
         self._view.param_groups = [
-            {**group, "params": own}
-            for group in self._groups
-            if (own := [p for p in group["params"] if id(p) in keep])
+            {**self._groups[i], "params": members} for i, members in sorted(own.items())
         ]
         self._kind.step(self._view)
 

@@ -28,38 +28,38 @@ class Fusion(Protocol):
 class BySize:
     """Buckets of at most `megabytes` MB (10^6 bytes); a larger tensor travels alone.
 
-    The first and the last bucket are kept to `ends` MB. The first leaves early, and under
-    DEAR it is what the next forward waits for last; the last leaves when backward has
-    ended and is what the next forward waits for first: nothing is left to hide them.
+    Smaller models are cut into about `pieces`, and travel whole up to twice `ends`. The
+    first and the last bucket are kept to `ends` MB: the first leaves early, and under DEAR
+    it is what the next forward waits for last; the last leaves when backward has ended and
+    is what the next forward waits for first. Nothing is left to hide them.
     """
 
     megabytes: float = 10.0  # larger => fewer start-ups, less overlap
     ends: float = 1.0
+    pieces: int = 6  # more => more overlap in small models, more start-ups
 
     def __post_init__(self) -> None:
-        if not self.megabytes > 0 or not self.ends > 0:
-            raise ValueError(f"{self}: bucket sizes are positive numbers of megabytes")
+        if not (self.megabytes > 0 and self.ends > 0 and self.pieces > 0):
+            raise ValueError(f"{self}: sizes and counts of buckets are positive numbers")
 
     def __call__(
         self, trace: Trace, cost: Callable[[int], float] | None = None
     ) -> list[slice]:
-        tail = len(trace.nbytes) - self._tail(trace.nbytes)
+        nbytes = trace.nbytes
+        if sum(nbytes) <= 2e6 * self.ends:
+            return [slice(0, len(nbytes))] if nbytes else []
+        middle = min(1e6 * self.megabytes, sum(nbytes) / self.pieces)
+        end = min(1e6 * self.ends, middle)
+        last = len(nbytes) - max(1, sum(n <= end for n in accumulate(reversed(nbytes))))
         slices: list[slice] = []
         begin, filled = 0, 0
-        for i, nbytes in enumerate(trace.nbytes):
-            limit = 1e6 * (self.megabytes if slices else self.ends)
-            if filled and (filled + nbytes > limit or i == tail):
+        for i, n in enumerate(nbytes):
+            limit = middle if slices else end
+            if filled and (filled + n > limit or i == last):
                 slices.append(slice(begin, i))
                 begin, filled = i, 0
-            filled += nbytes
-        if begin < len(trace.nbytes):
-            slices.append(slice(begin, len(trace.nbytes)))
-        return slices
-
-    def _tail(self, nbytes: Sequence[int]) -> int:
-        """The number of tensors in the last bucket."""
-        sums = accumulate(reversed(nbytes))
-        return max(1, sum(1 for filled in sums if filled <= 1e6 * self.ends))
+            filled += n
+        return [*slices, slice(begin, len(nbytes))]
 
 
 @dataclass(frozen=True)

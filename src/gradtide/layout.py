@@ -84,11 +84,16 @@ class GradientBucket:
         self.mean = mean
         self.clean = mean.data_ptr() == self.bucket.load.flat.data_ptr()
 
-    def expose(self, slots: Sequence[Slot]) -> None:
-        """Make the delivered mean the `.grad` of these slots' parameters."""
+    def gradients(self) -> Sequence[Tensor]:
+        """The delivered mean in the shapes of the slots."""
         assert self.mean is not None
-        for slot in slots:
-            slot.param.grad = slot.of(self.mean)
+        return self.views if self.clean else [slot.of(self.mean) for slot in self.slots]
+
+    def expose(self) -> None:
+        """Make the delivered mean the `.grad` of the parameters that some rank used."""
+        for slot, gradient in zip(self.slots, self.gradients(), strict=True):
+            if slot.used:
+                slot.param.grad = gradient
 
 
 def lay_out(

@@ -66,6 +66,16 @@ def replicate(
     return Replica(model, optimizer, chosen, transport, buffers)
 
 
+class Home:
+    """Where a parameter's gradient goes; follows it when the buckets are laid out anew."""
+
+    def __init__(self, home: GradientBucket, slot: Slot) -> None:
+        self.move(home, slot)
+
+    def move(self, home: GradientBucket, slot: Slot) -> None:
+        self.home, self.slot = home, slot
+
+
 class Replica:
     """The link between a module, its optimizer and the other ranks.
 
@@ -83,7 +93,9 @@ class Replica:
         self.model, self.optimizer, self.scheme = model, optimizer, scheme
         self.engine = Engine(transport)
         self._sync_buffers = buffers == "broadcast"
+        self._eager = scheme.schedule.launch == "ready"
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._homes: dict[nn.Parameter, Home] = {}
         self._lay_out(named[::-1])
         # - The first backward is recorded, so that buckets follow the real order.
         self._recorded: list[str] | None = []
@@ -140,8 +152,12 @@ class Replica:
         """
         if self._held:
             self.engine.release(home.bucket for home in reversed(self._held))
-            self._deliver(self._held)
-            self._held = []
+            held, self._held = self._held, []
+            for home in held:
+                for slot in home.slots:
+                    if isinstance(slot.param.grad, Promise):
+                        slot.param.grad = None
+            self._deliver(held)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -164,13 +180,8 @@ class Replica:
         """Register all hooks; plain functions, so that copies of the module share them."""
         keep = self._handles.append
 
-
-        def take(p: nn.Parameter) -> None:
-            self._take(p)
-
-        take.gradtide = True  # type: ignore[attr-defined]  # how admit() knows its own
-        for _, p in self._named:
-            keep(p.register_post_accumulate_grad_hook(take))
+        for p in self._homes:
+            keep(p.register_post_accumulate_grad_hook(self._gradient_hook(p)))
         keep(self.model.register_forward_pre_hook(lambda *_: self._before_forward()))
         keep(self.model.register_forward_hook(lambda *a: self._after_forward(a[-1])))
         if self.scheme.schedule.update != "forward":
@@ -227,26 +238,39 @@ class Replica:
         self._open = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[no-untyped-call]
 
+    def _gradient_hook(self, p: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        """Called when the parameter's gradient is complete.
+
+        Hot path: models have hundreds of parameters, and Python is on backward's way.
+        """
+        cell = self._homes[p]
+
+        def take(_: nn.Parameter) -> None:
+            if self._quiet:
+                return
+            if not self._open:  # the backward did not start at the model's own output
+                self._begin()
+            slot, home = cell.slot, cell.home
+            if slot.arrived:
+                self._take_again(home, slot)
+                return
+            slot.arrived = True
+            home.missing -= 1
+            if self._recorded is not None:
+                self._recorded.append(slot.name)
+            if not home.missing and self._eager:
+                self._launch_full()
+
+        take.gradtide = True  # type: ignore[attr-defined]  # how admit() knows its own
+        return take
+
     @torch.no_grad()
-    def _take(self, p: nn.Parameter) -> None:
-        """A parameter's gradient is complete."""
-        if self._quiet:
-            return
-        if not self._open:  # the backward did not start at the model's own output
-            self._begin()
-        home, slot = self._homes[p]
-        if slot.arrived:
-            self._take_again(home, slot)
-            return
-        slot.arrived = True
-        home.missing -= 1
-        if self._recorded is not None:
-            self._recorded.append(slot.name)
-        if not home.missing and self.scheme.schedule.launch == "ready":
-            while self._cursor < len(self._buckets):
-                if self._buckets[self._cursor].missing:
-                    break
-                self._launch()
+    def _launch_full(self) -> None:
+        """Send the buckets that are full and have nothing unsent before them."""
+        while self._cursor < len(self._buckets):
+            if self._buckets[self._cursor].missing:
+                break
+            self._launch()
 
     def _take_again(self, home: GradientBucket, slot: Slot) -> None:
         if self._buckets.index(home) < self._cursor:
@@ -306,7 +330,7 @@ class Replica:
             self.engine.finish(home.bucket)
         self._learn_used()
         for home in homes:
-            home.expose([slot for slot in home.slots if slot.used])
+            home.expose()
 
     def _learn_used(self) -> None:
         """Which parameters got a gradient on some rank: on the others all leave it alone."""
@@ -353,19 +377,21 @@ class Replica:
         self.engine.finish(home.bucket)
         self._learn_used()
         start = time.perf_counter()
-        slots = [slot for slot in home.slots if slot.wanted and slot.used]
-        device = slots[0].param.device.type if slots else "cpu"
+        pairs = zip(home.slots, home.gradients(), strict=True)
+        updates = [(s.param, mean) for s, mean in pairs if s.wanted and s.used]
+        device = home.bucket.load.flat.device.type
         # As at step(): outside the forward's inference mode and autocast.
         with (
             torch.inference_mode(False),
             torch.no_grad(),
             torch.autocast(device, enabled=False),
         ):
-            aside = [slot.param.grad for slot in slots]  # no_sync() may have begun anew
-            home.expose(slots)
-            self._step.apply([slot.param for slot in slots])
-            for slot, grad in zip(slots, aside, strict=True):
-                slot.param.grad = grad
+            aside = [p.grad for p, _ in updates]  # no_sync() may have begun anew
+            for p, mean in updates:
+                p.grad = mean
+            self._step.apply(p for p, _ in updates)
+            for (p, _), grad in zip(updates, aside, strict=True):
+                p.grad = grad
         self.engine.applied.append((start, time.perf_counter()))
 
     def _abandon(self) -> None:
@@ -451,9 +477,9 @@ class Replica:
         self._buckets = lay_out(
             ready, self.scheme.fusion, self.scheme.collective, size
         )
-        self._homes = {
-            slot.param: (home, slot) for home in self._buckets for slot in home.slots
-        }
+        for home in self._buckets:
+            for slot in home.slots:
+                self._homes.setdefault(slot.param, Home(home, slot)).move(home, slot)
         if self.scheme.schedule.update == "forward":
             self._promises = {p: Promise.of(p, self._unscale) for _, p in ready}
 
@@ -462,13 +488,14 @@ class Replica:
         self._recorded = None
         order = self.engine.transport.gather_objects(list(recorded))[0]
         place = {name: i for i, name in enumerate(order)}
-        before = self._homes
+        before = {p: (home.home, home.slot) for p, home in self._homes.items()}
         self._lay_out(sorted(self._named, key=lambda n: place.get(n[0], len(place))))
-        for p, (home, slot) in self._homes.items():
-            old, old_slot = before[p]
+        for p, (old, slot) in before.items():
             if not old.clean:
-                slot.of(home.bucket.load.flat).copy_(old_slot.of(old.bucket.load.flat))
-                home.clean = False
+                new = self._homes[p]
+                left = slot.of(old.bucket.load.flat)
+                new.slot.of(new.home.bucket.load.flat).copy_(left)
+                new.home.clean = False
         self._find_reads()
 
     def _find_reads(self) -> None:
@@ -484,7 +511,7 @@ class Replica:
             while modules[name] not in self._called and name:
                 name = name.rpartition(".")[0]
             reads.setdefault(modules[name], set()).update(
-                self._homes[p][0] for p in own
+                self._homes[p].home for p in own
             )
         last_first = {home: -i for i, home in enumerate(self._buckets)}
         self._reads = {

@@ -27,7 +27,7 @@ from torch import Tensor
 from gradtide.ops import Group
 
 SEGMENTS = 4  # of a part, at the least: more => the addition hides better
-SMALLEST = 1 << 18  # bytes: a message costs about 50 us of Python
+SMALLEST = 1 << 19  # bytes: a message costs about 50 us of Python
 LARGEST = 1 << 20  # bytes: what is added should still be in cache
 AHEAD = 6  # receives posted before they are needed
 
