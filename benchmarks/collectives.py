@@ -79,7 +79,9 @@ def main() -> None:
         rows.append({"collective": name, "seconds": middle, "limit_seconds": limit,
                      "over_limit": middle / limit - 1})  # fmt: skip
         if dist.get_rank() == 0:
-            print(f"{name:26} {middle:.3f} s  limit {limit:.3f} s  {middle / limit - 1:+.1%}")
+            print(
+                f"{name:26} {middle:.3f} s  limit {limit:.3f} s  {middle / limit - 1:+.1%}"
+            )
     if dist.get_rank() == 0 and args.out:
         record = {"command": "gradtide lab run --hosts "
                   f"{os.environ.get('GRADTIDE_LAB_HOSTS')} --rate {rate / 1e6:g}mbit -- "

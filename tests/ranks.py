@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # optimizers import it at their first step: once, before forking
 import torch.distributed as dist
 
 TIMEOUT = 20.0  # seconds that a collective may take

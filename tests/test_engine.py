@@ -21,7 +21,9 @@ from tests.ranks import run_ranks
 
 def bucket(name: str, n: int, hold: bool, got: dict[str, Tensor]) -> Bucket:
     flat = torch.full((n,), float(dist.get_rank()))
-    return Bucket(name, Payload(flat, [flat]), Dense(), lambda m: got.update({name: m}), hold)
+    return Bucket(
+        name, Payload(flat, [flat]), Dense(), lambda m: got.update({name: m}), hold
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4])

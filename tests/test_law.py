@@ -67,5 +67,7 @@ def test_the_law_finds_what_is_lost() -> None:
 
 
 def test_ranks_that_diverge_are_named_with_their_requests() -> None:
-    with pytest.raises(DivergedError, match="rank 0 asks for Broadcast, rank 1 for AllR"):
+    with pytest.raises(
+        DivergedError, match="rank 0 asks for Broadcast, rank 1 for AllR"
+    ):
         check_law(Differs(), 3)

@@ -39,7 +39,9 @@ def room(path: Path) -> str:
 def test_every_module_has_a_layer_and_imports_only_lower_ones() -> None:
     for path in ROOT.rglob("*.py"):
         here = room(path)
-        assert here in LEVEL, f"{path.name}: give {here} a layer in tests/test_layers.py"
+        assert here in LEVEL, (
+            f"{path.name}: give {here} a layer in tests/test_layers.py"
+        )
         for name in imports(path):
             parts = name.split(".")
             if parts[0] != "gradtide" or parts[1:2] in ([here], []):

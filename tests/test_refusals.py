@@ -65,7 +65,9 @@ def _construction() -> None:
     refused(lambda: attach(net(), buffers="none"), "'broadcast'", "'local'")
     refused(lambda: attach(DistributedDataParallel(net())), "plain module")
     refused(lambda: attach(net().requires_grad_(False)), "requires a gradient")
-    refused(lambda: attach(nn.Sequential(nn.Embedding(4, 2, sparse=True))), "sparse=False")
+    refused(
+        lambda: attach(nn.Sequential(nn.Embedding(4, 2, sparse=True))), "sparse=False"
+    )
     refused(lambda: attach(nn.Sequential(nn.LazyLinear(2))), "lazy")
     refused(
         lambda: gradtide.replicate(net(), torch.optim.SGD(net().parameters(), 0.1)),

@@ -40,7 +40,9 @@ def data(step: int, rank: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+    return torch.optim.SGD(
+        params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3
+    )
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

@@ -20,9 +20,9 @@ def test_constructor_calls() -> None:
     assert parse("Dense('bf16')") == Scheme(Dense("bf16"))
     text = "Scheme(Dense(), fusion=PerTensor(), schedule=DEAR)"
     assert parse(text) == Scheme(Dense(), PerTensor(), DEAR)
-    assert parse("Scheme(gradtide.collectives.dense.Dense(wire='fp16'))").collective == (
-        Dense("fp16")
-    )
+    assert parse(
+        "Scheme(gradtide.collectives.dense.Dense(wire='fp16'))"
+    ).collective == (Dense("fp16"))
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,15 @@ def _admit_parameter(name: str, p: nn.Parameter) -> None:
             "models that are sharded by FSDP or tensor parallelism"
         )
     if p._post_accumulate_grad_hooks and any(
-        getattr(hook, "gradtide", False) for hook in p._post_accumulate_grad_hooks.values()
+        getattr(hook, "gradtide", False)
+        for hook in p._post_accumulate_grad_hooks.values()
     ):
         raise ValueError(f"{name} is replicated already: call sync.remove() first")
 
 
-def _admit_optimizer(model: nn.Module, optimizer: Optimizer, schedule: Schedule) -> None:
+def _admit_optimizer(
+    model: nn.Module, optimizer: Optimizer, schedule: Schedule
+) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}

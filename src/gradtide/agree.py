@@ -27,7 +27,9 @@ def agree(transport: Transport, prepare: Callable[[], tuple[T, Signature]]) -> T
         result, signature = prepare()
     except (ValueError, TypeError) as caught:
         error = caught
-    answers = transport.gather_objects((None if error is None else str(error), signature))
+    answers = transport.gather_objects(
+        (None if error is None else str(error), signature)
+    )
     if error is not None:
         raise error
     for rank, (message, _) in enumerate(answers):
@@ -47,7 +49,11 @@ def describe(model: nn.Module, scheme: object) -> Signature:
 
 
 def _text(tensor: Any) -> str:
-    frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else " frozen"
+    frozen = (
+        ""
+        if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        else " frozen"
+    )
     return f"{tuple(tensor.shape)} {tensor.dtype}{frozen}"
 
 

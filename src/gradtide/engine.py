@@ -110,6 +110,7 @@ class Engine:
 
     def ask(self, name: str, op: Op) -> Callable[[], Any]:
         """Put one request in line; call what is returned to wait for its answer."""
+
         def flow() -> Flow:
             return (yield op)
 

@@ -40,7 +40,9 @@ class BySize:
 
     def __post_init__(self) -> None:
         if not (self.megabytes > 0 and self.ends > 0 and self.pieces > 0):
-            raise ValueError(f"{self}: sizes and counts of buckets are positive numbers")
+            raise ValueError(
+                f"{self}: sizes and counts of buckets are positive numbers"
+            )
 
     def __call__(
         self, trace: Trace, cost: Callable[[int], float] | None = None

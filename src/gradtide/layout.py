@@ -133,7 +133,9 @@ def _cut(
             offsets.append(offsets[-1] + n)
         slots = [
             Slot(name, p, position, offset)
-            for (position, (name, p)), offset in zip(members[cut], offsets, strict=False)
+            for (position, (name, p)), offset in zip(
+                members[cut], offsets, strict=False
+            )
         ]
         buckets.append(_bucket(slots, flat[begin : begin + offsets[-1]], collective))
         begin += offsets[-1]

@@ -140,7 +140,9 @@ class Replica:
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"the norm of the averaged gradients is {total.item()}")
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        if factor.is_cuda or float(factor) != 1.0:  # only the host's value is free to read
+        if (
+            factor.is_cuda or float(factor) != 1.0
+        ):  # only the host's value is free to read
             for _, whole in shares:
                 whole.mul_(factor.to(whole.dtype))
         return total
@@ -474,9 +476,7 @@ class Replica:
     def _lay_out(self, ready: Sequence[Named]) -> None:
         size = self.engine.transport.group.size
         self._named = ready
-        self._buckets = lay_out(
-            ready, self.scheme.fusion, self.scheme.collective, size
-        )
+        self._buckets = lay_out(ready, self.scheme.fusion, self.scheme.collective, size)
         for home in self._buckets:
             for slot in home.slots:
                 self._homes.setdefault(slot.param, Home(home, slot)).move(home, slot)

@@ -71,7 +71,9 @@ def check(scheme: Scheme) -> Scheme:
         if isinstance(part, type) or not hasattr(part, method):
             raise ValueError(f"{part!r} in {scheme!r} has no method {method!r}")
     if not isinstance(scheme.schedule, Schedule):
-        raise ValueError(f"{scheme.schedule!r} is not a Schedule (SEQUENTIAL, WFBP, DEAR)")
+        raise ValueError(
+            f"{scheme.schedule!r} is not a Schedule (SEQUENTIAL, WFBP, DEAR)"
+        )
     return scheme
 
 

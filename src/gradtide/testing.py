@@ -36,7 +36,9 @@ class DivergedError(RuntimeError):
     """The ranks of a lockstep run asked for different things: training would hang."""
 
 
-def lockstep(flows: Sequence[Flow], traffic: Counter[str] | None = None) -> list[Tensor]:
+def lockstep(
+    flows: Sequence[Flow], traffic: Counter[str] | None = None
+) -> list[Tensor]:
     """Run one flow per rank to its end; returns the results in rank order.
 
     `traffic` is given the payload bytes of all ranks by request name, and the number of

@@ -1,9 +1,9 @@
 """The only room of the library that knows process groups, threads and streams.
 
-    lane.py    work in order, beside the training thread (a thread) or a stream
-    ring.py    reduce-scatter and all-gather from point-to-point messages
-    gloo.py    CPU tensors, and GPU tensors staged through pinned memory
-    nccl.py    GPU tensors on a side stream
+lane.py    work in order, beside the training thread (a thread) or a stream
+ring.py    reduce-scatter and all-gather from point-to-point messages
+gloo.py    CPU tensors, and GPU tensors staged through pinned memory
+nccl.py    GPU tensors on a side stream
 """
 
 from gradtide.transport.base import CommunicationError as CommunicationError

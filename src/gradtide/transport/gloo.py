@@ -188,7 +188,9 @@ class _GlooMessages:
     def _tag(self, kind: str, peer: int) -> int:
         errand = self._lane.current
         errand.messages[kind, peer] += 1
-        return (errand.number % ERRANDS) * MESSAGES + errand.messages[kind, peer] % MESSAGES
+        return (errand.number % ERRANDS) * MESSAGES + errand.messages[
+            kind, peer
+        ] % MESSAGES
 
 
 class _Later:
@@ -198,7 +200,9 @@ class _Later:
     same on every rank, not that of beginning.
     """
 
-    def __init__(self, op: AllReduce | Broadcast | ToHost, pg: dist.ProcessGroup) -> None:
+    def __init__(
+        self, op: AllReduce | Broadcast | ToHost, pg: dist.ProcessGroup
+    ) -> None:
         self._op, self._pg = op, pg
 
     def finish(self, drained: Callable[[], None]) -> None:
