@@ -23,14 +23,14 @@ def admit(
 def _admit_model(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
-            "the model is wrapped in DistributedDataParallel, which exchanges gradients "
-            "itself: pass the plain module"
+            "the model is wrapped in DistributedDataParallel, which exchanges "
+            "gradients itself: pass the plain module"
         )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ValueError(
-                f"{name} has sparse gradients, which gradtide does not average: build the "
-                "embedding with sparse=False"
+                f"{name} has sparse gradients, which gradtide does not average: build "
+                "the embedding with sparse=False"
             )
     trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not trainable:
@@ -48,8 +48,8 @@ def _admit_parameter(name: str, p: nn.Parameter) -> None:
         raise ValueError(f"{name} is on the meta device: materialise the model first")
     if type(p.data) is not torch.Tensor:
         raise ValueError(
-            f"{name} is a {type(p.data).__name__}: gradtide replicates plain tensors, not "
-            "models that are sharded by FSDP or tensor parallelism"
+            f"{name} is a {type(p.data).__name__}: gradtide replicates plain tensors, "
+            "not models that are sharded by FSDP or tensor parallelism"
         )
     if p._post_accumulate_grad_hooks and any(
         getattr(hook, "gradtide", False)
@@ -68,8 +68,8 @@ def _admit_optimizer(
     left_out = [name for name, p in named if id(p) not in stepped]
     if len(left_out) == len(named):
         raise ValueError(
-            "the optimizer holds none of the model's parameters: build it from this model, "
-            "after the model was moved to its device"
+            "the optimizer holds none of the model's parameters: build it from this "
+            "model, after the model was moved to its device"
         )
     if schedule.update != "forward":
         return
@@ -80,6 +80,6 @@ def _admit_optimizer(
         )
     if left_out:
         raise ValueError(
-            f"{left_out[0]} requires a gradient but is not in the optimizer, so a deferred "
-            "update would lose it: add it to a group, freeze it, or use 'wfbp'"
+            f"{left_out[0]} requires a gradient but is not in the optimizer, so a "
+            "deferred update would lose it: add it to a group, freeze it, or use 'wfbp'"
         )

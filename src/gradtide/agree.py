@@ -16,9 +16,10 @@ T = TypeVar("T")
 def agree(transport: Transport, prepare: Callable[[], tuple[T, Signature]]) -> T:
     """Run `prepare` on every rank and compare what the ranks say of themselves.
 
-    Returns its first result. Raises on *every* rank, so that none waits for another: with
-    the rank's own error where `prepare` failed, otherwise ValueError naming the rank that
-    failed, or the first thing that differs and the two ranks that differ in it.
+    Returns its first result. Raises on *every* rank, so that none waits for another:
+    with the rank's own error where `prepare` failed, otherwise ValueError naming the
+    rank that failed, or the first thing that differs and the two ranks that differ in
+    it.
     """
     error: ValueError | TypeError | None = None
     result: T
@@ -62,8 +63,8 @@ def _compare(first: Signature, other: Signature, rank: int) -> None:
         ours, theirs = first.get(key, "not there"), other.get(key, "not there")
         if ours != theirs:
             raise ValueError(
-                f"{key} differs between ranks: rank 0 has {ours}, rank {rank} has {theirs}; "
-                "build the same model with the same scheme on every rank"
+                f"{key} differs between ranks: rank 0 has {ours}, rank {rank} has "
+                f"{theirs}; build the same model with the same scheme on every rank"
             )
     if list(first) != list(other):
         raise ValueError(

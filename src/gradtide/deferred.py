@@ -15,13 +15,13 @@ class DeferredStep:
     """What `optimizer.step()` would do now, to be applied to some parameters at a time.
 
     Hyper-parameters are those of the moment of construction: LR schedulers run between
-    `step()` and the update. The optimizer's state is shared, not copied. Right for every
-    optimizer that treats parameters one by one (all of torch.optim but LBFGS).
+    `step()` and the update. The optimizer's state is shared, not copied. Right for
+    every optimizer that treats parameters one by one (all of torch.optim but LBFGS).
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._kind = type(optimizer)
-        # A shallow view: the state is the optimizer's own, the groups and hooks are not.
+        # A shallow view: it shares the optimizer's state, but not its groups and hooks.
         self._view = copy.copy(optimizer)
         self._view.__dict__.pop("step", None)  # LR schedulers bind it to the original
         self._view._optimizer_step_pre_hooks = OrderedDict()
@@ -43,7 +43,7 @@ class DeferredStep:
 
 
 def _captured(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyper-parameters; tensors are cloned, schedulers change them in place."""
+    """A group's hyper-parameters; tensors cloned: schedulers change them in place."""
     return {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in group.items()

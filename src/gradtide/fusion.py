@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Trace:
-    """What a fusion knows of a model: tensors in the order their gradients get ready."""
+    """What a fusion knows: a model's tensors in the order their gradients get ready."""
 
     nbytes: Sequence[int]
 
@@ -29,9 +29,9 @@ class BySize:
     """Buckets of at most `megabytes` MB (10^6 bytes); a larger tensor travels alone.
 
     Smaller models are cut into about `pieces`, and travel whole up to twice `ends`. The
-    first and the last bucket are kept to `ends` MB: the first leaves early, and under DEAR
-    it is what the next forward waits for last; the last leaves when backward has ended and
-    is what the next forward waits for first. Nothing is left to hide them.
+    first and the last bucket are kept to `ends` MB: the first leaves early, and under
+    DEAR it is what the next forward waits for last; the last leaves when backward has
+    ended and is what the next forward waits for first. Nothing is left to hide them.
     """
 
     megabytes: float = 10.0  # larger => fewer start-ups, less overlap

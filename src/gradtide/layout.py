@@ -1,7 +1,8 @@
 """Where gradients live: one flat buffer per dtype and device, cut into buckets.
 
-[Note: slots] Every parameter's slot is padded to a multiple of the number of ranks, so any
-run of slots divides into equal parts: buckets can be cut anew without moving a gradient.
+[Note: slots] Every parameter's slot is padded to a multiple of the number of ranks, so
+any run of slots divides into equal parts: buckets can be cut anew without moving a
+gradient.
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ def _check_cuts(cuts: Sequence[slice], length: int, fusion: Fusion) -> None:
     joined = [cut.start for cut in cuts] == covered[:-1]
     if not in_turn or not joined or covered[-1] != length:
         raise ValueError(
-            f"{fusion!r} returned {cuts}: a fusion cuts {length} tensors into consecutive, "
-            "non-empty slices that cover all of them"
+            f"{fusion!r} returned {cuts}: a fusion cuts {length} tensors into "
+            "consecutive, non-empty slices that cover all of them"
         )
 
 

@@ -18,10 +18,10 @@ WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Dense:
     """Exact mean: reduce-scatter, then all-gather (Patarasuk and Yuan, 2009).
 
-    Two rounds of P - 1 messages, 2 n (P - 1) / P elements a rank; leaves nothing behind.
-    With `wire` ("bf16", "fp16") values are cast when they leave: every contribution once,
-    the mean once; they are added in the buffer's own precision. What the casts round off is
-    lost, not left behind.
+    Two rounds of P - 1 messages, 2 n (P - 1) / P elements a rank; leaves nothing
+    behind. With `wire` ("bf16", "fp16") values are cast when they leave: every
+    contribution once, the mean once; they are added in the buffer's own precision. What
+    the casts round off is lost, not left behind.
     """
 
     wire: Literal["bf16", "fp16"] | None = None

@@ -47,7 +47,7 @@ class Lane:
         self._count = 0
         self._errands: deque[Errand | None] = deque()
         self._submitted = threading.Semaphore(0)
-        # A daemon: a rank that fails must be able to exit while a peer keeps it waiting.
+        # A daemon: a rank that fails must be able to exit while a peer has it waiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -59,8 +59,10 @@ class Lane:
         return errand
 
     def begin_next(self) -> None:
-        """Begin the next errand, if there is one; for the work of the current one to call
-        when all that is left of it is waiting."""
+        """Begin the next errand, if there is one.
+
+        For the work of the current one to call when all that is left of it is waiting.
+        """
         errand = self._errands[0] if self._errands else None
         if errand is not None and not errand.begun and self.error is None:
             self._begin(errand)
