@@ -1,10 +1,11 @@
 """Drives the flows of buckets over a transport.
 
-[Note: order] A flow runs on the transport's lane, to its end or to the `Cut` at which its
-bucket holds, and only then does the next submitted piece of work run. What is submitted,
-and in which order, is decided by the training thread from the program alone: launches in
-plan order, releases in forward order. Nothing looks at completion, time or load, so every
-rank puts the same requests on the wire in the same order (guard: tests/test_engine.py).
+[Note: order] A flow runs on the transport's lane, to its end or to the `Cut` at which
+its bucket holds, and only then does the next submitted piece of work run. What is
+submitted, and in which order, is decided by the training thread from the program alone:
+launches in plan order, releases in forward order. Nothing looks at completion, time or
+load, so every rank puts the same requests on the wire in the same order (guard:
+tests/test_engine.py).
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ class Engine:
         )
 
     def held(self, bucket: Bucket) -> tuple[Tensor | None, Tensor | None]:
-        """This rank's part of the mean of a held bucket, or the mean of one without a cut.
+        """This rank's part of a held bucket's mean, or the mean of one without a cut.
 
-        Waits for the first half. What is returned may be changed in place until `release`.
+        Waits for the first half. What is returned may be changed in place until
+        `release`.
         """
         flight = self.flying[bucket.name]
         self._join(flight)
@@ -112,7 +114,8 @@ class Engine:
         """Put one request in line; call what is returned to wait for its answer."""
 
         def flow() -> Flow:
-            return (yield op)
+            answer: Tensor = yield op
+            return answer
 
         flight = Flight(name, flow())
         ticket = self.transport.submit(
@@ -153,7 +156,7 @@ class Engine:
                 flight.pending = [self.transport.issue(op) for op in _ops(asked)]
 
     def _run(self, flight: Flight, hold: bool) -> None:
-        """Drive a flow to its end, or to its cut if it is to hold there (on the lane)."""
+        """Drive a flow to its end, or to its cut if it holds there (on the lane)."""
         while flight.asked is not None:
             if not isinstance(flight.asked, Cut):
                 self._resume(flight, self._answer(flight))

@@ -1,9 +1,10 @@
 """The gradient that is not here yet.
 
-Under a schedule that updates before the next forward, `p.grad` between backward and step
-cannot be read: the second half of the exchange has not run. A `Promise` stands in its
-place. It lets a GradScaler do its work through the owners' parts, lets gradients be zeroed,
-and refuses everything else by name, instead of letting a norm of nothing be computed.
+Under a schedule that updates before the next forward, `p.grad` between backward and
+step cannot be read: the second half of the exchange has not run. A `Promise` stands in
+its place. It lets a GradScaler do its work through the owners' parts, lets gradients be
+zeroed, and refuses everything else by name, instead of letting a norm of nothing be
+computed.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ class Promise(Tensor):
     ) -> Promise:
         """A promise of `param`'s gradient.
 
-        `unscale(promise, found_inf, inv_scale)` is called once, with any of them, when a
-        GradScaler unscales all gradients of a dtype and device.
+        `unscale(promise, found_inf, inv_scale)` is called once, with any of them, when
+        a GradScaler unscales all gradients of a dtype and device.
         """
-        promise: Promise = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        promise: Promise = Tensor._make_wrapper_subclass(
             Promise, param.size(), dtype=param.dtype, device=param.device
         )
         promise.zeroed = False
         promise.unscale = unscale
         return promise
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    # The stubs lose the keyword's name, and declare the dispatcher without `cls`.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Promise(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -61,9 +63,9 @@ class Promise(Tensor):
         raise RuntimeError(
             f"{func.__name__} on the gradient of a parameter that the 'dear' schedule "
             "updates before the next forward: the gradient is not here yet. Clip with "
-            "sync.clip_grad_norm_(max_norm); read gradients after sync.gather_gradients() "
-            "(on every rank); accumulate inside sync.no_sync(); or use a schedule that "
-            "updates at step(), such as 'wfbp'"
+            "sync.clip_grad_norm_(max_norm); read gradients after "
+            "sync.gather_gradients() (on every rank); accumulate inside "
+            "sync.no_sync(); or use a schedule that updates at step(), such as 'wfbp'"
         )
 
 

@@ -1,7 +1,7 @@
 """Schemes: what is exchanged, in which buckets, and when.
 
-A scheme's name is its constructor call, so the command line, the log, the record and the
-test say the same: `parse(repr(scheme)) == scheme`.
+A scheme's name is its constructor call, so the command line, the log, the record and
+the test say the same: `parse(repr(scheme)) == scheme`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ NAMES: dict[str, Any] = {
 def parse(text: str) -> Scheme:
     """The scheme that a recipe's name or a constructor call stands for.
 
-    A call may use constants, the names in NAMES, and dotted paths to frozen dataclasses of
-    the user's own. A bare collective stands for a scheme with default fusion and schedule.
-    Raises ValueError naming what is wrong and what is known.
+    A call may use constants, the names in NAMES, and dotted paths to frozen dataclasses
+    of the user's own. A bare collective stands for a scheme with default fusion and
+    schedule. Raises ValueError naming what is wrong and what is known.
     """
     if text in RECIPES:
         return RECIPES[text]
@@ -86,8 +86,8 @@ def _build(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=value):
             return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)):
-            return -value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() as number):
+            return -_build(number)
         case ast.Tuple(elts=items) | ast.List(elts=items):
             return tuple(map(_build, items))
         case ast.Name(id=name) if name in NAMES:

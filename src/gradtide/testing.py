@@ -1,7 +1,7 @@
 """P ranks in one process, and the one law that every collective must keep.
 
-`lockstep` drives one flow per rank: exact, fast, and free of hangs, because ranks that ask
-for different things are refused at once with both requests named.
+`lockstep` drives one flow per rank: exact, fast, and free of hangs, because ranks that
+ask for different things are refused at once with both requests named.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def lockstep(
         if results and asked:
             rank, op = next(iter(asked.items()))
             raise DivergedError(
-                f"rank {next(iter(results))} returned while rank {rank} asks for {_name(op)}"
+                f"rank {next(iter(results))} returned while rank {rank} asks for "
+                f"{_name(op)}"
             )
         if results:
             return [results[rank] for rank in range(len(flows))]
@@ -118,13 +119,14 @@ def _all_gather(ops: Sequence[AllGather]) -> list[Tensor]:
 
 
 def _all_to_all(ops: Sequence[AllToAll]) -> list[Tensor]:
-    rows = [op.tensor.split(list(op.send)) for op in ops]
+    rows = [torch.split(op.tensor, list(op.send)) for op in ops]
     answers = []
     for rank, op in enumerate(ops):
         got = [rows[source][rank] for source in range(len(ops))]
         if [len(r) for r in got] != list(op.recv):
             raise DivergedError(
-                f"rank {rank} expects rows {list(op.recv)}, is sent {list(map(len, got))}"
+                f"rank {rank} expects rows {list(op.recv)}, is sent "
+                f"{list(map(len, got))}"
             )
         answers.append(torch.cat(got))
     return answers
@@ -173,8 +175,8 @@ def check_law(
 
     Also that the means are bit-identical on all ranks. `numel` is a multiple of `size`
     (default 64 * size); `gradient(generator, numel)` makes a rank's gradient (default:
-    heavy-tailed). `tolerance` is relative to the largest sum. Returns the traffic in bytes.
-    Raises AssertionError with the step and the error.
+    heavy-tailed). `tolerance` is relative to the largest sum. Returns the traffic in
+    bytes. Raises AssertionError with the step and the error.
     """
     numel = numel or 64 * size
     make = gradient or (lambda rng, n: torch.randn(n, generator=rng).pow(3))
@@ -201,7 +203,7 @@ def check_law(
         error = float((before - size * mean - after).abs().max())
         scale = max(float(before.abs().max()), 1e-30)
         assert error <= tolerance * scale, (
-            f"step {step}, P = {size}: {error / scale:.1e} of the largest sum was neither "
-            f"delivered nor kept"
+            f"step {step}, P = {size}: {error / scale:.1e} of the largest sum was "
+            "neither delivered nor kept"
         )
     return traffic

@@ -22,15 +22,19 @@ class Ticket(Protocol):
 class Transport(Protocol):
     """Answers requests, on a lane of its own.
 
-    Invariant: work runs strictly in the order of submission, so the order of requests on
-    the wire is a function of the program alone (guard: tests/test_engine.py).
-    `issue` and `wait` are called from submitted work only; `issue` does not wait. `begin` is
-    the part of a submission that does not wait either: it may run early, while all that is
-    left of the work before it is waiting.
+    Invariant: work runs strictly in the order of submission, so the order of requests
+    on the wire is a function of the program alone (guard: tests/test_engine.py).
+    `issue` and `wait` are called from submitted work only; `issue` does not wait.
+    `begin` is the part of a submission that does not wait either: it may run early,
+    while all that is left of the work before it is waiting.
     """
 
     group: Group
-    payload_bytes: int  # sent by this rank since it was connected
+
+    @property
+    def payload_bytes(self) -> int:
+        """Sent by this rank since it was connected."""
+        ...
 
     def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket: ...
     def issue(self, op: Op) -> Any: ...

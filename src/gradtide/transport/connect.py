@@ -18,11 +18,11 @@ _connections = count()  # the n-th connection has the same name on every rank
 
 
 def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
-    """A transport among the ranks of `process_group` (None: all) for tensors on `device`.
+    """A transport among `process_group`'s ranks (None: all) for tensors on `device`.
 
     It communicates on groups of its own, so that nothing the user does on his group can
-    come between two of its requests. A collective call: every rank of the group makes it.
-    Raises RuntimeError when torch.distributed is not initialised.
+    come between two of its requests. A collective call: every rank of the group makes
+    it. Raises RuntimeError when torch.distributed is not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradtide.ops import Group
 
@@ -15,7 +16,7 @@ REPORT_SECONDS = 2.0  # what a surviving rank needs to notice a closed connectio
 class Witness:
     """Gathers, after a failure, which ranks are still there to report it."""
 
-    def __init__(self, store: dist.Store, group: Group) -> None:
+    def __init__(self, store: Store, group: Group) -> None:
         self._store, self._group = store, group
 
     def explain(self, request: str, error: RuntimeError) -> str:
@@ -45,8 +46,11 @@ class Witness:
 
 
 def witness(pg: dist.ProcessGroup, name: str) -> Witness:
-    """A witness over the job's own store; `name` is the same on all ranks of the group."""
+    """A witness over the job's own store.
+
+    `name` is the same on all ranks of the group.
+    """
     store = dist.distributed_c10d._get_default_store()
-    prefixed = dist.PrefixStore(f"gradtide/{name}", store)
+    prefixed = PrefixStore(f"gradtide/{name}", store)
     prefixed.set_timeout(timedelta(seconds=REPORT_SECONDS))
     return Witness(prefixed, Group(pg.rank(), pg.size()))

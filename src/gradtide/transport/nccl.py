@@ -32,7 +32,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class NcclTransport:
-    """NCCL's own collectives; the lane is a stream, and submitted work is queued at once.
+    """NCCL's own collectives; the lane is a stream, submitted work is queued at once.
 
     Invariants, on which the lifetimes of buffers rest:
     - the side stream waits for what the training stream had queued at `submit`;
@@ -46,7 +46,7 @@ class NcclTransport:
         self.group = Group(pg.rank(), pg.size())
         self.payload_bytes = 0
         self._pg, self._control = pg, control
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -98,7 +98,7 @@ class NcclTransport:
 
     def _scatter(self, op: ReduceScatter) -> tuple[Tensor, dist.Work]:
         sizes = part_sizes(op, self.group)
-        parts = list(op.tensor.split(sizes))
+        parts = list(torch.split(op.tensor, sizes))
         own = parts[self.group.rank]
         if len(set(sizes)) == 1:  # in place: NCCL allows the output to be the own part
             return own, _reduce_scatter(own, op.tensor, group=self._pg, async_op=True)
@@ -112,7 +112,7 @@ class NcclTransport:
             work = _all_gather(out, x, group=self._pg, async_op=True)
         else:
             work = dist.all_gather(
-                list(out.split(sizes)), x, group=self._pg, async_op=True
+                list(torch.split(out, sizes)), x, group=self._pg, async_op=True
             )
         if op.into is None and op.sizes is None:
             out = out.view(self.group.size, *op.tensor.shape)

@@ -1,18 +1,19 @@
 """Ring reduce-scatter and all-gather from point-to-point messages.
 
-Gloo's own reduce-scatter moves the bytes of an all-reduce, and its all-gather falls 20 %
-short of a 1 Gb/s link among 8 hosts; these two move (P - 1) / P of the buffer each.
+Gloo's own reduce-scatter moves the bytes of an all-reduce, and its all-gather falls
+20 % short of a 1 Gb/s link among 8 hosts; these two move (P - 1) / P of the buffer
+each.
 
 [Note: segments] Every part travels in segments, and a segment leaves as soon as it has
 been added, while the next one is still arriving: the wire is idle for one segment's
-addition per ring, not for one part's addition per step. A segment is also added while it
-is in cache.
+addition per ring, not for one part's addition per step. A segment is also added while
+it is in cache.
 
-[Note: posted receives] Gloo sends no byte before the receiver has named its memory. Some
-receives are therefore posted ahead, so that no segment waits for a round trip.
+[Note: posted receives] Gloo sends no byte before the receiver has named its memory.
+Some receives are therefore posted ahead, so that no segment waits for a round trip.
 
-[Note: drained] A ring that has posted all its messages calls `drained`, and what comes next
-may post its first ones behind them: the wire does not rest between two rings.
+[Note: drained] A ring that has posted all its messages calls `drained`, and what comes
+next may post its first ones behind them: the wire does not rest between two rings.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gradtide.ops import Group
@@ -46,8 +48,8 @@ class Messages(Protocol):
 class Ring:
     """A ring that has begun; `finish` once, in the order of beginning.
 
-    `first` are the segments that this rank sends unasked, `targets` those that arrive in
-    turn; what arrives goes to `arrivals`, and all but the last part travels on.
+    `first` are the segments that this rank sends unasked, `targets` those that arrive
+    in turn; what arrives goes to `arrivals`, and all but the last part travels on.
     """
 
     def __init__(
@@ -93,15 +95,15 @@ def reduce_scatter(
 ) -> Ring:
     """Begin to sum the ranks' `parts` (1-D, one per rank), each in its owner's memory.
 
-    The parts of others are used up. Each part is summed in ring order, starting with the
-    rank after its owner, so the result does not depend on timing. `scratch` has
+    The parts of others are used up. Each part is summed in ring order, starting with
+    the rank after its owner, so the result does not depend on timing. `scratch` has
     `scratch_numel(parts)` elements and is the ring's until it is finished.
     """
     rank, size = group
     steps = [segments(parts[(rank - 2 - step) % size]) for step in range(size - 1)]
     targets = [segment for step in steps for segment in step]
-    slots = scratch.split(max(scratch.numel() // AHEAD, 1))
-    # A slot is posted again only after it has been added: AHEAD receives are out at most.
+    slots = torch.split(scratch, max(scratch.numel() // AHEAD, 1))
+    # A slot is posted again only after it has been added: AHEAD are out at most.
     arrivals = (slots[i % AHEAD][: own.numel()] for i, own in enumerate(targets))
     first = segments(parts[(rank - 1) % size])
     return Ring(group, messages, first, targets, arrivals, len(steps[-1]))
@@ -109,8 +111,8 @@ def reduce_scatter(
 
 def scratch_numel(parts: Sequence[Tensor]) -> int:
     """Elements of scratch that a reduce-scatter needs."""
-    longest = max(len(segment) for part in parts for segment in (*segments(part), ()))
-    return AHEAD * longest
+    lengths = (segment.numel() for part in parts for segment in segments(part))
+    return AHEAD * max(lengths, default=0)
 
 
 def all_gather(parts: Sequence[Tensor], group: Group, messages: Messages) -> Ring:

@@ -18,8 +18,9 @@ class StagedTransport:
     """A GlooTransport for a device's tensors.
 
     The lane has a stream of its own. Invariants: the lane's stream waits for what the
-    training stream had queued when the work was submitted; the training stream waits for
-    the lane's when the ticket is joined; only the lane's thread waits for the device.
+    training stream had queued when the work was submitted; the training stream waits
+    for the lane's when the ticket is joined; only the lane's thread waits for the
+    device.
     """
 
     def __init__(self, host: GlooTransport, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class StagedTransport:
     def issue(self, op: Op) -> Any:
         if isinstance(op, ToHost):
             return op, None
-        staged = {
+        staged: dict[str, Any] = {
             f.name: self._to_host(value)
             for f in fields(op)
             if isinstance(value := getattr(op, f.name), Tensor)
