@@ -107,16 +107,19 @@ def _product() -> None:
     for optimizer, accumulate, clip, schedule in product(
         (sgd, adamw), (1, 3), (None, 0.3), (False, True)
     ):
-        options = dict(
-            optimizer=optimizer, accumulate=accumulate, clip=clip, schedule=schedule
-        )
+        options = {
+            "optimizer": optimizer,
+            "accumulate": accumulate,
+            "clip": clip,
+            "schedule": schedule,
+        }
         results = [train(scheme, steps=4, **options) for scheme in SCHEMES.values()]
         for other in results[1:]:
             assert all(map(torch.equal, results[0], other)), options
         same_as_ddp(DEAR, steps=4, **options)
 
 
-# - Models that DDP users have ----------------------------------------------------------------
+# - Models that DDP users have ---------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -291,7 +294,7 @@ def _mixed() -> None:
             torch.testing.assert_close(mine, other, rtol=close, atol=close)
 
 
-# - The rest of a DDP user's habits -------------------------------------------------------------
+# - The rest of a DDP user's habits ----------------------------------------------------
 
 
 def test_gradients_are_in_place_after_backward() -> None:
