@@ -22,8 +22,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call `work(*args)` on every rank; returns the results in rank order.
 
-    Raises AssertionError with the traceback of the first rank that failed, also for a rank
-    that ended without a word or outlived `limit` seconds.
+    Raises AssertionError with the traceback of the first rank that failed, also for a
+    rank that ended without a word or outlived `limit` seconds.
     """
     fork = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
