@@ -527,3 +527,30 @@ def _copied() -> None:
         opt.zero_grad()
         average(x)
     sync.remove()
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_gathering_leaves_no_promise_where_no_rank_has_a_gradient(detach: bool) -> None:
+    run_ranks(2, _gathered, detach)
+
+
+def _gathered(detach: bool) -> None:
+    model = Branches()
+    opt = sgd(model.parameters())
+    sync = gradtide.replicate(model, opt, DEAR)
+    for step in range(3):  # the first is recorded, and ordinary
+        opt.zero_grad()
+        x, y = data(step)
+        cross_entropy(model(x), y).backward()
+        if step == 2 and detach:
+            sync.remove()
+        else:
+            sync.gather_gradients()
+        for p in (*model.body.parameters(), *model.odd.parameters()):
+            assert type(p.grad) is Tensor
+        assert all(p.grad is None for p in model.never.parameters())
+        before = model.body.weight.detach().clone()
+        opt.step()
+        assert not torch.equal(before, model.body.weight)
+    if not detach:
+        sync.remove()

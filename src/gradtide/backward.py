@@ -1,0 +1,114 @@
+"""The life cycle of a backward pass: gradients are taken in and buckets leave.
+
+Knows when a backward begins and ends and which bucket leaves next; what becomes of the
+means is for the updates to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from gradtide.engine import Engine
+from gradtide.layout import GradientBucket, Slot
+from gradtide.placement import Placement
+from gradtide.updates import Updates
+
+
+class Backward:
+    """Where the current backward pass stands."""
+
+    def __init__(
+        self, engine: Engine, placement: Placement, updates: Updates, eager: bool
+    ) -> None:
+        self.engine, self.placement, self.updates = engine, placement, updates
+        self.quiet = False  # inside no_sync()
+        self.open = False  # between a backward's first gradient and its end
+        self._eager = eager  # buckets leave as they get full
+        self._cursor = 0  # buckets launched in this backward
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """A backward pass through the model begins, if it has not begun already."""
+        if self.open:
+            return
+        self.updates.abandon()
+        if self.quiet:
+            return
+        if self.placement.recorded:
+            # All follow the order in which rank 0's gradients got ready.
+            orders = self.engine.transport.gather_objects(self.placement.recorded)
+            self.placement.follow(orders[0])
+        self.open = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def gradient_hook(self, p: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        """Called when the parameter's gradient is complete.
+
+        Hot path: models have hundreds of parameters, and Python is on backward's way.
+        """
+        placement, cell = self.placement, self.placement.homes[p]
+
+        def take(_: nn.Parameter) -> None:
+            if self.quiet:
+                return
+            if not self.open:  # the backward did not start at the model's own output
+                self.begin()
+            slot, home = cell.slot, cell.home
+            if slot.arrived:
+                self._take_again(home, slot)
+                return
+            slot.arrived = True
+            home.missing -= 1
+            if placement.recorded is not None:
+                placement.recorded.append(slot.name)
+            if not home.missing and self._eager:
+                self._launch_full()
+
+        take.gradtide = True  # type: ignore[attr-defined]  # how admit() knows its own
+        return take
+
+    @torch.no_grad()
+    def _launch_full(self) -> None:
+        """Send the buckets that are full and have nothing unsent before them."""
+        buckets = self.placement.buckets
+        while self._cursor < len(buckets) and not buckets[self._cursor].missing:
+            self._launch()
+
+    def _take_again(self, home: GradientBucket, slot: Slot) -> None:
+        if self.placement.buckets.index(home) < self._cursor:
+            raise RuntimeError(
+                f"{slot.name} got a second gradient in one backward pass after its "
+                "bucket had left: use checkpoint(..., use_reentrant=False), or a "
+                "scheme with schedule=SEQUENTIAL"
+            )
+
+    def _launch(self) -> None:
+        """Send the next bucket in plan order."""
+        home = self.placement.buckets[self._cursor]
+        self.updates.before_launch(home)
+        home.take_in()
+        home.bucket.hold = self.updates.deferring
+        self.engine.launch(home.bucket)
+        self._cursor += 1
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Backward is over: what got no gradient leaves too, so that nobody hangs."""
+        self.open = False
+        buckets = self.placement.buckets
+        arrived = [slot.arrived for home in buckets for slot in home.slots]
+        if not any(arrived):
+            return  # torch.autograd.grad(): nothing was accumulated
+        while self._cursor < len(buckets):
+            self._launch()
+        self._cursor = 0
+        self.updates.ask_used(arrived)
+        for home in buckets:
+            home.rearm()
+        if self.updates.deferring:
+            self.updates.hold()
+        else:
+            self.updates.deliver(buckets)

@@ -1,0 +1,99 @@
+"""What the owners of the mean's parts compute on behalf of all ranks.
+
+The norm for clipping and a GradScaler's check, each on 1/P of the data. Knows buckets
+and the engine; `held` are the buckets that wait at their cut, where a part is known to
+its owner only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradtide.engine import Engine
+from gradtide.layout import GradientBucket
+from gradtide.ops import AllGather, AllReduce
+
+
+def clip(
+    engine: Engine,
+    buckets: Sequence[GradientBucket],
+    held: Sequence[GradientBucket],
+    max_norm: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Scale the means to a 2-norm of at most `max_norm`; returns the norm before."""
+    present = [home for home in buckets if home in held or home.mean is not None]
+    shares = [_share(engine, home, home in held) for home in present]
+    total = _norm(engine, [own for own, _ in shares])
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"the norm of the averaged gradients is {total.item()}")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    # Only the host's value is free to read.
+    if factor.is_cuda or float(factor) != 1.0:
+        for _, whole in shares:
+            whole.mul_(factor.to(whole.dtype))
+    return total
+
+
+def unscale(
+    engine: Engine,
+    held: Sequence[GradientBucket],
+    like: Tensor,
+    found_inf: Tensor,
+    inv_scale: Tensor,
+) -> None:
+    """A GradScaler's check and scaling, for all held means of one dtype and device."""
+    wholes = [_share(engine, home, held=True)[1] for home in held]
+    kind = like.dtype, like.device
+    alike = [whole for whole in wholes if (whole.dtype, whole.device) == kind]
+    own = torch.zeros_like(found_inf)
+    torch._amp_foreach_non_finite_check_and_unscale_(alike, own, inv_scale)
+    anywhere = engine.ask("found_inf", AllReduce(own))()
+    found_inf.copy_(torch.maximum(found_inf, anywhere.clamp(max=1.0)))
+
+
+def _share(engine: Engine, home: GradientBucket, held: bool) -> tuple[Tensor, Tensor]:
+    """This rank's part of the mean, and all of the mean that this rank holds."""
+    if held:
+        part, mean = engine.held(home.bucket)
+        if part is not None:
+            return part, part
+    else:
+        mean = home.mean
+        _refuse_replaced(home)
+    assert mean is not None
+    rank, size = engine.transport.group
+    return mean.view(size, -1)[rank], mean
+
+
+def _refuse_replaced(home: GradientBucket) -> None:
+    assert home.mean is not None
+    begin, end = home.mean.data_ptr(), home.mean.nbytes
+    for slot in home.slots:
+        grad = slot.param.grad
+        if grad is not None and not 0 <= grad.data_ptr() - begin < max(end, 1):
+            raise RuntimeError(
+                f"{slot.name}.grad is no longer the tensor that backward left there: "
+                "clip with torch.nn.utils.clip_grad_norm_ instead"
+            )
+
+
+def _norm(engine: Engine, parts: Sequence[Tensor]) -> Tensor:
+    squares = [
+        torch.linalg.vector_norm(part, dtype=_wide(part.dtype)).double().square()
+        for part in parts
+    ]
+    device = squares[0].device if squares else torch.device("cpu")
+    own = torch.zeros(1, dtype=torch.float64, device=device)
+    for square in squares:
+        own += square.to(device)
+    all_parts = engine.ask("norm", AllGather(own))()
+    return torch.sqrt(all_parts.sum()).float()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute a norm in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,188 @@
+"""From a launched bucket to `.grad`, or to the parameters themselves.
+
+Means are delivered to `.grad`; or, when updates are deferred, they are held until
+`step()`, then due, and applied before a module reads the parameters. Knows buckets, the
+engine and the deferred step; nothing of hooks or of the backward pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradtide.deferred import DeferredStep
+from gradtide.engine import Engine
+from gradtide.layout import GradientBucket
+from gradtide.ops import AllReduce
+from gradtide.owners import unscale
+from gradtide.placement import Placement
+from gradtide.promise import Promise
+
+
+class Updates:
+    """Where the current update stands. A bucket is held or due only if deferred."""
+
+    def __init__(self, engine: Engine, placement: Placement, in_forward: bool) -> None:
+        self.engine, self.placement = engine, placement
+        self.held: list[GradientBucket] = []  # between backward and step()
+        self.due: set[GradientBucket] = set()  # between step() and the update
+        self._step: DeferredStep | None = None
+        self._used: Callable[[], Any] | None = None
+        self._in_forward = in_forward
+        self._promises = (
+            {p: Promise.of(p, self._unscale) for p in placement.homes}
+            if in_forward
+            else {}
+        )
+
+    @property
+    def deferring(self) -> bool:
+        """Whether the buckets that leave now are to be held."""
+        return self._in_forward and self.placement.recorded is None
+
+    # - After backward -----------------------------------------------------------------
+
+    def ask_used(self, arrived: Sequence[bool]) -> None:
+        """Have all ranks told which parameters got a gradient on some rank."""
+        flags = torch.tensor(arrived, dtype=torch.int32)
+        self._used = self.engine.ask("used", AllReduce(flags))
+
+    def hold(self) -> None:
+        """Keep all buckets at their cut, with promises in the place of gradients."""
+        self.held = list(self.placement.buckets)
+        for home in self.held:
+            for slot in home.slots:
+                promise = self._promises[slot.param]
+                promise.zeroed = False
+                slot.param.grad = promise
+
+    def deliver(self, homes: Sequence[GradientBucket]) -> None:
+        """Wait for the means and put them in `.grad`."""
+        for home in homes:
+            self.engine.finish(home.bucket)
+        self._learn_used()
+        for home in homes:
+            home.expose()
+
+    def deliver_held(self) -> None:
+        """Deliver what is held after all."""
+        if self.held:
+            self.engine.release(home.bucket for home in reversed(self.held))
+            held, self.held = self.held, []
+            for home in held:
+                for slot in home.slots:
+                    # Not only where a mean replaces it: nobody may have used this one.
+                    if isinstance(slot.param.grad, Promise):
+                        slot.param.grad = None
+            self.deliver(held)
+
+    def abandon(self) -> None:
+        """Drop means that no step() wanted: a GradScaler skipped it, or zero_grad()."""
+        if not self.held:
+            return
+        for home in self.held:
+            for slot in home.slots:
+                grad = slot.param.grad
+                if isinstance(grad, Promise):
+                    if not grad.zeroed:
+                        raise RuntimeError(
+                            "two backward passes before one step(): under a deferred "
+                            "schedule all but the last belong inside sync.no_sync(); "
+                            "or call sync.gather_gradients() between them"
+                        )
+                    slot.param.grad = None
+        for home in self.held:
+            self.engine.drop(home.bucket)
+            home.clean = True
+        self.held = []
+        self._learn_used()
+
+    # - After step() -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def defer(self, optimizer: Optimizer) -> None:
+        """Note what step() would do now, and let the second halves go."""
+        self.flush()
+        if not self.held:
+            return
+        self._step = DeferredStep(optimizer)
+        for home in self.held:
+            for slot in home.slots:
+                promise = self._promises[slot.param]
+                slot.wanted = slot.param.grad is promise and not promise.zeroed
+                if slot.param.grad is promise:
+                    slot.param.grad = None
+        self.engine.release(home.bucket for home in reversed(self.held))
+        self.due, self.held = set(self.held), []
+
+    def before_read(self, module: nn.Module) -> None:
+        """A module is about to run: what it reads must be up to date."""
+        if self.placement.recorded is not None:
+            self.placement.called.add(module)
+        elif self.due:
+            for home in self.placement.reads.get(module, ()):
+                self.apply(home)
+
+    def before_launch(self, home: GradientBucket) -> None:
+        """A bucket that no module read since step() must not have been read at all."""
+        if home not in self.due:
+            return
+        for slot in home.slots:
+            if slot.arrived:
+                raise RuntimeError(
+                    f"{slot.name} was used outside the forward of its module, before "
+                    "its deferred update: call sync.flush() before such a forward, or "
+                    "use a schedule that updates at step(), such as 'wfbp'"
+                )
+        self.apply(home)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Apply all that is due."""
+        for home in reversed(self.placement.buckets):
+            self.apply(home)
+
+    def apply(self, home: GradientBucket) -> None:
+        """Carry out the deferred step for one bucket, if it is still due."""
+        if home not in self.due:
+            return
+        assert self._step is not None
+        self.due.remove(home)
+        self.engine.finish(home.bucket)
+        self._learn_used()
+        start = time.perf_counter()
+        pairs = zip(home.slots, home.gradients(), strict=True)
+        updates = [(s.param, mean) for s, mean in pairs if s.wanted and s.used]
+        device = home.bucket.load.flat.device.type
+        # As at step(): outside the forward's inference mode and autocast.
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(device, enabled=False),
+        ):
+            aside = [p.grad for p, _ in updates]  # no_sync() may have begun anew
+            for p, mean in updates:
+                p.grad = mean
+            self._step.apply(p for p, _ in updates)
+            for (p, _), grad in zip(updates, aside, strict=True):
+                p.grad = grad
+        self.engine.applied.append((start, time.perf_counter()))
+
+    # - Both ---------------------------------------------------------------------------
+
+    def _learn_used(self) -> None:
+        """Learn which parameters some rank used; all leave the others alone."""
+        if self._used is not None:
+            counts = self._used().tolist()
+            self._used = None
+            slots = (slot for home in self.placement.buckets for slot in home.slots)
+            for slot, count in zip(slots, counts, strict=True):
+                slot.used = count > 0
+
+    def _unscale(self, asked: Promise, found_inf: Tensor, inv_scale: Tensor) -> None:
+        unscale(self.engine, self.held, asked, found_inf, inv_scale)
