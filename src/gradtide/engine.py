@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from gradtide.bucket import Bucket
-from gradtide.ops import Cut, Flow, Op, ToHost, payload_bytes
+from gradtide.ops import Cut, Flow, Op, ToHost
 from gradtide.transport import Ticket, Transport
 
 
@@ -173,9 +173,9 @@ class Engine:
         label, start = _label(asked), time.perf_counter()
         with record_function(f"gradtide::{flight.name}::{label}"):
             answers = tuple(self.transport.wait(p) for p in pending)
-        ops, group = _ops(asked), self.transport.group
+        ops = _ops(asked)
         if not all(isinstance(op, ToHost) for op in ops):
-            sent = sum(payload_bytes(op, group) for op in ops)
+            sent = sum(map(self.transport.sends, ops))
             end = time.perf_counter()
             self.records.append(Record(flight.name, label, sent, start, end))
         return answers if isinstance(asked, tuple) else answers[0]

@@ -1,9 +1,10 @@
 """The vocabulary of a collective algorithm: what it may ask of the other ranks.
 
 An algorithm is a generator. It yields a request, or a tuple of requests that may travel
-together, and is resumed with the answer (or the tuple of answers). It never sees a process
-group, a stream, a clock or a thread, so the same source runs on torch.distributed
-(`gradtide.transport`), on P ranks in one process (`gradtide.testing`) and on a virtual clock.
+together, and is resumed with the answer (or the tuple of answers). It never sees a
+process group, a stream, a clock or a thread, so the same source runs on
+torch.distributed (`gradtide.transport`), on P ranks in one process (`gradtide.testing`)
+and on a virtual clock.
 
 Requests own the tensors that they carry until they are answered.
 """
@@ -35,8 +36,9 @@ class AllReduce:
 class ReduceScatter:
     """Answer: this rank's part of the sum, a view of `tensor`.
 
-    `tensor` is 1-D; the other parts of its memory are used up. `sizes` are the lengths of
-    the parts in rank order; without them the length must be a multiple of the group's size.
+    `tensor` is 1-D; the other parts of its memory are used up. `sizes` are the lengths
+    of the parts in rank order; without them the length must be a multiple of the
+    group's size.
     """
 
     tensor: Tensor
@@ -47,8 +49,8 @@ class ReduceScatter:
 class AllGather:
     """Answer: `into` when it is given, otherwise a new tensor of everybody's `tensor`.
 
-    The new tensor has shape [size, *tensor.shape], or, with uneven `sizes` (lengths in rank
-    order), is 1-D. `into` is 1-D and may contain `tensor` at its place already.
+    The new tensor has shape [size, *tensor.shape], or, with uneven `sizes` (lengths in
+    rank order), is 1-D. `into` is 1-D and may contain `tensor` at its place already.
     """
 
     tensor: Tensor
@@ -60,8 +62,8 @@ class AllGather:
 class AllToAll:
     """Answer: the rows that the ranks sent to this one, in rank order.
 
-    `tensor` holds the rows for each rank one after the other; `send` and `recv` count the
-    rows for and from every rank.
+    `tensor` holds the rows for each rank one after the other; `send` and `recv` count
+    the rows for and from every rank.
     """
 
     tensor: Tensor
@@ -87,7 +89,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class ToHost:
-    """Answer: `tensor` in host memory. Nothing travels; a device's queue is waited for."""
+    """Answer: `tensor` in host memory. Nothing travels; the device is waited for."""
 
     tensor: Tensor
 
@@ -96,8 +98,8 @@ class ToHost:
 class Cut:
     """The first half is done: `part` is this rank's finished share of the mean.
 
-    What follows is not needed before the parameters are next read. Whoever drives the flow
-    may wait here, and may change `part` in place. There is no answer.
+    What follows is not needed before the parameters are next read. Whoever drives the
+    flow may wait here, and may change `part` in place. There is no answer.
     """
 
     part: Tensor
@@ -116,7 +118,7 @@ def even_sizes(length: int, size: int) -> list[int]:
 
 
 def part_sizes(op: ReduceScatter | AllGather, group: Group) -> list[int]:
-    """Lengths of the parts of a request in rank order, stated or even."""
+    """Lengths of the parts of a request, in rank order: stated or even."""
     if op.sizes is not None:
         return list(op.sizes)
     if isinstance(op, ReduceScatter):

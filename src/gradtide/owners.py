@@ -91,7 +91,8 @@ def _norm(engine: Engine, parts: Sequence[Tensor]) -> Tensor:
     for square in squares:
         own += square.to(device)
     all_parts = engine.ask("norm", AllGather(own))()
-    return torch.sqrt(all_parts.sum()).float()
+    double = any(part.dtype == torch.float64 for part in parts)
+    return torch.sqrt(all_parts.sum()).to(torch.float64 if double else torch.float32)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

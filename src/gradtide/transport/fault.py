@@ -19,19 +19,24 @@ class Witness:
     def __init__(self, store: Store, group: Group) -> None:
         self._store, self._group = store, group
 
-    def explain(self, request: str, error: RuntimeError) -> str:
-        """The message of a CommunicationError on this rank."""
+    def explain(self, request: str, error: RuntimeError, peer: int | None) -> str:
+        """The message of a CommunicationError; `peer` is who the lost message was for.
+
+        A peer that reports a failure of its own within the window only passed it on.
+        """
         text = str(error).strip().splitlines()[0]
         head = f"rank {self._group.rank}: {request} failed"
-        return f"{head}: {self._missing()} ({text})"
+        return f"{head}: {self._missing(peer)} ({text})"
 
-    def _missing(self) -> str:
+    def _missing(self, peer: int | None) -> str:
         try:
             silent = self._silent()
         except RuntimeError:  # the store lived in the process that died
             return "the process that hosts the store (rank 0) is gone"
         if not silent:
             return "all ranks noticed; see the first rank's error"
+        if peer in silent:  # the others may only be waiting for one another
+            silent = [peer]
         ranks = ", ".join(map(str, silent))
         return f"rank {ranks} does not respond (dead, stalled, or ended early)"
 

@@ -36,8 +36,8 @@ ERRANDS, MESSAGES = 1 << 10, 1 << 20  # at one time, and per errand, between two
 class GlooTransport:
     """Torch's Gloo, with rings where Gloo's own collectives waste the wire.
 
-    The lane is a thread: waiting blocks it and not the training thread, so every request
-    gets the future that Gloo lacks for most of them.
+    The lane is a thread: waiting blocks it and not the training thread, so every
+    request gets the future that Gloo lacks for most of them.
     """
 
     def __init__(self, pg: dist.ProcessGroup, witness: Witness) -> None:
@@ -56,7 +56,7 @@ class GlooTransport:
         """Start a request without waiting for anything."""
         if self.group.size == 1:
             return _alone(op), None
-        self.payload_bytes += payload_bytes(op, self.group)
+        self.payload_bytes += self.sends(op)
         with self._blamed(op):
             match op:
                 case ReduceScatter():
@@ -79,6 +79,11 @@ class GlooTransport:
                 work.finish(self._lane.begin_next)
         return answer
 
+    def sends(self, op: Op) -> int:
+        if isinstance(op, AllReduce) and self._is_small(op.tensor):
+            return (self.group.size - 1) * op.tensor.numel() * op.tensor.element_size()
+        return payload_bytes(op, self.group)
+
     def gather_objects(self, value: Any) -> list[Any]:
         if self.group.size == 1:
             return [value]
@@ -93,7 +98,7 @@ class GlooTransport:
             dist.destroy_process_group(self._pg)
 
     def _reduce_scatter(self, op: ReduceScatter) -> tuple[Tensor, Ring]:
-        parts = op.tensor.split(part_sizes(op, self.group))
+        parts = torch.split(op.tensor, part_sizes(op, self.group))
         scratch = self._scratch(op.tensor, ring.scratch_numel(parts))
         begun = ring.reduce_scatter(parts, self.group, self._messages, scratch)
         return parts[self.group.rank], begun
@@ -101,7 +106,7 @@ class GlooTransport:
     def _all_gather(self, op: AllGather) -> tuple[Tensor, Ring]:
         sizes = part_sizes(op, self.group)
         out = op.into if op.into is not None else op.tensor.new_empty(sum(sizes))
-        parts = out.split(sizes)
+        parts = torch.split(out, sizes)
         own = parts[self.group.rank]
         if own.data_ptr() != op.tensor.data_ptr():
             own.copy_(op.tensor.flatten())
@@ -124,7 +129,8 @@ class GlooTransport:
         rank, size = self.group
         x = op.tensor.contiguous()
         out = x.new_empty((sum(op.recv), *x.shape[1:]))
-        leaving, arriving = x.split(list(op.send)), out.split(list(op.recv))
+        leaving = torch.split(x, list(op.send))
+        arriving = torch.split(out, list(op.recv))
         arriving[rank].copy_(leaving[rank])
         others = range(1, size)  # every rank begins with another peer
         sources = [(rank - i) % size for i in others if op.recv[(rank - i) % size]]
@@ -148,7 +154,7 @@ class GlooTransport:
         return _Several(works, lambda: x.copy_(rows.sum(0)))
 
     def _scratch(self, like: Tensor, numel: int) -> Tensor:
-        """Memory for a ring's arrivals, kept: fresh pages would cost a pass of their own.
+        """Memory for a ring's arrivals, kept: fresh pages would cost another pass.
 
         Two, in turn: an errand may begin while the one before it is still arriving.
         """
@@ -159,31 +165,34 @@ class GlooTransport:
 
     @contextmanager
     def _blamed(self, what: object) -> Iterator[None]:
-        """Turn Gloo's errors, which name an address at best, into ours, naming ranks."""
+        """Turn Gloo's errors, which name an address at best, into ours."""
         try:
             yield
         except RuntimeError as error:
             name = what if isinstance(what, str) else type(what).__name__
-            raise CommunicationError(self._witness.explain(name, error)) from error
+            text = self._witness.explain(name, error, getattr(error, "peer", None))
+            raise CommunicationError(text) from error
 
 
 class _GlooMessages:
     """Messages between group ranks, each with a tag of its own.
 
     [Note: tags] A message is known by its errand's number and its own number within the
-    errand. The next errand may begin at any time while one works, sooner on one rank than
-    on another; and Gloo may match messages of one tag in another order than theirs
+    errand. The next errand may begin at any time while one works, sooner on one rank
+    than on another; and Gloo may match messages of one tag in another order than theirs
     (guard: test_many_messages_keep_order).
     """
 
     def __init__(self, pg: dist.ProcessGroup, lane: Lane) -> None:
         self._pg, self._lane = pg, lane
 
-    def send(self, tensor: Tensor, peer: int) -> dist.Work:
-        return self._pg.send([tensor], peer, self._tag("to", peer))
+    def send(self, tensor: Tensor, peer: int) -> _Message:
+        tag = self._tag("to", peer)
+        return _Message(peer, lambda: self._pg.send([tensor], peer, tag))
 
-    def receive(self, tensor: Tensor, peer: int) -> dist.Work:
-        return self._pg.recv([tensor], peer, self._tag("from", peer))
+    def receive(self, tensor: Tensor, peer: int) -> _Message:
+        tag = self._tag("from", peer)
+        return _Message(peer, lambda: self._pg.recv([tensor], peer, tag))
 
     def _tag(self, kind: str, peer: int) -> int:
         errand = self._lane.current
@@ -193,11 +202,36 @@ class _GlooMessages:
         ] % MESSAGES
 
 
+class _LostError(RuntimeError):
+    """A message to or from `peer` failed."""
+
+    def __init__(self, peer: int, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.peer = peer
+
+
+class _Message:
+    """A message that was posted; its errors know the peer."""
+
+    def __init__(self, peer: int, post: Callable[[], dist.Work]) -> None:
+        self._peer = peer
+        try:
+            self._work = post()
+        except RuntimeError as error:
+            raise _LostError(peer, error) from None
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _LostError(self._peer, error) from None
+
+
 class _Later:
     """A collective of Gloo's, started when it is waited for.
 
-    Gloo matches its collectives by their order alone, and only the order of working is the
-    same on every rank, not that of beginning.
+    Gloo matches its collectives by their order alone, and only the order of working is
+    the same on every rank, not that of beginning.
     """
 
     def __init__(
@@ -221,7 +255,7 @@ class _Several:
     """Messages to wait for, and what to do when they are through."""
 
     def __init__(
-        self, works: Sequence[dist.Work], after: Callable[[], object] | None = None
+        self, works: Sequence[_Message], after: Callable[[], object] | None = None
     ) -> None:
         self._works, self._after = works, after
 

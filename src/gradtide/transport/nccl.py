@@ -58,7 +58,7 @@ class NcclTransport:
     def issue(self, op: Op) -> Any:
         if not isinstance(op, Cut) and not op.tensor.is_cuda:
             return self._control.wait(self._control.issue(op)), None
-        self.payload_bytes += payload_bytes(op, self.group)
+        self.payload_bytes += self.sends(op)
         tensor = getattr(op, "tensor", None)
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(self._stream)
@@ -82,6 +82,9 @@ class NcclTransport:
                 return self._swap(x, peer)
         assert isinstance(op, ToHost)
         return op.tensor.cpu(), None  # the one request for which the host must wait
+
+    def sends(self, op: Op) -> int:
+        return payload_bytes(op, self.group)
 
     def wait(self, pending: Any) -> Any:
         answer, work = pending

@@ -59,6 +59,9 @@ class StagedTransport:
         self._stream.synchronize()  # the copies must have landed before Gloo reads them
         return op, self._host.issue(replace(op, **staged))
 
+    def sends(self, op: Op) -> int:
+        return self._host.sends(op)
+
     def wait(self, pending: Any) -> Any:
         op, inner = pending
         if isinstance(op, ToHost):
