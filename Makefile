@@ -1,7 +1,7 @@
 # Everything is installed into .venv by the first target that needs it; see `make help`.
 
 PYTHON ?= python3
-DEMO_STEPS ?= 24# timed steps of each scheme; more: steadier medians, a longer demo
+DEMO_STEPS ?= 20# timed steps of each scheme; more: steadier medians, a longer demo
 DEMO_OUT ?= out/demo
 ARGS ?=# for pytest: make test ARGS='-k law'
 
