@@ -11,7 +11,8 @@ ROOT = Path(gradtide.__file__).parent
 LAYERS = (
     {"ops"},
     {"bucket", "schedule", "promise", "deferred"},
-    {"collectives", "fusion", "select"},
+    {"select"},
+    {"collectives", "fusion"},
     {"testing", "transport"},
     {"engine", "layout", "agree", "admit", "scheme"},
     {"owners", "placement"},

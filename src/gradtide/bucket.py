@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gradtide.ops import Flow, Group
@@ -18,11 +19,66 @@ class Payload:
     `flat` (1-D) holds what to average, and afterwards what was not delivered; `parts`
     is the same memory in the shapes that it came from; `state` belongs to the
     algorithm.
+
+    Algorithms that leave something behind read and write `flat` through `take`,
+    `give_back` and `mean_at`, which work on the entries alone and not on the bucket.
     """
 
     flat: Tensor
     parts: Sequence[Tensor]
     state: dict[str, Tensor] = field(default_factory=dict)
+    taken: int = 0  # entries taken out since the log was last read
+    alarm: Tensor | float = 0.0  # NaN if anything taken out was not finite
+    _mean: Tensor | None = field(default=None, init=False, repr=False)
+    _where: Tensor | None = field(default=None, init=False, repr=False)
+    _version: int = field(default=-1, init=False, repr=False)
+
+    def take(self, where: Tensor) -> Tensor:
+        """Take the entries at `where` (1-D, unique) out of `flat`; returns them.
+
+        Infinities and NaNs are taken along, and raise the alarm.
+        """
+        values = self.flat[where]
+        self.flat[where] = 0
+        self.taken += len(values)
+        self.check(values)
+        return values
+
+    def check(self, values: Tensor) -> None:
+        """Raise the alarm if any of `values` is infinite or not a number.
+
+        Nothing waits for the device: `alarm` is 0 or NaN once somebody reads it.
+        """
+        self.alarm = self.alarm + values.mul(0).sum(dtype=torch.float32)
+
+    def give_back(self, where: Tensor, values: Tensor) -> None:
+        """Leave behind, after all, `values` for the entries at `where` (unique)."""
+        self.flat.index_add_(0, where, values.to(self.flat.dtype))
+
+    def mean_at(self, where: Tensor, values: Tensor) -> Tensor:
+        """A mean (1-D, like `flat`) that is zero but for `values` at `where` (unique).
+
+        The memory is the payload's: the next call overwrites it. Only what the last
+        call wrote is cleared, unless somebody else wrote there since: a pass over
+        memory, and more so fresh pages, would cost more than the exchange.
+        """
+        mean, last = self._mean, self._where
+        if mean is None or last is None:
+            mean = torch.zeros_like(self.flat)
+        elif mean._version == self._version:
+            mean[last] = 0
+        else:
+            mean.zero_()
+        mean[where] = values.to(mean.dtype)
+        self._mean, self._where, self._version = mean, where, mean._version
+        return mean
+
+
+def count(state: dict[str, Tensor]) -> int:
+    """How often this was called on `state` before: the number of a payload's step."""
+    step = state.setdefault("step", torch.zeros((), dtype=torch.int64))
+    step += 1
+    return int(step) - 1
 
 
 class Collective(Protocol):

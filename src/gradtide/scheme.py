@@ -7,7 +7,7 @@ the test say the same: `parse(repr(scheme)) == scheme`.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 from typing import Any
 
@@ -75,11 +75,6 @@ def check(scheme: Scheme) -> Scheme:
             f"{scheme.schedule!r} is not a Schedule (SEQUENTIAL, WFBP, DEAR)"
         )
     return scheme
-
-
-def with_schedule(scheme: Scheme, schedule: Schedule) -> Scheme:
-    """The same exchange on another schedule."""
-    return replace(scheme, schedule=schedule)
 
 
 def _build(node: ast.expr) -> Any:

@@ -1,0 +1,9 @@
+"""Which entries are worth sending: selectors, local and pure.
+
+A new one is one file and one line here.
+"""
+
+from gradtide.select.base import Selector as Selector
+from gradtide.select.exact import Exact as Exact
+
+SELECTORS = (Exact,)
