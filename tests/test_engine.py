@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradtide.bucket import Bucket, Payload
 from gradtide.collectives import Dense
-from gradtide.engine import Engine
+from gradtide.engine import RECORDED, Engine
 from gradtide.ops import AllReduce, Flow, Group
 from gradtide.transport import connect
 from tests.ranks import run_ranks
@@ -109,4 +109,17 @@ def _no_cut() -> None:
     assert engine.exposed_seconds > 0
     engine.clear()
     assert not engine.records
+    engine.transport.close()
+
+
+def test_what_is_recorded_is_bounded() -> None:
+    run_ranks(1, _bounded)
+
+
+def _bounded() -> None:
+    engine = Engine(connect(None, torch.device("cpu")))
+    for kept in (engine.records, engine.applied):
+        assert kept.maxlen == RECORDED
+    engine.ask("probe", AllReduce(torch.ones(1)))()
+    assert [record.bucket for record in engine.records] == ["probe"]
     engine.transport.close()

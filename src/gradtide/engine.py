@@ -11,6 +11,7 @@ tests/test_engine.py).
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from torch.profiler import record_function
 from gradtide.bucket import Bucket
 from gradtide.ops import Cut, Flow, Op, ToHost
 from gradtide.transport import Ticket, Transport
+
+RECORDED = 1 << 16  # entries kept: more than the lab reads at once, 16 MB at most
 
 
 class Record(NamedTuple):
@@ -55,8 +58,9 @@ class Engine:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.flying: dict[str, Flight] = {}  # in launch order
-        self.records: list[Record] = []
-        self.applied: list[tuple[float, float]] = []  # deferred updates, perf_counter
+        self.records: deque[Record] = deque(maxlen=RECORDED)
+        # Deferred updates: when each began and ended, time.perf_counter().
+        self.applied: deque[tuple[float, float]] = deque(maxlen=RECORDED)
         self.exposed_seconds = 0.0  # that the training thread waited for the lane
 
     def launch(self, bucket: Bucket) -> None:
