@@ -23,6 +23,7 @@ from gradtide.ops import (
 )
 from gradtide.testing import answer
 from gradtide.transport import Transport, connect
+from gradtide.transport.gloo import GlooTransport
 from gradtide.transport.lane import Lane
 from tests.ranks import run_ranks
 
@@ -101,6 +102,32 @@ def _payload() -> int:
     assert x.eq(size).all()
     transport.close()
     return transport.payload_bytes
+
+
+def test_a_failure_in_one_subgroup_is_not_reported_in_another() -> None:
+    run_ranks(4, _disjoint)
+
+
+def _disjoint() -> None:
+    """Groups that do not overlap, connected a different number of times."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank, odd = dist.get_rank() // 2, dist.get_rank() % 2
+    transports = []
+    for _ in range(1 + odd):
+        transport = connect(pairs[odd], torch.device("cpu"))
+        assert isinstance(transport, GlooTransport)
+        transports.append(transport)
+    if not odd:
+        said = transports[0]._witness.explain("probe", RuntimeError("lost"), None)
+        assert "all ranks noticed" in said
+    dist.barrier()
+    if odd and rank == 0:
+        for transport in transports:
+            said = transport._witness.explain("probe", RuntimeError("lost"), None)
+            assert "rank 1 does not respond" in said
+    dist.barrier()
+    for transport in transports:
+        transport.close()
 
 
 def test_many_messages_keep_order() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,6 @@ from gradtide.transport.fault import witness
 from gradtide.transport.gloo import GlooTransport
 from gradtide.transport.nccl import NcclTransport
 from gradtide.transport.staged import StagedTransport
-
-_connections = count()  # the n-th connection has the same name on every rank
 
 
 def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
@@ -32,16 +30,16 @@ def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Tr
         )
     parent = process_group or dist.group.WORLD
     assert parent is not None
-    name = str(next(_connections))
-    gloo = GlooTransport(_sibling(parent, "gloo", name), witness(parent, name))
+    messages = _sibling(parent, "gloo")
+    gloo = GlooTransport(messages, witness(messages))
     if device.type == "cpu":
         return gloo
     if device.type == "cuda" and "nccl" in _backends(parent):
-        return NcclTransport(_sibling(parent, "nccl", name), gloo)
+        return NcclTransport(_sibling(parent, "nccl"), gloo)
     return StagedTransport(gloo, device)
 
 
-def _sibling(parent: dist.ProcessGroup, backend: str, name: str) -> dist.ProcessGroup:
+def _sibling(parent: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """A new group of the parent's ranks, with the parent's timeout."""
     ranks = dist.get_process_group_ranks(parent)
     timeout = _timeout(parent)
@@ -50,13 +48,13 @@ def _sibling(parent: dist.ProcessGroup, backend: str, name: str) -> dist.Process
         backend=backend,
         timeout=timeout,
         use_local_synchronization=len(ranks) < dist.get_world_size(),
-        group_desc=f"gradtide {backend} {name}",
+        group_desc=f"gradtide {backend}",
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _timeout(parent: dist.ProcessGroup):  # type: ignore[no-untyped-def]
+def _timeout(parent: dist.ProcessGroup) -> timedelta:
     device = "cpu" if "gloo" in _backends(parent) else "cuda"
     return parent._get_backend(torch.device(device)).options._timeout
 

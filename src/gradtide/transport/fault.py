@@ -50,12 +50,9 @@ class Witness:
         return silent
 
 
-def witness(pg: dist.ProcessGroup, name: str) -> Witness:
-    """A witness over the job's own store.
-
-    `name` is the same on all ranks of the group.
-    """
+def witness(pg: dist.ProcessGroup) -> Witness:
+    """A witness over the job's own store; torch names `pg` alike on all its ranks."""
     store = dist.distributed_c10d._get_default_store()
-    prefixed = PrefixStore(f"gradtide/{name}", store)
+    prefixed = PrefixStore(f"gradtide/{pg.group_name}", store)
     prefixed.set_timeout(timedelta(seconds=REPORT_SECONDS))
     return Witness(prefixed, Group(pg.rank(), pg.size()))
