@@ -25,9 +25,16 @@ def test_constructor_calls() -> None:
     ).collective == (Dense("fp16"))
 
 
+def test_recipes_take_other_hyper_parameters() -> None:
+    assert parse("dear('fp16')") == parse("dear-fp16")
+    assert parse("dear-bf16(wire='fp16')") == parse("dear-fp16")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("wfbp(1, 2)", "1 hyper-parameters"),
+        ("dear-bf16(colour=1)", "colour"),
         ("nonsense", "wfbp"),
         ("Dense(wire='int3')", "bf16"),
         ("Dense(colour=1)", "colour"),

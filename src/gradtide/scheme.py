@@ -7,9 +7,10 @@ the test say the same: `parse(repr(scheme)) == scheme`.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, is_dataclass
+import re
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from gradtide.bucket import Collective
 from gradtide.collectives import COLLECTIVES, Dense
@@ -47,12 +48,12 @@ def parse(text: str) -> Scheme:
 
     A call may use constants, the names in NAMES, and dotted paths to frozen dataclasses
     of the user's own. A bare collective stands for a scheme with default fusion and
-    schedule. Raises ValueError naming what is wrong and what is known.
+    schedule; a recipe may be called with hyper-parameters of its collective. Raises ValueError naming what is wrong and what is known.
     """
     if text in RECIPES:
         return RECIPES[text]
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(_named(text.strip()), mode="eval")
         value = _build(tree.body)
     except SyntaxError:
         raise ValueError(f"scheme {text!r}: {_known()}") from None
@@ -77,6 +78,19 @@ def check(scheme: Scheme) -> Scheme:
     return scheme
 
 
+# Recipes as Python can call them: `oktopk_dear` for `oktopk-dear`.
+_CALLABLE = {name.replace("-", "_"): name for name in RECIPES}
+
+
+def _named(text: str) -> str:
+    """The text with every call of a recipe spelled as in _CALLABLE."""
+
+    def spell(match: re.Match[str]) -> str:
+        return match[0].replace("-", "_") if match[0] in RECIPES else match[0]
+
+    return re.sub(r"[a-z0-9-]+(?=\()", spell, text)
+
+
 def _build(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=value):
@@ -93,8 +107,20 @@ def _build(node: ast.expr) -> Any:
             return _imported(ast.unparse(node))
         case ast.Call(func=func, args=args, keywords=keywords):
             named = {k.arg: _build(k.value) for k in keywords if k.arg is not None}
+            if isinstance(func, ast.Name) and func.id in _CALLABLE:
+                recipe = RECIPES[_CALLABLE[func.id]]
+                return _adjust(recipe, list(map(_build, args)), named)
             return _build(func)(*map(_build, args), **named)
     raise ValueError(f"{ast.unparse(node)!r} is not allowed in a scheme: {_known()}")
+
+
+def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
+    """The recipe with other hyper-parameters of its collective: oktopk(0.001)."""
+    names = [f.name for f in fields(cast(Any, recipe.collective))]
+    if len(args) > len(names):
+        raise TypeError(f"{recipe.collective!r} has {len(names)} hyper-parameters")
+    changes = {**dict(zip(names, args, strict=False)), **named}
+    return replace(recipe, collective=replace(cast(Any, recipe.collective), **changes))
 
 
 def _is_path(node: ast.Attribute) -> bool:
