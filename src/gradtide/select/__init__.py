@@ -5,5 +5,6 @@ A new one is one file and one line here.
 
 from gradtide.select.base import Selector as Selector
 from gradtide.select.exact import Exact as Exact
+from gradtide.select.threshold import Threshold as Threshold
 
-SELECTORS = (Exact,)
+SELECTORS = (Exact, Threshold)
