@@ -90,11 +90,21 @@ class GradientBucket:
         assert self.mean is not None
         return self.views if self.clean else [slot.of(self.mean) for slot in self.slots]
 
+    def delivered(self) -> list[tuple[Slot, Tensor]]:
+        """The slots with a gradient: those that some rank used now, or earlier.
+
+        What was left behind of a parameter may arrive when nobody uses it any more.
+        """
+        return [
+            (slot, gradient)
+            for slot, gradient in zip(self.slots, self.gradients(), strict=True)
+            if slot.used or (not self.clean and bool(gradient.any()))
+        ]
+
     def expose(self) -> None:
-        """Make the delivered mean the `.grad` of the parameters that some rank used."""
-        for slot, gradient in zip(self.slots, self.gradients(), strict=True):
-            if slot.used:
-                slot.param.grad = gradient
+        """Make the delivered mean the `.grad` of its parameters."""
+        for slot, gradient in self.delivered():
+            slot.param.grad = gradient
 
 
 def lay_out(

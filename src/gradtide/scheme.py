@@ -48,7 +48,8 @@ def parse(text: str) -> Scheme:
 
     A call may use constants, the names in NAMES, and dotted paths to frozen dataclasses
     of the user's own. A bare collective stands for a scheme with default fusion and
-    schedule; a recipe may be called with hyper-parameters of its collective. Raises ValueError naming what is wrong and what is known.
+    schedule; a recipe may be called with hyper-parameters of its collective. Raises
+    ValueError naming what is wrong and what is known.
     """
     if text in RECIPES:
         return RECIPES[text]

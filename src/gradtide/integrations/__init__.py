@@ -1,0 +1,1 @@
+"""gradtide behind other people's seams."""

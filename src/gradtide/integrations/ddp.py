@@ -1,0 +1,152 @@
+"""gradtide's averaging behind DistributedDataParallel's communication hook.
+
+For those who keep DDP: its buckets, its `no_sync` and its `join`. What a hook cannot
+have is a second half in the next forward, because backward waits for every hook.
+
+This module does without the future import: DDP compares the hook's annotations with
+classes, not with strings.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # mypy: torch hides dist.GradBucket
+from torch.futures import Future
+
+from gradtide.agree import agree
+from gradtide.engine import Engine
+from gradtide.fusion import BySize
+from gradtide.layout import GradientBucket, lay_out
+from gradtide.scheme import Scheme, check, parse
+from gradtide.transport import ProcessGroup, connect
+
+_WHOLE = BySize(1e12, ends=1e12)  # DDP has cut already
+
+
+class State:
+    """What the hook remembers, by parameter: DDP cuts its buckets anew as it learns."""
+
+    def __init__(self, scheme: Scheme, engine: Engine) -> None:
+        self.scheme, self.engine = scheme, engine
+        self.homes: dict[tuple[nn.Parameter, ...], GradientBucket] = {}
+        self.waiting: list[tuple[GradientBucket, GradBucket, Future[Tensor]]] = []
+
+    def home(self, bucket: GradBucket) -> GradientBucket:
+        """This bucket's; laid out anew, with what was left behind, if DDP cut anew."""
+        params = cast(tuple[nn.Parameter, ...], tuple(bucket.parameters()))
+        if params not in self.homes:
+            self.homes[params] = self._move(params)
+        return self.homes[params]
+
+    def remainders(self) -> dict[nn.Parameter, Tensor]:
+        """What was left behind, in the parameters' shapes; a view of it."""
+        return {
+            slot.param: view
+            for home in self.homes.values()
+            for slot, view in zip(home.slots, home.views, strict=True)
+            if not home.clean
+        }
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """What was left behind on this rank, by parameter name and rank."""
+        names = {p: name for name, p in module.named_parameters()}
+        left = {names[p]: view.clone() for p, view in self.remainders().items()}
+        return {f"rank{self.engine.transport.group.rank}": left}
+
+    def load_state_dict(self, module: nn.Module, state: dict[str, Any]) -> None:
+        """Go on with what was left behind; algorithms find their thresholds anew.
+
+        Raises ValueError if the state has nothing of this rank.
+        """
+        key = f"rank{self.engine.transport.group.rank}"
+        if key not in state:
+            raise ValueError(f"the state has no {key!r}: every rank saves its own")
+        params = dict(module.named_parameters())
+        self.homes.clear()
+        for name, left in state[key].items():
+            home = self.homes[(params[name],)] = self._lay_out((params[name],))
+            home.views[0].copy_(left)
+            home.clean = False
+
+    def _move(self, params: tuple[nn.Parameter, ...]) -> GradientBucket:
+        left, moved = self.remainders(), set(params)
+        new = self._lay_out(params)
+        for slot, view in zip(new.slots, new.views, strict=True):
+            if slot.param in left:
+                view.copy_(left[slot.param])
+                new.clean = False
+        # Others of an old bucket's parameters may not have moved yet.
+        for old in self.homes.values():
+            for slot, view in zip(old.slots, old.views, strict=True):
+                if slot.param in moved:
+                    view.zero_()
+        self.homes = {
+            key: old
+            for key, old in self.homes.items()
+            if any(bool(view.any()) for view in old.views)
+        }
+        return new
+
+    def _lay_out(self, params: tuple[nn.Parameter, ...]) -> GradientBucket:
+        named = [(str(i), p) for i, p in enumerate(params)]
+        size = self.engine.transport.group.size
+        (home,) = lay_out(named, _WHOLE, self.scheme.collective, size)
+        home.bucket.name = f"ddp{id(home)}"
+        return home
+
+
+def exchange(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook: `DistributedDataParallel.register_comm_hook(state, exchange)`."""
+    home, future = state.home(bucket), Future[Tensor]()
+    views = list(home.views)
+    gradients = bucket.gradients()
+    (torch._foreach_copy_ if home.clean else torch._foreach_add_)(views, gradients)
+    state.engine.launch(home.bucket)
+    state.waiting.append((home, bucket, future))
+    if bucket.is_last():
+        # Nothing is left to overlap with. On this thread a lost peer raises; a future
+        # that was completed elsewhere could not say what happened.
+        waiting, state.waiting = state.waiting, []
+        for each, its, done in waiting:
+            state.engine.finish(each.bucket)
+            torch._foreach_copy_(its.gradients(), list(each.gradients()))
+            done.set_result(its.buffer())
+    return future
+
+
+def comm_hook(
+    scheme: str | Scheme, *, process_group: ProcessGroup | None = None
+) -> tuple[State, Any]:
+    """The two arguments of `DistributedDataParallel.register_comm_hook`.
+
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(*gradtide.integrations.ddp.comm_hook("oktopk"))
+
+    A collective call, after `init_process_group`, with the group that DDP uses. Buckets
+    are DDP's (`bucket_cap_mb`): the scheme's fusion is not used. Raises ValueError on
+    every rank for a scheme that is not known, differs between ranks, or needs the next
+    forward.
+    """
+    parent = process_group or dist.group.WORLD
+    cuda = dist.is_initialized() and "nccl" in str(dist.get_backend_config(parent))
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
+    transport = connect(process_group, device or torch.device("cpu"))
+
+    def prepare() -> tuple[Scheme, dict[str, str]]:
+        chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+        if chosen.schedule.update == "forward":
+            raise ValueError(
+                "a communication hook ends with backward, so its second half cannot "
+                "hide in the next forward: use gradtide.replicate, or the scheme "
+                "without 'dear'"
+            )
+        return chosen, {"scheme": repr(chosen)}
+
+    try:
+        chosen = agree(transport, prepare)
+    except (ValueError, TypeError):
+        transport.close()
+        raise
+    return State(chosen, Engine(transport)), exchange
