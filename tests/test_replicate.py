@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
@@ -17,7 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradtide
+from gradtide.engine import Engine
+from gradtide.ops import Broadcast
 from tests.ranks import run_ranks
+
+# The package's own attribute of this name is the function.
+replicate_module = importlib.import_module("gradtide.replicate")
 
 SMALL = "fusion=BySize(0.004, 0.001, 1)"  # several buckets for a small model
 SCHEMES = {
@@ -554,3 +561,108 @@ def _gathered(detach: bool) -> None:
         assert not torch.equal(before, model.body.weight)
     if not detach:
         sync.remove()
+
+
+def test_hooks_are_on_while_an_update_is_due_and_only_then() -> None:
+    run_ranks(2, _hooks)
+
+
+def _hooks() -> None:
+    model = plain()
+    opt = sgd(model.parameters())
+    sync = gradtide.replicate(model, opt, DEAR)
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+    def hooked() -> list[bool]:
+        return [bool(module._forward_pre_hooks) for module in linear]
+
+    for step in range(3):
+        x, y = data(step)
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    assert hooked() == [True] * 3
+    h = linear[0](data(3)[0])  # by itself, past the model's own forward
+    assert hooked()[0] is False
+    assert hooked()[-1] is True
+    linear[2](linear[1](h))
+    assert hooked() == [False] * 3
+    sync.remove()
+    assert hooked() == [False] * 3
+
+
+@pytest.mark.parametrize("fusion", ["PerTensor()", "BySize(10, 10, 1)"])
+def test_any_module_called_by_itself_is_up_to_date(fusion: str) -> None:
+    run_ranks(2, _by_itself, fusion)
+
+
+def _by_itself(fusion: str) -> None:
+    """In turns: whole, from behind, one module alone, one that was never called."""
+    pairs = []
+    for schedule in ("WFBP", "DEAR"):
+        torch.manual_seed(5)
+        model = Branches()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheme = f"Scheme(Dense(), fusion={fusion}, schedule={schedule})"
+        pairs.append((model, opt, gradtide.replicate(model, opt, scheme)))
+    names: tuple[tuple[str, ...], ...]
+    names = (("",), ("even", "body"), ("odd",), ("body", "", "body"), ("never",))
+    for step in range(12):
+        for model, opt, _ in pairs:
+            x, y = data(step)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        for name in names[step % len(names)]:
+            modules = [model.get_submodule(name) for model, _, _ in pairs]
+            width = 32 if name in ("even", "odd", "never") else 12
+            with torch.no_grad():
+                eager, lazy = (module(torch.ones(2, width)) for module in modules)
+            assert torch.equal(eager, lazy), f"{name or 'the model'} at step {step}"
+    for _, _, sync in pairs:
+        sync.remove()
+
+
+def test_the_update_comes_before_hooks_that_read() -> None:
+    run_ranks(2, _weight_norm)
+
+
+def _weight_norm() -> None:
+    def make() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first = nn.utils.weight_norm(nn.Linear(12, 12))
+        return nn.Sequential(first, nn.Linear(12, 4))
+
+    same_as_ddp(DEAR, make=make)
+
+
+def test_what_rank_0_sends_at_first_goes_in_short_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replicate_module, "MESSAGE_BYTES", 1000)
+    run_ranks(2, _short_messages)
+
+
+def _short_messages() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = plain().to(torch.float32)  # 1,700 parameters, one tensor over 1000 bytes
+    sent: list[int] = []
+    ask = Engine.ask
+
+    def counting(engine: Engine, name: str, op: Any) -> Any:
+        if isinstance(op, Broadcast):
+            sent.append(op.tensor.nbytes)
+        return ask(engine, name, op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "ask", counting)
+        sync = gradtide.replicate(model, sgd(model.parameters()), "wfbp")
+    total = sum(p.nbytes for p in model.parameters())
+    assert sum(sent) == total
+    assert max(sent) <= 1000
+    assert len(sent) < 2 * total / 1000 + 2  # small ones travel together
+    agreed: list[Any] = [None] * 2
+    dist.all_gather_object(agreed, [p.tolist() for p in model.parameters()])
+    assert agreed[0] == agreed[1]
+    sync.remove()

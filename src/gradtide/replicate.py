@@ -29,6 +29,7 @@ from gradtide.transport import ProcessGroup, Transport, connect
 from gradtide.updates import Updates
 
 Buffers: TypeAlias = Literal["broadcast", "local"]
+MESSAGE_BYTES = 25_000_000  # of a broadcast; more => a larger copy, fewer start-ups
 
 
 def replicate(
@@ -84,7 +85,12 @@ class Replica:
     ) -> None:
         self.model, self.optimizer, self.scheme = model, optimizer, scheme
         self.engine = Engine(transport)
-        self._sync_buffers = buffers == "broadcast"
+        # Whose buffers to send; to look for them anew in every forward takes longer.
+        self._buffered = [
+            module
+            for module in model.modules()
+            if buffers == "broadcast" and any(True for _ in module.buffers(False))
+        ]
         self._in_forward = scheme.schedule.update == "forward"
         self._placement = Placement(model, scheme, transport.group.size)
         self._updates = Updates(self.engine, self._placement, self._in_forward)
@@ -159,8 +165,8 @@ class Replica:
         keep(self.optimizer.register_step_pre_hook(lambda *a: self._before_step(*a)))
         keep(self.optimizer.register_state_dict_pre_hook(flush))
         keep(self.optimizer.register_load_state_dict_pre_hook(flush))
+        self._handles += updates.watch(self.model)
         for module in self.model.modules():
-            keep(module.register_forward_pre_hook(lambda m, _: updates.before_read(m)))
             keep(module.register_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
             keep(module.register_load_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
 
@@ -172,8 +178,9 @@ class Replica:
                 "rank and replicate() again"
             )
         training = self.model.training and torch.is_grad_enabled()
-        if self._sync_buffers and training and not self._backward.quiet:
-            _broadcast(self.engine, list(self.model.buffers()))
+        if self._buffered and training and not self._backward.quiet:
+            own = [buffer for m in self._buffered for buffer in m.buffers(False)]
+            _broadcast(self.engine, own)
 
     def _after_forward(self, output: Any) -> None:
         """Learn of the backward through the output before any gradient is produced.
@@ -196,14 +203,35 @@ class Replica:
 
 
 def _broadcast(engine: Engine, tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors with rank 0's, one message per dtype and device."""
+    """Overwrite tensors with rank 0's, many small ones of a dtype and device at once.
+
+    No message is longer than MESSAGE_BYTES, and no tensor that alone is longer is
+    copied if it is contiguous.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in kinds.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        engine.ask("broadcast", Broadcast(flat, 0))()
-        if engine.transport.group.rank != 0:
-            pieces = torch.split(flat, [tensor.numel() for tensor in alike])
-            for tensor, piece in zip(alike, pieces, strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+        for together in _batches(alike):
+            flats = [tensor.reshape(-1) for tensor in together]
+            flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+            for message in torch.split(flat, MESSAGE_BYTES // flat.element_size()):
+                engine.ask("broadcast", Broadcast(message, 0))()
+            if engine.transport.group.rank != 0:
+                pieces = torch.split(flat, [tensor.numel() for tensor in together])
+                for tensor, piece in zip(together, pieces, strict=True):
+                    tensor.copy_(piece.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of tensors of at most MESSAGE_BYTES; a larger tensor is a run of its own."""
+    batch: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        if batch and filled + tensor.nbytes > MESSAGE_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append(tensor)
+        filled += tensor.nbytes
+    if batch:
+        yield batch

@@ -2,7 +2,7 @@
 
 Means are delivered to `.grad`; or, when updates are deferred, they are held until
 `step()`, then due, and applied before a module reads the parameters. Knows buckets, the
-engine and the deferred step; nothing of hooks or of the backward pass.
+engine and the deferred step; nothing of the backward pass.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from gradtide.deferred import DeferredStep
 from gradtide.engine import Engine
-from gradtide.layout import GradientBucket
+from gradtide.layout import GradientBucket, Slot
 from gradtide.ops import AllReduce
 from gradtide.owners import unscale
-from gradtide.placement import Placement
+from gradtide.placement import Placement, Watch
 from gradtide.promise import Promise
 
 
@@ -34,16 +34,20 @@ class Updates:
         self._step: DeferredStep | None = None
         self._used: Callable[[], Any] | None = None
         self._in_forward = in_forward
-        self._promises = (
-            {p: Promise.of(p, self._unscale) for p in placement.homes}
-            if in_forward
-            else {}
-        )
+        # In a list: a tensor's hash is slow for what runs once a parameter and step.
+        self._promises: list[tuple[Slot, nn.Parameter, Promise]] = []
+        self._watch: Watch | None = None
 
     @property
     def deferring(self) -> bool:
         """Whether the buckets that leave now are to be held."""
         return self._in_forward and self.placement.recorded is None
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """See the modules of `model` run; returns the hooks' handles."""
+        # A plain function: copies of the model share it instead of copying all this.
+        self._watch = Watch(model, lambda module, _: self.before_read(module))
+        return list(self._watch.handles.values())
 
     # - After backward -----------------------------------------------------------------
 
@@ -55,11 +59,15 @@ class Updates:
     def hold(self) -> None:
         """Keep all buckets at their cut, with promises in the place of gradients."""
         self.held = list(self.placement.buckets)
-        for home in self.held:
-            for slot in home.slots:
-                promise = self._promises[slot.param]
-                promise.zeroed = False
-                slot.param.grad = promise
+        if not self._promises:  # by now the buckets are final
+            self._promises = [
+                (slot, slot.param, Promise.of(slot.param, self._unscale))
+                for home in self.held
+                for slot in home.slots
+            ]
+        for _, p, promise in self._promises:
+            promise.zeroed = False
+            p.grad = promise
 
     def deliver(self, homes: Sequence[GradientBucket]) -> None:
         """Wait for the means and put them in `.grad`."""
@@ -74,28 +82,25 @@ class Updates:
         if self.held:
             self.engine.release(home.bucket for home in reversed(self.held))
             held, self.held = self.held, []
-            for home in held:
-                for slot in home.slots:
-                    # Not only where a mean replaces it: nobody may have used this one.
-                    if isinstance(slot.param.grad, Promise):
-                        slot.param.grad = None
+            for _, p, promise in self._promises:
+                # Not only where a mean replaces it: nobody may have used this one.
+                if p.grad is promise:
+                    p.grad = None
             self.deliver(held)
 
     def abandon(self) -> None:
         """Drop means that no step() wanted: a GradScaler skipped it, or zero_grad()."""
         if not self.held:
             return
-        for home in self.held:
-            for slot in home.slots:
-                grad = slot.param.grad
-                if isinstance(grad, Promise):
-                    if not grad.zeroed:
-                        raise RuntimeError(
-                            "two backward passes before one step(): under a deferred "
-                            "schedule all but the last belong inside sync.no_sync(); "
-                            "or call sync.gather_gradients() between them"
-                        )
-                    slot.param.grad = None
+        for _, p, promise in self._promises:
+            if p.grad is promise:
+                if not promise.zeroed:
+                    raise RuntimeError(
+                        "two backward passes before one step(): under a deferred "
+                        "schedule all but the last belong inside sync.no_sync(); "
+                        "or call sync.gather_gradients() between them"
+                    )
+                p.grad = None
         for home in self.held:
             self.engine.drop(home.bucket)
             home.clean = True
@@ -111,22 +116,25 @@ class Updates:
         if not self.held:
             return
         self._step = DeferredStep(optimizer)
-        for home in self.held:
-            for slot in home.slots:
-                promise = self._promises[slot.param]
-                slot.wanted = slot.param.grad is promise and not promise.zeroed
-                if slot.param.grad is promise:
-                    slot.param.grad = None
+        for slot, p, promise in self._promises:
+            slot.wanted = here = p.grad is promise
+            if here:
+                slot.wanted = not promise.zeroed
+                p.grad = None
         self.engine.release(home.bucket for home in reversed(self.held))
         self.due, self.held = set(self.held), []
+        if self._watch is not None:
+            self._watch.on(self.placement.reads)
 
     def before_read(self, module: nn.Module) -> None:
         """A module is about to run: what it reads must be up to date."""
         if self.placement.recorded is not None:
             self.placement.called.add(module)
-        elif self.due:
-            for home in self.placement.reads.get(module, ()):
-                self.apply(home)
+            return
+        for home in self.placement.reads.get(module, ()):
+            self.apply(home)
+        if self._watch is not None:
+            self._watch.off([module])
 
     def before_launch(self, home: GradientBucket) -> None:
         """A bucket that no module read since step() must not have been read at all."""
@@ -171,7 +179,15 @@ class Updates:
             self._step.apply(p for p, _ in updates)
             for (p, _), grad in zip(updates, aside, strict=True):
                 p.grad = grad
+        self._rest(home)
         self.engine.applied.append((start, time.perf_counter()))
+
+    def _rest(self, home: GradientBucket) -> None:
+        """Watch no longer for what was up to date once this bucket was."""
+        reads, due = self.placement.reads, self.due
+        if self._watch is not None:
+            readers = self.placement.readers[home]
+            self._watch.off(m for m in readers if due.isdisjoint(reads[m]))
 
     # - Both ---------------------------------------------------------------------------
 
