@@ -34,6 +34,7 @@ class Record(NamedTuple):
     payload_bytes: int
     start: float
     end: float
+    second: bool = False  # after the turn of its exchange
 
 
 @dataclass(eq=False)
@@ -42,6 +43,8 @@ class Flight:
 
     name: str
     flow: Flow
+    begun: bool = False  # has selected what to send
+    turned: bool = False  # is past its Cut
     ticket: Ticket | None = None
     asked: Op | tuple[Op, ...] | None = None
     pending: Any = None  # of what was asked
@@ -62,6 +65,8 @@ class Engine:
         # Deferred updates: when each began and ended, time.perf_counter().
         self.applied: deque[tuple[float, float]] = deque(maxlen=RECORDED)
         self.exposed_seconds = 0.0  # that the training thread waited for the lane
+        self.select_seconds = 0.0  # that flows took up to their first request
+        self.selected = self.offered = 0  # entries taken out of buckets, and in them
 
     def launch(self, bucket: Bucket) -> None:
         """Send a bucket on its way; its payload is the flow's until it is finished."""
@@ -106,19 +111,34 @@ class Engine:
         self._join(flight)
         assert flight.mean is not None, f"{bucket.name} is held: release it first"
         del self.flying[bucket.name]
+        load = bucket.load
+        whole = flight.mean.data_ptr() == load.flat.data_ptr()
+        self.selected += load.flat.numel() if whole else load.taken
+        self.offered += load.flat.numel()
+        load.taken = 0
         bucket.deliver(flight.mean)
 
-    def drop(self, bucket: Bucket) -> None:
-        """Forget a held bucket: its mean is not wanted (a skipped step)."""
+    def drop(self, bucket: Bucket) -> bool:
+        """Forget a held bucket: its mean is not wanted (a skipped step).
+
+        Returns whether its memory had been handed out, so that it holds nothing now.
+        """
         flight = self.flying.pop(bucket.name)
         self._join(flight)
         flight.flow.close()
+        kept: Tensor = flight.mean if flight.part is None else flight.part
+        memory = bucket.load.flat.untyped_storage().data_ptr()
+        return kept.untyped_storage().data_ptr() == memory
 
-    def ask(self, name: str, op: Op) -> Callable[[], Any]:
-        """Put one request in line; call what is returned to wait for its answer."""
+    def ask(self, name: str, op: Op | Callable[[], Op]) -> Callable[[], Any]:
+        """Put one request in line; call what is returned to wait for its answer.
+
+        A request that is still to be made is made on the lane, when everything that was
+        launched before has selected what to send.
+        """
 
         def flow() -> Flow:
-            answer: Tensor = yield op
+            answer: Tensor = yield op() if callable(op) else op
             return answer
 
         flight = Flight(name, flow())
@@ -136,7 +156,8 @@ class Engine:
         """Forget what was recorded."""
         self.records.clear()
         self.applied.clear()
-        self.exposed_seconds = 0.0
+        self.exposed_seconds = self.select_seconds = 0.0
+        self.selected = self.offered = 0
 
     def _join(self, flight: Flight) -> None:
         assert flight.ticket is not None
@@ -149,11 +170,15 @@ class Engine:
 
     def _resume(self, flight: Flight, answer: Any = None) -> None:
         """Run a flow to what it asks for next, and start that (on the lane)."""
+        start = time.perf_counter()
         try:
             asked = flight.flow.send(answer)
         except StopIteration as stop:
             flight.asked, flight.mean = None, stop.value
             return
+        if not flight.begun:
+            flight.begun = True
+            self.select_seconds += time.perf_counter() - start
         flight.asked = asked
         if not isinstance(asked, Cut):
             with record_function(f"gradtide::{flight.name}::{_label(asked)}::issue"):
@@ -165,9 +190,10 @@ class Engine:
             if not isinstance(flight.asked, Cut):
                 self._resume(flight, self._answer(flight))
             elif hold:
-                flight.part = flight.asked.part
+                flight.turned, flight.part = True, flight.asked.part
                 return
             else:
+                flight.turned = True
                 self._resume(flight)
 
     def _answer(self, flight: Flight) -> Any:
@@ -181,7 +207,9 @@ class Engine:
         if not all(isinstance(op, ToHost) for op in ops):
             sent = sum(map(self.transport.sends, ops))
             end = time.perf_counter()
-            self.records.append(Record(flight.name, label, sent, start, end))
+            self.records.append(
+                Record(flight.name, label, sent, start, end, flight.turned)
+            )
         return answers if isinstance(asked, tuple) else answers[0]
 
 

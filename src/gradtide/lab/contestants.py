@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradtide.collectives import Dense
 from gradtide.engine import Engine
 from gradtide.lab.hooks import casting
 from gradtide.lab.workloads import Workload
@@ -43,6 +44,7 @@ class Contestant:
     flush: Callable[[], None]  # afterwards nothing travels and no update is due
     leave: Callable[[], None]  # give back what was opened; every rank must call this
     engine: Engine | None = None  # None: what was sent and waited for is not counted
+    sparse: bool = False  # some of the gradient stays behind
     payload_bytes: float = 0.0  # sent per rank and step, where there is no engine
 
 
@@ -75,6 +77,7 @@ def enter(name: str, workload: Workload, size: int) -> Contestant:
         flush=sync.flush,
         leave=sync.remove,
         engine=sync.engine,
+        sparse=not isinstance(sync.scheme.collective, Dense),
     )
 
 

@@ -91,6 +91,8 @@ def summarise(
     payload = _per_step(trials, [trial.payload_bytes for trial in trials])
     gathered = _per_step(trials, [trial.gathered_bytes for trial in trials])
     links = [t.interface_bytes for t in trials if t.interface_bytes is not None]
+    selecting = [t.select_seconds for t in trials if t.select_seconds is not None]
+    densities = [t.density for t in trials if t.density is not None]
     loss = float(np.mean([trial.loss for trial in trials]))
     return Result(
         scheme=contestant.name,
@@ -106,6 +108,8 @@ def summarise(
         backward_seconds=split.backward,
         exposed_seconds=split.exposed,
         apply_seconds=split.apply,
+        select_seconds=_per_step(trials, selecting) if selecting else None,
+        density=float(np.mean(densities)) if densities else None,
         limit_seconds=_limit(
             common, Wire(payload - gathered, gathered), spec, contestant.schedule
         ),

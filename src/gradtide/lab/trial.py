@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from gradtide.engine import Record
+from gradtide.engine import Engine, Record
 from gradtide.lab.contestants import Contestant
 
 Interval = tuple[float, float]  # seconds of time.perf_counter()
@@ -60,6 +60,8 @@ class Trial:
     num_steps: int = 0  # over which the following are sums, this rank's
     payload_bytes: float = 0.0
     gathered_bytes: float = 0.0  # of them, after the turn of the exchange
+    select_seconds: float | None = None  # None where everything travels
+    density: float | None = None  # entries that travelled, of all
     interface_bytes: float | None = None  # of the host's link, for all of its ranks
     cpu_seconds: float = 0.0
     loss: float = 0.0  # of the last step
@@ -88,6 +90,7 @@ class Runner:
     def __init__(self, contestant: Contestant) -> None:
         self.contestant, self.trial = contestant, Trial(contestant.name)
         self.next_step = 0
+        self._selected = self._offered = 0  # entries
 
     def steps(self, count: int, report: Callable[[], None]) -> list[Step]:
         """`count` consecutive steps, then a flush."""
@@ -122,7 +125,18 @@ class Runner:
         if engine is not None:
             trial.applied += engine.applied
             trial.records = list(engine.records)
-            trial.gathered_bytes += _gathered(trial.records)
+            trial.gathered_bytes += sum(
+                r.payload_bytes for r in engine.records if r.second
+            )
+            if self.contestant.sparse:
+                self._selection(engine)
+
+    def _selection(self, engine: Engine) -> None:
+        trial = self.trial
+        trial.select_seconds = (trial.select_seconds or 0.0) + engine.select_seconds
+        self._selected += engine.selected
+        self._offered += engine.offered
+        trial.density = self._selected / self._offered
 
     def evaluate(self) -> None:
         """Score the model as it is; every rank must call this."""
@@ -188,7 +202,3 @@ def _step(contestant: Contestant, number: int) -> tuple[Step, Tensor]:
 def _mark(contestant: Contestant) -> Mark:
     engine = contestant.engine
     return Mark(time.perf_counter(), 0.0 if engine is None else engine.exposed_seconds)
-
-
-def _gathered(records: Sequence[Record]) -> int:
-    return sum(r.payload_bytes for r in records if r.request == "AllGather")
