@@ -57,6 +57,7 @@ def requests(rank: int, size: int) -> list[Op]:
         AllGather(row(rank, 300_000, torch.int64)),
         AllToAll(row(rank, 2 * sum(send)).view(-1, 2), send, send),
         AllToAll(row(rank, size, torch.bfloat16), [1] * size, [1] * size),
+        AllToAll(row(rank, 300_000 * size).view(size, -1), [1] * size, [1] * size),
         Swap(row(rank, 5), size - 1 - rank),
         Broadcast(row(rank, 5), size - 1),
         ToHost(row(rank, 3)),

@@ -28,6 +28,7 @@ from gradtide.transport.base import CommunicationError, Ticket
 from gradtide.transport.fault import Witness
 from gradtide.transport.lane import Lane
 from gradtide.transport.ring import Ring
+from gradtide.transport.rotation import Rotation
 
 SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which one hop beats a ring
 ERRANDS, MESSAGES = 1 << 10, 1 << 20  # at one time, and per errand, between two ranks
@@ -124,20 +125,13 @@ class GlooTransport:
             [messages.receive(out, peer), messages.send(x.contiguous(), peer)]
         )
 
-    def _all_to_all(self, op: AllToAll) -> tuple[Tensor, Any]:
-        """Messages, all receives posted first: Gloo's own leaves links idle (1.4x)."""
-        rank, size = self.group
-        x = op.tensor.contiguous()
+    def _all_to_all(self, op: AllToAll) -> tuple[Tensor, Rotation]:
+        rank, x = self.group.rank, op.tensor.contiguous()
         out = x.new_empty((sum(op.recv), *x.shape[1:]))
         leaving = torch.split(x, list(op.send))
         arriving = torch.split(out, list(op.recv))
         arriving[rank].copy_(leaving[rank])
-        others = range(1, size)  # every rank begins with another peer
-        sources = [(rank - i) % size for i in others if op.recv[(rank - i) % size]]
-        peers = [(rank + i) % size for i in others if op.send[(rank + i) % size]]
-        works = [self._messages.receive(arriving[r], r) for r in sources]
-        works += [self._messages.send(leaving[r], r) for r in peers]
-        return out, _Several(works)
+        return out, Rotation(self.group, self._messages, leaving, arriving)
 
     def _is_small(self, x: Tensor) -> bool:
         return self.group.size <= FEW and x.numel() * x.element_size() <= SMALL
