@@ -70,6 +70,8 @@ def test_by_size_covers_everything_within_its_limits() -> None:
     assert cut(sizes, BySize()) == [[100, 100], [8 * M, 100], [9 * M], [60 * M], [5]]
     sizes = [M, M, 4 * M, 30 * M, M // 2, M // 2]
     assert cut(sizes, BySize()) == [[M], [M, 4 * M], [30 * M], [M // 2, M // 2]]
+    sizes = [100, 4 * M, 100, 4 * M, 100, 4 * M, 3 * M]
+    assert cut(sizes, BySize()) == [[100], [4 * M], [100, 4 * M], [100, 4 * M], [3 * M]]
     assert cut([M, M], BySize()) == [[M, M]]  # small models travel whole
     assert len(cut([M // 10] * 60, BySize())) == 6  # and others in several pieces
     assert BySize()(Trace([])) == []

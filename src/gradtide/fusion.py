@@ -26,12 +26,14 @@ class Fusion(Protocol):
 
 @dataclass(frozen=True)
 class BySize:
-    """Buckets of at most `megabytes` MB (10^6 bytes); a larger tensor travels alone.
+    """Buckets of at most `megabytes` MB (10^6 bytes), or a larger tensor.
 
-    Smaller models are cut into about `pieces`, and travel whole up to twice `ends`. The
-    first and the last bucket are kept to `ends` MB: the first leaves early, and under
-    DEAR it is what the next forward waits for last; the last leaves when backward has
-    ended and is what the next forward waits for first. Nothing is left to hide them.
+    What is less than a tenth of that does not travel alone, but with the tensor behind
+    it: a start-up costs more than waiting for that one. Smaller models are cut into
+    about `pieces`, and travel whole up to twice `ends`. The first and the last bucket
+    are kept to `ends` MB: the first leaves early, and under DEAR it is what the next
+    forward waits for last; the last leaves when backward has ended and is what the next
+    forward waits for first. Nothing is left to hide them.
     """
 
     megabytes: float = 10.0  # larger => fewer start-ups, less overlap
@@ -56,8 +58,9 @@ class BySize:
         slices: list[slice] = []
         begin, filled = 0, 0
         for i, n in enumerate(nbytes):
-            limit = middle if slices else end
-            if filled and (filled + n > limit or i == last):
+            limit, least = (middle, middle / 10) if slices else (end, 0)
+            full = filled > least and filled + n > limit
+            if full or (filled and i == last):
                 slices.append(slice(begin, i))
                 begin, filled = i, 0
             filled += n
