@@ -7,6 +7,7 @@ staged.py   GPU tensors over Gloo, through pinned memory
 nccl.py     GPU tensors over NCCL, on a side stream
 lane.py     a thread that runs work in the order of submission
 ring.py     reduce-scatter and all-gather from point-to-point messages
+rotation.py all-to-all from point-to-point messages
 fault.py    which ranks are missing after a failure
 """
 
