@@ -1,0 +1,93 @@
+"""Who has the winners: owners add up what arrived and rank the sums together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradtide.collectives._balance import Curve, curve_ranks, shares
+from gradtide.collectives._entries import Entries, Steps
+from gradtide.ops import AllToAll, Group, ToHost
+
+SKEW = 2  # times the average that a region may receive before regions are cut anew
+SLACK = 1.0  # powers of 2 that the threshold may fall unnoticed in one step
+LARGEST = 1025.0  # level (log2) of infinities and NaNs: above all finite numbers
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def tell(own: Tensor, group: Group) -> Steps:
+    """Everybody's `own` in rank order: in one hop, where a ring would take P - 1."""
+    ones = [1] * group.size
+    return (yield AllToAll(own.expand(group.size, *own.shape), ones, ones))
+
+
+def add_up(parts: list[Entries], dtype: torch.dtype) -> Entries:
+    """Sums, in `dtype`, of entries with the same index in the order of `parts`."""
+    # Sorting is stable, so that each sum is taken in the order of ranks.
+    where, order = torch.cat([at for at, _ in parts]).sort(stable=True)
+    values = torch.cat([there for _, there in parts]).to(dtype).index_select(0, order)
+    unique, which = torch.unique_consecutive(where, return_inverse=True)
+    return unique, values.new_zeros(len(unique)).index_add_(0, which, values)
+
+
+def rank_sums(
+    sums: Entries,
+    received: int,
+    k: int,
+    fresh: bool,
+    state: dict[str, Tensor],
+    group: Group,
+) -> Steps:
+    """The number of winners of every owner, and which of `sums` they are here.
+
+    Remembers in `state` the level that was reached, and whether regions were uneven.
+    """
+    magnitudes = sums[1].abs()
+    known = None if fresh else state.get("level")
+    looked_at = _candidates(magnitudes, known, -(-k // group.size))
+    # The bits of magnitudes rank like the magnitudes, NaNs above infinity; and integers
+    # are sorted ten times as fast.
+    bits = magnitudes.index_select(0, looked_at).view(_BITS[magnitudes.itemsize])
+    ranked, order = bits.sort()
+    levels = _sample(ranked.view(magnitudes.dtype))
+    head = levels.new_tensor([len(looked_at), received])
+    told = yield from tell(torch.cat([head, levels]), group)
+    told = yield ToHost(told)
+    rows = told.tolist()
+    numbers, level = shares([_curve(int(n), levels) for n, _, *levels in rows], k)
+    state["level"] = torch.tensor(level, dtype=torch.float64)
+    shared = [row[1] for row in rows]
+    state["skewed"] = torch.tensor(max(shared) * group.size > SKEW * sum(shared))
+    mine = order[len(order) - numbers[group.rank] :]
+    return numbers, looked_at.index_select(0, mine).sort().values
+
+
+def _curve(count: int, levels: Sequence[float]) -> Curve:
+    if not count:
+        return Curve([], [])
+    return Curve([-level for level in levels], curve_ranks(count))
+
+
+def _candidates(magnitudes: Tensor, known: Tensor | None, least: int) -> Tensor:
+    """Where to look for winners: near the last level if there are enough, never at 0.
+
+    The choice concerns this rank alone: what it tells is about what it looked at.
+    """
+    if known is not None:
+        floor = (known - SLACK).exp2().to(magnitudes)
+        found = (~(magnitudes <= floor)).nonzero().squeeze(1)
+        if len(found) >= least:
+            return found
+    return (~(magnitudes <= 0)).nonzero().squeeze(1)
+
+
+def _sample(ranked: Tensor) -> Tensor:
+    """Levels (log2, float64) of ascending magnitudes at their `curve_ranks`."""
+    count = len(ranked)
+    at = torch.tensor([count - rank for rank in curve_ranks(count)])
+    if not count:
+        return ranked.new_zeros(len(at), dtype=torch.float64)
+    levels = ranked.index_select(0, at.to(ranked.device)).double().log2()
+    return levels.nan_to_num(LARGEST, LARGEST)
