@@ -1,0 +1,112 @@
+"""Momentum and clipping before selection: a wrapper for any collective."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradtide.bucket import Collective, Payload
+from gradtide.ops import Cut, Flow, Group
+
+VELOCITY, REMAINDER = "corrected.velocity", "corrected.remainder"
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """Deep Gradient Compression's momentum correction (Lin et al., ICLR 2018).
+
+    Every rank keeps a velocity u = momentum * u + g of its own gradients g and offers
+    it to `collective` instead of them, on top of what was left behind. Entries that
+    were delayed so arrive with the momentum that they have missed. Where entries were
+    taken out, the velocity is set to zero (momentum factor masking), lest it push twice
+    in an old direction. The optimizer must have no momentum of its own. A bucket that
+    travels densely is not masked: the mean is then the momentum buffer of SGD.
+
+    With `clip`, a rank's fresh gradient is scaled to a 2-norm of at most clip / sqrt(P)
+    first; the norm is that of the bucket. Nothing stays behind of what is clipped.
+
+    The law holds for what is offered, which is `momentum * u` more than what was in the
+    buffer, and what was clipped less. In `state`: two tensors as long as the bucket
+    (the velocity, the remainder that the fresh gradient is told from). Four passes over
+    memory; two more and a temporary copy with `clip`. Without momentum, one tensor and
+    no pass but `clip`'s and a copy; without either, nothing.
+    """
+
+    collective: Collective
+    momentum: float = 0.9
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"Corrected(momentum={self.momentum}): 0 <= momentum < 1")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"Corrected(clip={self.clip}): a norm above 0, or None")
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        if self.clip is None and not self.momentum:
+            return (yield from self.collective.reduce(load, group))
+        self._offer(load, group.size)
+        flow = self.collective.reduce(load, group)
+        answer, result = None, None  # the result: as far as it is known
+        try:
+            while True:
+                asked = flow.send(answer)
+                result = asked.part if isinstance(asked, Cut) else result
+                answer = yield asked
+        except StopIteration as stop:
+            result = stop.value
+            return stop.value  # type: ignore[no-any-return]
+        finally:
+            # Also if it is closed at its cut (a skipped step): what is gone was sent.
+            flow.close()
+            self._settle(load, result is not None and _within(result, load))
+
+    def _offer(self, load: Payload, size: int) -> None:
+        """Clip the fresh gradient, and add the velocity that it continues."""
+        flat = load.flat
+        remainder = load.state.setdefault(REMAINDER, torch.zeros_like(flat))
+        if self.clip is not None:
+            share = _share(flat - remainder, self.clip / math.sqrt(size))
+            torch.lerp(remainder, flat, share.to(flat.dtype), out=flat)
+        if self.momentum:
+            velocity = load.state.setdefault(VELOCITY, torch.zeros_like(flat))
+            flat.add_(velocity, alpha=self.momentum)
+            torch.sub(flat, remainder, out=velocity)
+            remainder.copy_(flat)
+
+    def _settle(self, load: Payload, handed_out: bool) -> None:
+        """Remember what was left behind, and stop what was taken out."""
+        velocity = load.state.get(VELOCITY)
+        if handed_out:
+            load.state[REMAINDER].zero_()
+            if velocity is not None:
+                # A gradient that was not finite must not stay for the steps to come.
+                velocity.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            return
+        remainder = load.state[REMAINDER]
+        if velocity is None:
+            remainder.copy_(load.flat)
+            return
+        # Until now the remainder held what was offered.
+        gone = (load.flat != remainder).nonzero().squeeze(1)
+        velocity.index_fill_(0, gone, 0)
+        remainder.index_copy_(0, gone, load.flat.index_select(0, gone))
+
+
+def _share(gradient: Tensor, limit: float) -> Tensor:
+    """The share of a gradient that its norm may keep; all if it is not finite.
+
+    What is not finite is for the collective to find, and not to be spread.
+    """
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(gradient, dtype=wide)
+    share = (limit / norm).clamp_(max=1.0)
+    return torch.where(norm.isfinite(), share, torch.ones_like(share))
+
+
+def _within(part: Tensor, load: Payload) -> bool:
+    """Whether memory is the bucket's own: it was handed out, and nothing is left."""
+    return 0 <= part.data_ptr() - load.flat.data_ptr() < load.flat.nbytes

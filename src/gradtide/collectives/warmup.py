@@ -1,0 +1,73 @@
+"""Dense at first, then sparser in steps: a wrapper for any collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtide.bucket import Collective, Payload, count
+from gradtide.collectives.dense import Dense
+from gradtide.ops import Flow, Group
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """`collective` with other densities for the first steps (Lin et al., ICLR 2018).
+
+    Each of `densities` holds for `steps` steps, then the collective's own does. 1 means
+    a dense exchange, which delivers what had been left behind as well. The densities of
+    Deep Gradient Compression are (0.25, 0.0625, 0.016, 0.004), an epoch each.
+
+    Around `Corrected` it sets the density of what is inside; a collective that has no
+    density can be preceded by dense steps only.
+    """
+
+    collective: Collective
+    steps: int = 100
+    densities: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"Warmup(steps={self.steps}): at least 1 for each density")
+        for density in self.densities:
+            if not 0 < density <= 1:
+                raise ValueError(
+                    f"Warmup(densities={self.densities}): above 0 and at most 1"
+                )
+            _with_density(self.collective, density)
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        stage = count(_own(load.state)) // self.steps
+        collective = self.collective
+        if stage < len(self.densities):
+            collective = _with_density(collective, self.densities[stage])
+        return (yield from collective.reduce(load, group))
+
+
+def _own(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state with a step number of its own: what is inside may count, too."""
+    zero = torch.zeros((), dtype=torch.int64)
+    return {"step": state.setdefault("warmup.step", zero)}
+
+
+def _with_density(collective: Any, density: float) -> Collective:
+    names = set(_field_names(collective))
+    if "collective" in names:
+        inner = _with_density(collective.collective, density)
+        return replace(collective, collective=inner)  # type: ignore[no-any-return]
+    if density == 1:
+        return Dense(getattr(collective, "wire", None))
+    if "density" not in names:
+        raise ValueError(
+            f"Warmup({collective!r}): it has no density to begin with; use "
+            "densities=(1.0,) for dense steps"
+        )
+    return replace(collective, density=density)  # type: ignore[no-any-return]
+
+
+def _field_names(collective: Any) -> Iterator[str]:
+    return (f.name for f in fields(collective))
