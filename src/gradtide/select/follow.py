@@ -1,0 +1,101 @@
+"""A threshold that follows the data: from a sample, then by what it found."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradtide.select.kernels import above, everything
+
+MEMORY = 4  # numbers remembered: threshold / scale, velocity, slope, calls
+STEEP = 4.0  # the slope of a tail that has not been looked at
+BAND = 0.25  # of k: counts that are further off are put right in the same call
+JUMP = 1.0  # log of a change of scale that is an event, not a trend
+
+
+def follow(
+    x: Tensor, k: int, memory: Tensor, scale: float, gain: float, hits: int
+) -> Tensor:
+    """About `k` indices into `x` (0 < k < n), within a quarter of k but for ties.
+
+    What is remembered (float64, on the CPU) is the threshold in units of `scale`; 0 for
+    none yet. Its logarithm is tracked by level and velocity (Holt, 1957): after a call
+    the threshold is known that would have found k, from the count and the slope of the
+    tail, and the next one is `gain` of the way there, and a step along the trend ahead:
+    what error feedback leaves behind grows for many steps, and an integrator alone
+    would lag behind it all the way.
+
+    One pass over memory while the count stays within the band or slightly above, and
+    one more with a sample of about `hits` entries above the threshold when it does not.
+    """
+    ratio, velocity, slope, calls = memory.tolist()
+    known = 0 < scale < math.inf
+    threshold, seed, limit = ratio * scale if known else 0.0, int(calls), 2 * k + 16
+    found = above(x, threshold, limit) if threshold > 0 else everything(x[:0])
+    used, whole = threshold, True
+    if not (1 - BAND) * k <= len(found) < limit:
+        used, slope = estimate(x, k, hits, seed)
+        found = above(x, used, limit)
+        whole = k / 2 <= len(found) < limit
+        if len(found) < k / 2:
+            found = with_ties(x, k, used, found)
+    if len(found) > max(k + 1, (1 + BAND) * k):
+        used, found = trim(x, k, found, seed)
+    ideal = used * (len(found) / k) ** (1 / slope) if whole else used
+    if known and 0 < ideal < math.inf:
+        miss = math.log(ideal / threshold) if threshold > 0 else math.inf
+        if abs(miss) < JUMP:
+            velocity += gain / 2 * miss
+            ideal = threshold * math.exp(gain * miss + velocity)
+        else:
+            velocity = 0.0
+        ratio = ideal / scale
+    memory.copy_(torch.tensor([ratio, velocity, slope, calls + 1]))
+    return found
+
+
+def estimate(x: Tensor, k: int, hits: int, seed: int) -> tuple[float, float]:
+    """A threshold that about `k` of |x| are above, and the slope of the tail there.
+
+    Both come from a random sample of `x` (1-D, n > k) in which about `hits` are above
+    it; they are exact to within ties if that is all of `x`. The slope is
+    -d log(count) / d log(threshold).
+    """
+    n = x.numel()
+    size = min(n, -(-n * hits // k), 1 << 20)
+    if size < n:
+        rng = torch.Generator(x.device).manual_seed(seed)
+        x = x[torch.randint(n, (size,), generator=rng, device=x.device)]
+    rank = min(max(1, round(size * k / n)), size - 1)
+    further = min(size, 2 * rank)
+    top = torch.topk(x.abs().nan_to_num_(math.inf, math.inf), further).values
+    last, beyond, low = top[[rank - 1, rank, further - 1]].tolist()
+    threshold = math.sqrt(last) * math.sqrt(beyond) if beyond < last else last
+    if not 0 < low < last < math.inf:
+        return threshold, STEEP
+    slope = math.log(further / rank) / math.log(last / low)
+    return threshold, min(max(slope, 1.0), 20.0)
+
+
+def trim(x: Tensor, k: int, found: Tensor, seed: int) -> tuple[float, Tensor]:
+    """The larger ones of `found`, about `k` of them, and the threshold they are above.
+
+    Of ties, the first `k`.
+    """
+    values = x[found]
+    threshold, _ = estimate(values, k, 4096, seed)
+    kept = found[above(values, threshold, len(found))]
+    return threshold, kept if k / 2 < len(kept) <= 2 * k else found[:k]
+
+
+def with_ties(x: Tensor, k: int, threshold: float, found: Tensor) -> Tensor:
+    """Where many are exactly at the threshold, the first `k` of those not below it.
+
+    Zeros are none of them: where nothing else is left, the first index stands for all.
+    """
+    if threshold > 0:
+        info = torch.finfo(x.dtype)
+        found = above(x, min(threshold, info.max) * (1 - info.eps), k)
+    return found if len(found) else everything(x[:1])
