@@ -1,0 +1,1 @@
+"""What this machine, model and network are like, measured before training."""

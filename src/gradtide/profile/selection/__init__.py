@@ -1,0 +1,1 @@
+"""Whether selecting entries pays: selectors' times beside the time on the wire."""

@@ -1,0 +1,161 @@
+"""Times of selectors at work: accumulate, select, take out, round after round.
+
+[Note: steady state] Each selector has a residual of its own, to which every round adds
+a fresh gradient. Such a residual does a random walk until it is selected and begins
+again at zero. Under a threshold T walks of step s end at a rate of s^2 / T^2, and in
+the steady state residual / T is distributed like the difference of two uniform numbers.
+So the residuals need not be walked for 1 / density rounds: they are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import mean
+
+import torch
+from torch import Tensor
+
+from gradtide.bucket import Payload
+from gradtide.select import Selector
+
+TOPK, COPY = "torch.topk", "copy"  # the yardsticks, beside the selectors' names
+LAYER = 1 << 14  # elements of one scale: gradients differ between layers
+SPREAD = 0.5  # standard deviation of the logarithm of these scales
+SHIFTS = 1 << 8  # gradients to draw from
+WARMUP = 10  # rounds in which thresholds settle
+LEAST = 2  # timed rounds of what takes longer than the time it has
+
+Round = Callable[[Tensor], int]  # gradient in, number of selected entries out
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: at most `repeats` rounds, about `seconds` for each."""
+
+    repeats: int = 15
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"{self.repeats} repeats: at least 1 is needed")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each timed round, and the mean number of entries selected."""
+
+    seconds: Sequence[float]
+    count: float
+
+
+class Gradients:
+    """An endless supply of gradients of `n` elements, (1-D, float32), at no cost.
+
+    All are views into one pool, each begins elsewhere: every element gets a fresh value
+    of about the same scale.
+    """
+
+    def __init__(self, n: int, device: torch.device, seed: int = 0) -> None:
+        self.n = n
+        self.rng = torch.Generator(device).manual_seed(seed)
+        size = n + 16 * SHIFTS
+        layers = torch.randn(-(-size // LAYER), generator=self.rng, device=device)
+        self.pool = torch.randn(size, generator=self.rng, device=device)
+        for scale, part in zip(
+            layers.mul(SPREAD).exp().tolist(),
+            torch.split(self.pool, LAYER),
+            strict=True,
+        ):
+            part.mul_(scale)
+
+    def draw(self) -> Tensor:
+        shift = torch.randint(SHIFTS, (), generator=self.rng, device=self.pool.device)
+        begin = 16 * int(shift)  # whole cache lines
+        return self.pool[begin : begin + self.n]
+
+    def residual(self, density: float) -> Tensor:
+        """What selection of this density has left behind; see [Note: steady state]."""
+        threshold = float(self.pool.norm()) / math.sqrt(len(self.pool) * density)
+        return self._walked * threshold
+
+    @cached_property
+    def _walked(self) -> Tensor:
+        x = torch.rand(self.n, generator=self.rng, device=self.pool.device)
+        return x.sub_(torch.rand(self.n, generator=self.rng, device=self.pool.device))
+
+
+def measure(
+    gradients: Gradients,
+    density: float,
+    selectors: Mapping[str, Selector],
+    effort: Effort,
+) -> dict[str, Timing]:
+    """Timings by name, of the selectors and the yardsticks; all take turns."""
+    n = gradients.n
+    k = max(1, round(density * n))
+    start = gradients.residual(density)
+    rounds = {name: _at_work(s, k, start.clone()) for name, s in selectors.items()}
+    rounds[TOPK] = lambda gradient: _topk(gradient, k)
+    rounds[COPY] = lambda gradient: len(start.copy_(gradient))
+    for _ in _alternate(rounds, gradients, WARMUP, effort.seconds / 3, least=1):
+        pass
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in rounds}
+    for name, seconds, count in _alternate(
+        rounds, gradients, effort.repeats, effort.seconds, least=LEAST
+    ):
+        found[name].append((seconds, count))
+    return {
+        name: Timing([s for s, _ in each], mean(count for _, count in each))
+        for name, each in found.items()
+    }
+
+
+def _at_work(selector: Selector, k: int, flat: Tensor) -> Round:
+    load = Payload(flat, [flat])
+
+    def work(gradient: Tensor) -> int:
+        flat.add_(gradient)
+        where = selector(flat, k, load.state)
+        load.take(where)
+        return len(where)
+
+    return work
+
+
+def _topk(x: Tensor, k: int) -> int:
+    return len(torch.topk(x.abs(), k, sorted=False).indices)
+
+
+def _alternate(
+    rounds: Mapping[str, Round],
+    gradients: Gradients,
+    repeats: int,
+    budget: float,
+    least: int,
+) -> Iterator[tuple[str, float, int]]:
+    """Rounds of all in turn: (name, seconds, count), until repeats or seconds are out.
+
+    Each has its first `least` rounds (if as many repeats are asked) whatever they take.
+    """
+    spent = dict.fromkeys(rounds, 0.0)
+    for turn in range(repeats):
+        gradient = gradients.draw()
+        for name, work in rounds.items():
+            if turn >= least and spent[name] > budget:
+                continue
+            begin = _now(gradient)
+            count = work(gradient)
+            seconds = _now(gradient) - begin
+            spent[name] += seconds
+            yield name, seconds, count
+
+
+def _now(x: Tensor) -> float:
+    """The time, when everything that was asked of the device of `x` is done."""
+    if x.device.type != "cpu":
+        torch.accelerator.synchronize(x.device)
+    return time.perf_counter()

@@ -1,0 +1,38 @@
+"""The arithmetic of messages and of the rate at which selection stops to pay."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradtide.profile.selection.wire import (
+    break_even,
+    dense_bytes,
+    dense_seconds,
+    sparse_bytes,
+)
+
+N = 1 << 20
+
+
+def test_dense_is_a_ring() -> None:
+    assert dense_bytes(N, 2) == 4 * N
+    assert dense_bytes(N, 8) == pytest.approx(7 * N)
+    assert dense_seconds(125_000_000, 2, 1e9) == pytest.approx(4.0)
+
+
+def test_sparse_is_six_bytes_an_entry_for_every_other_rank() -> None:
+    blocks = 16 * 4
+    assert sparse_bytes(N, 1000, 2) == pytest.approx(6000 + blocks, abs=8)
+    assert sparse_bytes(N, 1000, 8) == 7 * sparse_bytes(N, 1000, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_at_break_even_both_take_equally_long(ranks: int) -> None:
+    rate = break_even(N, 1000, ranks, seconds=0.02)
+    sparse = 0.02 + 8 * sparse_bytes(N, 1000, ranks) / rate
+    assert sparse == pytest.approx(dense_seconds(N, ranks, rate))
+
+
+def test_never_if_the_sparse_message_is_longer() -> None:
+    assert break_even(N, 0.17 * N, 8, 1e-9) == 0
+    assert break_even(N, 0.16 * N, 8, 1e-9) > 0
