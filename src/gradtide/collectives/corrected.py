@@ -30,9 +30,10 @@ class Corrected:
 
     The law holds for what is offered, which is `momentum * u` more than what was in the
     buffer, and what was clipped less. In `state`: two tensors as long as the bucket
-    (the velocity, the remainder that the fresh gradient is told from). Four passes over
-    memory; two more and a temporary copy with `clip`. Without momentum, one tensor and
-    no pass but `clip`'s and a copy; without either, nothing.
+    (the velocity, and the remainder that the fresh gradient is told from, to a rounding
+    of their sum). Four passes over memory; three more and a temporary copy with `clip`.
+    Without momentum, one tensor, and no pass but those of `clip` and a copy; without
+    either, nothing.
     """
 
     collective: Collective
