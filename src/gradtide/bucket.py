@@ -63,15 +63,22 @@ class Payload:
         memory, and more so fresh pages, would cost more than the exchange.
         """
         mean, last = self._mean, self._where
-        if mean is None or last is None:
+        if mean is None:
             mean = torch.zeros_like(self.flat)
-        elif mean._version == self._version:
+        elif last is not None and mean._version == self._version:
             mean[last] = 0
         else:
             mean.zero_()
         mean[where] = values.to(mean.dtype)
         self._mean, self._where, self._version = mean, where, mean._version
         return mean
+
+    def mean_memory(self) -> Tensor:
+        """Memory for a mean that is written as a whole: the same as `mean_at`'s."""
+        if self._mean is None:
+            self._mean = torch.empty_like(self.flat)
+        self._where = None
+        return self._mean
 
 
 def count(state: dict[str, Tensor]) -> int:
