@@ -25,7 +25,7 @@ class Bisect:
     """
 
     tolerance: float = 0.02  # of k
-    sample: int = 1024  # sampled entries above the threshold: more, and fewer passes
+    sample: int = 256  # sampled entries above the threshold: more, and fewer passes
     passes: int = 8  # over memory at most; one is the rule
 
     def __post_init__(self) -> None:
@@ -46,8 +46,8 @@ class Bisect:
         found = self._candidates(x, k)
         if len(found) <= k * (1 + self.tolerance):
             return found
-        bound = self._bisect(magnitudes(x[found]), k)
-        kept = found[magnitudes(x[found]) > bound]
+        candidates = magnitudes(x.index_select(0, found))
+        kept = found[candidates > self._bisect(candidates, k)]
         return kept if len(kept) > k / 2 else found[:k]
 
     def _candidates(self, x: Tensor, k: int) -> Tensor:

@@ -28,11 +28,12 @@ class Threshold:
         check("Threshold", self.gain, self.sample)
 
     def __call__(self, x: Tensor, k: int, state: dict[str, Tensor]) -> Tensor:
+        k = max(k, 1)
         if k >= x.numel():
             return everything(x)
         fresh = torch.zeros(MEMORY, dtype=torch.float64)
         memory = state.setdefault("threshold", fresh)
-        return follow(x, max(k, 1), memory, 1.0, self.gain, self.sample)
+        return follow(x, k, memory, 1.0, self.gain, self.sample)
 
 
 def check(name: str, gain: float, sample: int) -> None:
