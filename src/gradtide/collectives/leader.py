@@ -14,6 +14,7 @@ from gradtide.collectives.gtopk import at_most
 from gradtide.collectives.topk import check, kept, narrowed
 from gradtide.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.select import Selector, Threshold
+from gradtide.select.kernels import index_dtype
 
 SMALL = 1 << 14  # bytes up to which an all-reduce in one hop beats two halves
 
@@ -56,7 +57,7 @@ class Leader:
     def _chosen(self, load: Payload, k: int, group: Group) -> Steps:
         """Indices that the leader of this step chose; at most k."""
         leader = count(load.state) % group.size
-        dtype = torch.int32 if len(load.flat) < 1 << 31 else torch.int64
+        dtype = index_dtype(len(load.flat))
         where = torch.empty(k, dtype=dtype, device=load.flat.device)
         if group.rank == leader:
             found = at_most(k, self.select(load.flat, k, load.state), load.flat)
