@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
 from gradtide.profile.selection.findings import Record, Result, dense_times, rows
 from gradtide.profile.selection.measure import COPY, TOPK, Timing
-from gradtide.profile.selection.report import show, write
+from gradtide.profile.selection.report import show, table, write
 from gradtide.profile.selection.wire import break_even
 
 TIMINGS = {
-    "Threshold": Timing([0.004, 0.002, 0.003], 10_500),
-    "Dear": Timing([0.5], 400_000),
-    TOPK: Timing([0.08], 10_000),
-    COPY: Timing([0.001], 1_000_000),
+    "Threshold": Timing([0.004, 0.002, 0.003], [0.001, 0.002, 0.002], 10_500),
+    "Dear": Timing([0.5], [0.5], 400_000),
+    TOPK: Timing([0.08], [0.08], 10_000),
+    COPY: Timing([0.001], [0.001], 1_000_000),
 }
 
 
@@ -36,14 +36,18 @@ def record() -> Record:
     )
 
 
-def line(name: str) -> list[str]:
+def text(shown: Group) -> str:
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(show(record()))
-    assert "…" not in capture.get()
-    assert "56 ms at 1gbit" in capture.get()
-    rows = [row.split() for row in capture.get().splitlines()]
-    return next(row for row in rows if name in row[:2] and row[-5].endswith("%"))
+        console.print(shown)
+    return capture.get()
+
+
+def line(name: str) -> list[str]:
+    shown = text(table(record().results[:8], record().dense))
+    assert "…" not in shown
+    assert "56 ms at 1gbit" in shown
+    return next(row.split() for row in shown.splitlines() if name in row.split()[:2])
 
 
 def test_rows_are_medians() -> None:
@@ -61,10 +65,18 @@ def test_yardsticks_send_nothing() -> None:
 
 def test_table() -> None:
     assert line("Threshold") == [
-        *("0.01", "Threshold", "3", "33%", "3.0", "26.7", "0.0105", "17.5gbit")
+        *("0.01", "Threshold", "3", "2", "3.0", "26.7", "0.0105", "17.5gbit")
     ]
     assert line("Dear")[-1] == "never"
-    assert line(COPY) == [COPY, "1", "0%", "1.0", "80.0", "-", "-"]
+    assert line(COPY) == [COPY, "1", "1", "1.0", "80.0", "-", "-"]
+
+
+def test_every_size_has_a_table_below_the_explanation() -> None:
+    shown = text(show(record()))
+    assert "among 8 ranks" in " ".join(shown.split())
+    assert "1,000,000 elements" in shown
+    assert "2,000,000 elements" in shown
+    assert shown.count(" Threshold ") == 4
 
 
 def test_record_says_everything() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Result:
     seconds: float
     seconds_p25: float
     seconds_p75: float
+    cpu_seconds: float  # of the process: less than `seconds` if others were at work
     realised_density: float | None
     break_even_bits_per_s: float | None
 
@@ -86,6 +88,7 @@ def _row(name: str, n: int, density: float, ranks: int, timing: Timing) -> Resul
         seconds=middle,
         seconds_p25=low,
         seconds_p75=high,
+        cpu_seconds=median(timing.cpu_seconds),
         realised_density=timing.count / n if selects else None,
         break_even_bits_per_s=(
             break_even(n, timing.count, ranks, middle) if selects else None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,9 +47,10 @@ class Effort:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each timed round, and the mean number of entries selected."""
+    """Each timed round's seconds, on the wall and of CPU; mean number of entries."""
 
     seconds: Sequence[float]
+    cpu_seconds: Sequence[float]
     count: float
 
 
@@ -103,15 +105,23 @@ def measure(
     rounds[COPY] = lambda gradient: len(start.copy_(gradient))
     for _ in _alternate(rounds, gradients, WARMUP, effort.seconds / 3, least=1):
         pass
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in rounds}
-    for name, seconds, count in _alternate(
+    found: dict[str, list[_Taken]] = {name: [] for name in rounds}
+    for name, taken in _alternate(
         rounds, gradients, effort.repeats, effort.seconds, least=LEAST
     ):
-        found[name].append((seconds, count))
-    return {
-        name: Timing([s for s, _ in each], mean(count for _, count in each))
-        for name, each in found.items()
-    }
+        found[name].append(taken)
+    return {name: _timing(each) for name, each in found.items()}
+
+
+class _Taken(NamedTuple):
+    seconds: float
+    cpu_seconds: float
+    selected: int
+
+
+def _timing(taken: Sequence[_Taken]) -> Timing:
+    seconds, cpu_seconds, counts = zip(*taken, strict=True)
+    return Timing(seconds, cpu_seconds, mean(counts))
 
 
 def _at_work(selector: Selector, k: int, flat: Tensor) -> Round:
@@ -136,8 +146,8 @@ def _alternate(
     repeats: int,
     budget: float,
     least: int,
-) -> Iterator[tuple[str, float, int]]:
-    """Rounds of all in turn: (name, seconds, count), until repeats or seconds are out.
+) -> Iterator[tuple[str, _Taken]]:
+    """Rounds of all in turn, until repeats or seconds are out.
 
     Each has its first `least` rounds (if as many repeats are asked) whatever they take.
     """
@@ -147,11 +157,11 @@ def _alternate(
         for name, work in rounds.items():
             if turn >= least and spent[name] > budget:
                 continue
-            begin = _now(gradient)
+            busy, begin = time.process_time(), _now(gradient)
             count = work(gradient)
-            seconds = _now(gradient) - begin
+            seconds, cpu = _now(gradient) - begin, time.process_time() - busy
             spent[name] += seconds
-            yield name, seconds, count
+            yield name, _Taken(seconds, cpu, count)
 
 
 def _now(x: Tensor) -> float:
