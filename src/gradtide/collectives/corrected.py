@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradtide.bucket import Collective, Payload
 from gradtide.ops import Cut, Flow, Group
+from gradtide.select.kernels import above
 
 VELOCITY, REMAINDER = "corrected.velocity", "corrected.remainder"
 
@@ -31,7 +32,7 @@ class Corrected:
     The law holds for what is offered, which is `momentum * u` more than what was in the
     buffer, and what was clipped less. In `state`: two tensors as long as the bucket
     (the velocity, and the remainder that the fresh gradient is told from, to a rounding
-    of their sum). Four passes over memory; three more and a temporary copy with `clip`.
+    of their sum). Six passes over memory; three more and a temporary copy with `clip`.
     Without momentum, one tensor, and no pass but those of `clip` and a copy; without
     either, nothing.
     """
@@ -88,13 +89,12 @@ class Corrected:
                 velocity.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             return
         remainder = load.state[REMAINDER]
-        if velocity is None:
-            remainder.copy_(load.flat)
-            return
-        # Until now the remainder held what was offered.
-        gone = (load.flat != remainder).nonzero().squeeze(1)
-        velocity.index_fill_(0, gone, 0)
-        remainder.index_copy_(0, gone, load.flat.index_select(0, gone))
+        if velocity is not None:
+            # Until now the remainder held what was offered; here, what of it is gone.
+            torch.sub(remainder, load.flat, out=remainder)
+            gone = above(remainder, 0.0, len(remainder))
+            velocity.index_fill_(0, gone.long(), 0)
+        remainder.copy_(load.flat)
 
 
 def _share(gradient: Tensor, limit: float) -> Tensor:
