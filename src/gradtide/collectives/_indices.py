@@ -1,0 +1,116 @@
+"""Indices of a bucket on the wire, with a report on every segment they lie in.
+
+[Note: room] A message has room for as many indices as its sender was to find. The plan
+is the same on all ranks, so they know the length of every message, and nothing has to
+be told first. Indices are those of the sender's segments as if these lay one after the
+other, encoded like those of `_entries`: 16 bits each, and the number in every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtide.collectives._entries import ALIGN, BLOCK, Steps
+from gradtide.collectives.partitions import Plan, Report
+from gradtide.ops import AllGather, Group, ToHost
+from gradtide.select.kernels import index_dtype
+
+HEAD = 12  # bytes of a Report
+
+
+class _Bin(NamedTuple):
+    """What all ranks know of a message before it arrives."""
+
+    segments: Sequence[int]
+    begins: Sequence[int]  # of the segments, one after the other; and their end
+    shifts: Sequence[int]  # from there to the segments' places in the bucket
+    room: int
+
+    def sizes(self) -> list[int]:
+        """Bytes of reports, block counts and lower halves."""
+        span = self.begins[-1]
+        blocks = -(-span // BLOCK) if span > BLOCK else 0
+        head = HEAD * len(self.segments)
+        halves = -(-(head + 4 * blocks + 2 * self.room) // ALIGN) * ALIGN
+        return [head, 4 * blocks, halves - head - 4 * blocks]
+
+
+def gather_indices(
+    found: Sequence[Tensor],
+    reports: Sequence[Report],
+    plan: Plan,
+    bins: Sequence[Sequence[int]],
+    group: Group,
+) -> Steps:
+    """What all ranks found: indices in the bucket (1-D, int32), one tensor a rank,
+    and the reports on all segments in the order of the plan.
+
+    `bins[r]` are rank r's segments. `found` are this rank's, relative to the segment;
+    not more than the plan asks for.
+    """
+    kinds = [_bin(segments, plan) for segments in bins]
+    sizes = [sum(kind.sizes()) for kind in kinds]
+    device = found[0].device if found else torch.device("cpu")
+    message = _pack(found, reports, kinds[group.rank], device)
+    arrived = torch.split((yield AllGather(message, sizes)), sizes)
+    heads = [part[: kind.sizes()[0]] for part, kind in zip(arrived, kinds, strict=True)]
+    table = (yield ToHost(torch.cat(heads))).view(torch.int32).view(-1, 3)
+    counts = table[:, 0].tolist()
+    numbers = table[:, 1:].contiguous().view(torch.float32).tolist()
+    told: list[Report] = [Report(0, 0.0, 0.0)] * len(plan.quotas)
+    order = [s for segments in bins for s in segments]
+    for s, n, (threshold, norm) in zip(order, counts, numbers, strict=True):
+        told[s] = Report(n, threshold, norm)
+    rows = [
+        _unpack(part, kind, [told[s].found for s in kind.segments], plan.edges[-1])
+        for part, kind in zip(arrived, kinds, strict=True)
+    ]
+    return rows, told
+
+
+def _bin(segments: Sequence[int], plan: Plan) -> _Bin:
+    lengths = [plan.edges[s + 1] - plan.edges[s] for s in segments]
+    begins = list(accumulate(lengths, initial=0))
+    shifts = [plan.edges[s] - b for s, b in zip(segments, begins, strict=False)]
+    return _Bin(segments, begins, shifts, sum(plan.quotas[s] for s in segments))
+
+
+def _pack(
+    found: Sequence[Tensor], reports: Sequence[Report], kind: _Bin, device: torch.device
+) -> Tensor:
+    message = torch.zeros(sum(kind.sizes()), dtype=torch.uint8, device=device)
+    if not found:
+        return message
+    head, blocks, low = torch.split(message, kind.sizes())
+    numbers = torch.tensor([r[1:] for r in reports], dtype=torch.float32)
+    counts = torch.tensor([[r.found] for r in reports], dtype=torch.int32)
+    table = torch.cat([counts, numbers.view(torch.int32)], 1)
+    head.copy_(table.view(torch.uint8).flatten())
+    where = torch.cat([w + begin for w, begin in zip(found, kind.begins, strict=False)])
+    if len(blocks):
+        span = kind.begins[-1]
+        edges = torch.arange(0, span + BLOCK, BLOCK, device=device)
+        at = torch.searchsorted(where, edges.clamp_(max=span).to(where.dtype))
+        blocks.view(torch.int32).copy_(at[1:] - at[:-1])
+    low.view(torch.uint16)[: len(where)].copy_(where & (BLOCK - 1))
+    return message
+
+
+def _unpack(message: Tensor, kind: _Bin, counts: Sequence[int], n: int) -> Tensor:
+    _, blocks, low = torch.split(message, kind.sizes())
+    total = sum(counts)
+    where = low.view(torch.uint16)[:total].to(index_dtype(n))
+    if len(blocks):
+        numbers = blocks.view(torch.int32)
+        begins = torch.arange(len(numbers), device=where.device, dtype=where.dtype)
+        where += (begins * BLOCK).repeat_interleave(numbers, output_size=total)
+    if len(counts) == 1:
+        return where.add_(kind.shifts[0])
+    shifts = torch.tensor(kind.shifts, dtype=where.dtype)
+    repeated = shifts.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    return where.add_(repeated.to(where.device))

@@ -1,0 +1,213 @@
+"""Who looks for large entries where, and for how many: the partitions of `Agreed`.
+
+A partition cuts a bucket into segments, says how many entries each is to give, and
+deals the segments out into as many bins as there are ranks. What it learns for the next
+step comes from what all ranks were told, so every rank makes the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
+from math import isfinite, sqrt
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gradtide.bucket import Payload
+
+BLOCKS = 1024  # in a bucket: the boundaries of `Dynamic` lie between them
+ENTRY = 32  # elements whose scan takes as long as the work on one entry
+
+
+class Plan(NamedTuple):
+    """Segment s is flat[edges[s] : edges[s + 1]] and is to give quotas[s] entries."""
+
+    edges: Sequence[int]
+    quotas: Sequence[int]
+    bins: Sequence[Sequence[int]]  # the segments of each, ascending
+
+    def lengths(self) -> list[int]:
+        """Elements of every segment."""
+        return [end - begin for begin, end in pairwise(self.edges)]
+
+
+class Report(NamedTuple):
+    """What all ranks are told of a segment by the one that looked through it."""
+
+    found: int
+    threshold: float  # for the next step; NaN if there is none yet
+    norm: float
+
+
+class Partition(Protocol):
+    """A frozen dataclass; what it remembers is in `load.state`, equal on all ranks."""
+
+    def plan(self, load: Payload, k: int, size: int, turn: int) -> Plan: ...
+    def measure(self, segment: Tensor) -> float: ...
+    def learn(self, load: Payload, plan: Plan, reports: Sequence[Report]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Even:
+    """P equal contiguous parts (MiCRO: Yoon and Oh, HiPC 2023, arXiv:2310.00967).
+
+    Every part gives k/P entries, however large they are compared with the others'.
+    """
+
+    def plan(self, load: Payload, k: int, size: int, turn: int) -> Plan:
+        edges = [len(load.flat) * i // size for i in range(size + 1)]
+        return _one_each(edges, k, turn)
+
+    def measure(self, segment: Tensor) -> float:
+        return 0.0
+
+    def learn(self, load: Payload, plan: Plan, reports: Sequence[Report]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """P contiguous parts whose boundaries move until all have the same threshold
+    (ExDyna: Yoon and Oh, CCGrid 2024, arXiv:2402.13781).
+
+    Every part gives k/P entries, and where thresholds are equal these are the largest
+    of the whole bucket. The published rule moves one block at a time to balance counts
+    at a given threshold; here all boundaries move at once, by `gain` times the
+    logarithm of the thresholds' ratio, to blocks of n/1024 elements. No part gets
+    shorter than n/(4 P).
+    """
+
+    gain: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gain <= 1:
+            raise ValueError(f"Dynamic(gain={self.gain}): 0 < gain <= 1")
+
+    def plan(self, load: Payload, k: int, size: int, turn: int) -> Plan:
+        edges = load.state.get("edges")
+        if edges is None or len(edges) != size + 1:
+            return Even().plan(load, k, size, turn)
+        return _one_each(edges.tolist(), k, turn)
+
+    def measure(self, segment: Tensor) -> float:
+        return 0.0
+
+    def learn(self, load: Payload, plan: Plan, reports: Sequence[Report]) -> None:
+        moved = rebalance(plan.edges, [r.threshold for r in reports], self.gain)
+        load.state["edges"] = torch.tensor(moved, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class ByNorm:
+    """The bucket's tensors, in P bins of about equal work, each giving entries in
+    proportion to its norm (DEFT: Yoon and Oh, ICPP 2023).
+
+    A tensor longer than n/P is cut into P pieces. Norms are those found in the last
+    step, each by the rank that looked through the tensor; so neither does every rank
+    read the whole bucket for them, nor does one have to tell the others its plan.
+    """
+
+    def plan(self, load: Payload, k: int, size: int, turn: int) -> Plan:
+        edges = _edges_of_parts(load, size)
+        lengths = [end - begin for begin, end in pairwise(edges)]
+        norms = load.state.get("norms")
+        known = norms is not None and len(norms) == len(lengths)
+        quotas = shares(
+            k, lengths, norms.tolist() if known and norms is not None else []
+        )
+        work = [n + ENTRY * q for n, q in zip(lengths, quotas, strict=True)]
+        return Plan(edges, quotas, deal(work, size))
+
+    def measure(self, segment: Tensor) -> float:
+        return float(torch.linalg.vector_norm(segment))
+
+    def learn(self, load: Payload, plan: Plan, reports: Sequence[Report]) -> None:
+        norms = [r.norm if isfinite(r.norm) else 0.0 for r in reports]
+        load.state["norms"] = torch.tensor(norms, dtype=torch.float64)
+
+
+def _one_each(edges: Sequence[int], k: int, turn: int) -> Plan:
+    """One segment a bin. Fewer entries than segments: these give them in turn."""
+    size = len(edges) - 1
+    places = [(i + turn) % size for i in range(size)]
+    quotas = [k * (j + 1) // size - k * j // size for j in places]
+    lengths = [end - begin for begin, end in pairwise(edges)]
+    quotas = [min(q, n) for q, n in zip(quotas, lengths, strict=True)]
+    return Plan(edges, quotas, [[i] for i in range(size)])
+
+
+def rebalance(
+    edges: Sequence[int], thresholds: Sequence[float], gain: float
+) -> list[int]:
+    """Boundaries moved so that parts with high thresholds get shorter.
+
+    A part of threshold t is taken to hold t ** gain of the entries, evenly spread, and
+    at least a quarter of what the fullest holds. New parts hold equal shares.
+    """
+    n, size = edges[-1], len(edges) - 1
+    top = max(thresholds, default=0.0)
+    if not all(map(isfinite, thresholds)) or not top > 0:
+        return list(edges)
+    weights = [max(t / top, 1e-3) ** gain for t in thresholds]
+    weights = [max(w, 0.25 * max(weights)) for w in weights]
+    sums = [0.0, *accumulate(weights)]
+    block, least = max(n // BLOCKS, 1), max(n // (4 * size), 1)
+    moved, part = [0], 0
+    for i in range(1, size):
+        target = sums[-1] * i / size
+        while sums[part + 1] < target:
+            part += 1
+        inside = (target - sums[part]) / weights[part]
+        edge = edges[part] + inside * (edges[part + 1] - edges[part])
+        edge = round(edge / block) * block
+        moved.append(min(max(edge, moved[-1] + least), n - (size - i) * least))
+    return [*moved, n]
+
+
+def _edges_of_parts(load: Payload, size: int) -> list[int]:
+    """Where the tensors of a bucket begin, and the pieces of too long ones."""
+    n, origin = len(load.flat), int(load.flat.storage_offset())
+    begins = {int(part.storage_offset() - origin) for part in load.parts}
+    edges = sorted({0, *begins} - {n})
+    fine = []
+    for begin, end in pairwise([*edges, n]):
+        pieces = min(size, end - begin) if (end - begin) * size > n else 1
+        fine += [begin + (end - begin) * i // pieces for i in range(pieces)]
+    return [*fine, n]
+
+
+def shares(k: int, lengths: Sequence[int], norms: Sequence[float]) -> list[int]:
+    """k (at most all) entries, dealt out in proportion to norms; none gets more than it
+    is long. Without norms, or if all are zero, as if all elements were alike.
+
+    The sum is exactly k: those that are filled up are served first.
+    """
+    if not sum(norms) > 0:
+        norms = [sqrt(n) for n in lengths]
+    quotas = [0] * len(lengths)
+    order = sorted(range(len(lengths)), key=lambda s: (-norms[s] / lengths[s], s))
+    left, weight = k, sum(norms)
+    for place, s in enumerate(order):
+        last = place == len(order) - 1
+        share = 1.0 if last or weight <= 0 else min(norms[s] / weight, 1.0)
+        quotas[s] = min(round(left * share), lengths[s])
+        left -= quotas[s]
+        weight -= norms[s]
+    return quotas
+
+
+def deal(work: Sequence[int], size: int) -> list[list[int]]:
+    """Segments in `size` bins of about equal work: the longest first, to the least
+    loaded bin (Graham, 1969)."""
+    loads = [(0, i) for i in range(size)]
+    heapify(loads)
+    bins: list[list[int]] = [[] for _ in range(size)]
+    for s in sorted(range(len(work)), key=lambda s: (-work[s], s)):
+        total, i = loads[0]
+        bins[i].append(s)
+        heapreplace(loads, (total + work[s], i))
+    return [sorted(segments) for segments in bins]
