@@ -10,7 +10,8 @@ from torch import Tensor
 from gradtide.select.follow import estimate, with_ties
 from gradtide.select.kernels import above, everything
 
-AIM = 1.4  # times k: what the sampled threshold should find, as k to 2k will do
+AIM = 1.25  # times k: what the sampled threshold should find, as k to 2k will do
+GUESS = 1 << 14  # candidates that are sampled for the first guess of the bisection
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,7 +26,7 @@ class Bisect:
     """
 
     tolerance: float = 0.02  # of k
-    sample: int = 256  # sampled entries above the threshold: more, and fewer passes
+    sample: int = 512  # sampled entries above the threshold: more, and fewer passes
     passes: int = 8  # over memory at most; one is the rule
 
     def __post_init__(self) -> None:
@@ -46,8 +47,10 @@ class Bisect:
         found = self._candidates(x, k)
         if len(found) <= k * (1 + self.tolerance):
             return found
-        candidates = magnitudes(x.index_select(0, found))
-        kept = found[candidates > self._bisect(candidates, k)]
+        values = x.index_select(0, found)
+        guess, _ = estimate(values, k, GUESS, seed=0)
+        candidates, first = magnitudes(values), magnitudes(values.new_tensor([guess]))
+        kept = found[candidates > self._bisect(candidates, k, int(first))]
         return kept if len(kept) > k / 2 else found[:k]
 
     def _candidates(self, x: Tensor, k: int) -> Tensor:
@@ -71,15 +74,15 @@ class Bisect:
             return with_ties(x, k, high if high < float("inf") else threshold, found)
         return found
 
-    def _bisect(self, magnitudes: Tensor, k: int) -> int:
-        """What about `k` of `magnitudes` are above."""
+    def _bisect(self, magnitudes: Tensor, k: int, middle: int) -> int:
+        """What about `k` of `magnitudes` are above; `middle` is the first guess."""
         low, high = -1, int(magnitudes.max())
-        while high - low > 1:
-            middle = (low + high) // 2
-            count = int((magnitudes > middle).sum())
+        while low < middle < high:
+            count = int(torch.count_nonzero(magnitudes > middle))
             if abs(count - k) <= self.tolerance * k:
                 return middle
             low, high = (middle, high) if count > k else (low, middle)
+            middle = (low + high) // 2
         return high
 
 

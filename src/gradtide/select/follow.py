@@ -11,14 +11,14 @@ from gradtide.select.kernels import above, everything
 
 MEMORY = 4  # numbers remembered: threshold / scale, velocity, slope, calls
 STEEP = 4.0  # the slope of a tail that has not been looked at
-BAND = 0.25  # of k: counts that are further off are put right in the same call
+BAND = 0.15  # of k: counts that are further off are put right in the same call
 JUMP = 1.0  # log of a change of scale that is an event, not a trend
 
 
 def follow(
     x: Tensor, k: int, memory: Tensor, scale: float, gain: float, hits: int
 ) -> Tensor:
-    """About `k` indices into `x` (0 < k < n), within a quarter of k but for ties.
+    """About `k` indices into `x` (0 < k < n), within a sixth of k but for ties.
 
     What is remembered (float64, on the CPU) is the threshold in units of `scale`; 0 for
     none yet. Its logarithm is tracked by level and velocity (Holt, 1957): after a call
