@@ -272,10 +272,17 @@ def test_what_is_not_finite_arrives_and_leaves_nothing(
     assert run(scheme, loads).isfinite().all(), "and the next step is sound"
 
 
-def test_a_gradient_of_nothing_but_nans() -> None:
-    loads = payloads([*heavy(3, 6000), torch.full((6000,), float("nan"))])
-    mean = run(OkTopk(0.02, select=EXACT), loads)
-    assert mean.isnan().any()
+@pytest.mark.parametrize("select", [Exact(), Threshold()], ids=repr)
+@pytest.mark.parametrize("share", [2, 1])
+def test_a_gradient_of_many_nans(share: int, select: Exact | Threshold) -> None:
+    rows = heavy(4, 6000)
+    rows[3][::share] = float("nan")
+    loads = payloads(rows)
+    scheme = OkTopk(0.02, select=select)
+    assert run(scheme, loads).isnan().any()
+    assert all(load.flat.isfinite().all() for load in loads)
+    assert torch.as_tensor(loads[3].alarm).isnan()
+    assert run(scheme, loads).isfinite().all()
 
 
 def test_what_overflows_the_wire_arrives_infinite() -> None:

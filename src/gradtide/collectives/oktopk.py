@@ -37,10 +37,12 @@ class OkTopk:
     (`pays`) the bucket is sent dense.
 
     Leaves behind all but what won and was selected here. Nothing is taken out before
-    the second half: a flow closed at its cut leaves every finite entry; infinities and
-    NaNs are taken at once, win, and arrive in the mean. What `wire` ("bf16", "fp16")
-    rounds off is left with the sender, that of the mean with its owner; a value that
-    `wire` makes infinite arrives so.
+    the second half: a flow closed at its cut leaves every finite entry. Infinities and
+    NaNs win and arrive in the mean; the bucket is rid of all of them at once.
+
+    What `wire` ("bf16", "fp16") rounds off is left with the sender, that of the mean
+    with its owner; a value that `wire` makes infinite arrives so, and buckets that
+    travel dense lose their roundings.
     """
 
     density: float = 0.01
@@ -129,7 +131,8 @@ class OkTopk:
         known = yield ToHost(torch.cat([leaving, arriving, bad[None]]))
         *both, num_bad = known.tolist()
         if num_bad:
-            load.flat.index_copy_(0, where.long(), _finite(values))
+            # There may be more than were selected; they must not come back every step.
+            load.flat.nan_to_num_(0.0, 0.0, 0.0)
         sizes = both[: group.size]
         spans = [end - begin for begin, end in pairwise(bounds)]
         rows = [
