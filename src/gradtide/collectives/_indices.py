@@ -45,17 +45,17 @@ def gather_indices(
     reports: Sequence[Report],
     plan: Plan,
     bins: Sequence[Sequence[int]],
+    device: torch.device,
     group: Group,
 ) -> Steps:
     """What all ranks found: indices in the bucket (1-D, int32), one tensor a rank,
     and the reports on all segments in the order of the plan.
 
     `bins[r]` are rank r's segments. `found` are this rank's, relative to the segment;
-    not more than the plan asks for.
+    not more than the plan asks for, and on `device`.
     """
     kinds = [_bin(segments, plan) for segments in bins]
     sizes = [sum(kind.sizes()) for kind in kinds]
-    device = found[0].device if found else torch.device("cpu")
     message = _pack(found, reports, kinds[group.rank], device)
     arrived = torch.split((yield AllGather(message, sizes)), sizes)
     heads = [part[: kind.sizes()[0]] for part, kind in zip(arrived, kinds, strict=True)]

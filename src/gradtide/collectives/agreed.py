@@ -40,7 +40,7 @@ class Agreed:
     Leaves behind, on every rank, all that is outside the union. With `wire` ("bf16",
     "fp16") what values are rounded by stays behind, too. Every rank reads its whole
     bucket once for values that are not finite; these raise the alarm at once, and
-    travel when they are selected, at the latest after P steps. Buckets for which this
+    travel when their segment is next looked through. Buckets for which this
     does not pay (`pays`) are sent by `Dense`.
     """
 
@@ -86,7 +86,8 @@ class Agreed:
             found.append(where)
             reports.append(Report(len(where), threshold, norm))
         bins = [plan.bins[(turn + rank) % group.size] for rank in range(group.size)]
-        rows, everybody = yield from gather_indices(found, reports, plan, bins, group)
+        told = gather_indices(found, reports, plan, bins, load.flat.device, group)
+        rows, everybody = yield from told
         load.state["thresholds"] = torch.tensor([r.threshold for r in everybody])
         self.partition.learn(load, plan, everybody)
         first = -turn % group.size  # the rank with bin 0: segments in their order

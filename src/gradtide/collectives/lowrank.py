@@ -1,0 +1,235 @@
+"""Matrices travel as two thin factors; what these do not span is left behind.
+
+[Note: projection] With an orthonormal basis B, equal on all ranks, a rank sends its
+coefficients C_r = W_r^T B of a matrix W_r and keeps W_r - B C_r^T, all that B does not
+span. The mean is B C^T with C the mean of the C_r: the conservation law holds up to
+rounding, and what stays behind is never longer than what was there. (The papers keep
+W_r - B C^T, which has the same sum, and also what the ranks differ by within the span.)
+As B is orthonormal, coefficients have the norm of the matrix that they stand for: what
+is done at the `Cut` with a norm or a factor is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtide.bucket import Payload, count
+from gradtide.collectives._entries import Steps
+from gradtide.collectives.dense import Dense
+from gradtide.ops import AllReduce, Flow, Group
+
+SEED = 20190  # of the first factors, so that they are equal on all ranks
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """One power iteration a step, from the last step's factor (Vogels, Karimireddy and
+    Jaggi, NeurIPS 2019, arXiv:1905.13727).
+
+    Every tensor of two or more dimensions is a matrix of its first dimension by the
+    others; it travels in `rank` (rows + columns) elements, if these are fewer than its
+    own. All else travels densely, with the second factor. An all-reduce of the first
+    factors, then a reduce-scatter and an all-gather: four rounds of P - 1 messages,
+    2 (P - 1) / P elements a rank for each that travels. Leaves behind what the basis
+    does not span; see [Note: projection].
+
+    If anything is not finite, the alarm is raised and the means of all matrices are
+    NaN; finite entries stay behind. A bucket without a matrix is sent by `Dense`.
+    """
+
+    rank: int = 4  # more: closer to the mean, and more bytes
+
+    def __post_init__(self) -> None:
+        _check("PowerSGD", self.rank)
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        places = matrices_of(load, self.rank)
+        if group.size == 1 or not places:
+            return (yield from Dense().reduce(load, group))
+        matrices = [place.of(load.flat) for place in places]
+        right = _recall(load, "right", [m.shape[1] for m in matrices], self.rank)
+        sketch = _flat(m @ q for m, q in zip(matrices, right, strict=True))
+        load.check(sketch)
+        yield AllReduce(sketch)
+        rows = [(m.shape[0], self.rank) for m in matrices]
+        left = orthonormal(_split(sketch, rows))
+        mean: Tensor
+        mean, right = yield from _project(load, places, left, False, group)
+        _remember(load, "right", right)
+        return mean
+
+
+@dataclass(frozen=True)
+class ACPSGD:
+    """The two factors travel in alternate steps, each projected on the other of the
+    step before (ACP-SGD, ICDCS 2023).
+
+    Half the factors' bytes and half the rounds of `PowerSGD`, for a basis that is a
+    step older: one reduce-scatter and one all-gather. Everything else is as there.
+    """
+
+    rank: int = 4  # more: closer to the mean, and more bytes
+
+    def __post_init__(self) -> None:
+        _check("ACPSGD", self.rank)
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        places = matrices_of(load, self.rank)
+        if group.size == 1 or not places:
+            return (yield from Dense().reduce(load, group))
+        turned = count(load.state) % 2 == 0
+        known, sought = ("right", "left") if turned else ("left", "right")
+        lengths = [p.columns if turned else p.rows for p in places]
+        basis = orthonormal(_recall(load, known, lengths, self.rank))
+        mean: Tensor
+        mean, factors = yield from _project(load, places, basis, turned, group)
+        _remember(load, sought, factors)
+        return mean
+
+
+class Place(NamedTuple):
+    """A matrix within a bucket."""
+
+    begin: int
+    rows: int
+    columns: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.rows * self.columns
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The matrix, as a view of a tensor like the bucket's."""
+        return flat[self.begin : self.end].view(self.rows, self.columns)
+
+
+def matrices_of(load: Payload, rank: int) -> list[Place]:
+    """The parts that take fewer elements as factors of `rank`, in memory order.
+
+    Columns are in memory order, too, which in channels-last tensors is another one.
+    """
+    origin, places = int(load.flat.storage_offset()), []
+    for part in load.parts:
+        if part.dim() >= 2 and part.numel():
+            rows, columns = part.shape[0], prod(part.shape[1:])
+            if rank * (rows + columns) < rows * columns:
+                begin = int(part.storage_offset()) - origin
+                places.append(Place(begin, rows, columns))
+    return sorted(places)
+
+
+def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormal bases (each of its factor's shape) of the columns of every factor.
+
+    The same input gives the same bits. Householder's QR, batched over equal shapes: a
+    basis is complete even where columns are zero or dependent. Factors that are not
+    finite are returned as NaN.
+    """
+    bases = [torch.empty(0)] * len(factors)
+    for shape in sorted({tuple(f.shape) for f in factors}):
+        alike = [i for i, f in enumerate(factors) if tuple(f.shape) == shape]
+        stack = torch.stack([factors[i] for i in alike])
+        wide = stack.to(torch.promote_types(stack.dtype, torch.float32))
+        scale = wide.abs().amax((1, 2), keepdim=True)
+        finite = scale.isfinite()
+        safe = torch.where(finite, wide, 0) / torch.where(scale > 0, scale, 1)
+        basis = torch.linalg.qr(safe.nan_to_num_(0.0))[0]
+        basis = torch.where(finite, basis, torch.nan).to(stack.dtype)
+        for i, one in zip(alike, basis, strict=True):
+            bases[i] = one
+    return bases
+
+
+def _project(
+    load: Payload,
+    places: Sequence[Place],
+    bases: Sequence[Tensor],
+    turned: bool,
+    group: Group,
+) -> Steps:
+    """The mean (1-D, like `flat`) of what `bases` span, and the mean coefficients.
+
+    Bases are of columns, or of rows if `turned`. What lies in no matrix is sent as it
+    is, in the same message. See [Note: projection].
+    """
+
+    def oriented(flat: Tensor) -> list[Tensor]:
+        views = [place.of(flat) for place in places]
+        return [view.T for view in views] if turned else views
+
+    own = oriented(load.flat)
+    rest = _rest(places, len(load.flat))
+    coefficients = [w.T @ b for w, b in zip(own, bases, strict=True)]
+    shapes = [tuple(c.shape) for c in coefficients]
+    message = _flat([*coefficients, *(load.flat[r] for r in rest)])
+    load.check(message)
+    load.taken += len(message)
+    for r in rest:
+        load.flat[r] = 0
+    if bool(_flat(coefficients).isfinite().all()):
+        for w, b, c in zip(own, bases, coefficients, strict=True):
+            w.addmm_(b, c.T, alpha=-1)
+    else:
+        load.flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    length = len(message)
+    padded = torch.nn.functional.pad(message, (0, -length % group.size))
+    told = yield from Dense().reduce(Payload(padded, [padded]), group)
+    factors = sum(map(prod, shapes))
+    means = _split(told[:factors], shapes)
+    mean = load.mean_memory()
+    for w, b, c in zip(oriented(mean), bases, means, strict=True):
+        torch.mm(b, c.T, out=w)
+    sizes = [r.stop - r.start for r in rest]
+    for r, values in zip(rest, torch.split(told[factors:length], sizes), strict=True):
+        mean[r] = values
+    return mean, means
+
+
+def _rest(places: Sequence[Place], n: int) -> list[slice]:
+    """The gaps between the matrices."""
+    edges = [0, *chain.from_iterable((p.begin, p.end) for p in places), n]
+    pairs = list(pairwise(edges))[::2]
+    return [slice(begin, end) for begin, end in pairs if end > begin]
+
+
+def _recall(
+    load: Payload, name: str, lengths: Sequence[int], rank: int
+) -> list[Tensor]:
+    """The factors of the last step; at first random ones, equal on all ranks."""
+    known = load.state.get(name)
+    shapes = [(length, rank) for length in lengths]
+    if known is None or len(known) != sum(map(prod, shapes)):
+        draws = []
+        for i, shape in enumerate(shapes):
+            rng = torch.Generator().manual_seed(SEED + i)
+            draws.append(torch.randn(shape, generator=rng))
+        known = _flat(draws).to(load.flat)
+    return _split(known, shapes)
+
+
+def _remember(load: Payload, name: str, factors: Sequence[Tensor]) -> None:
+    """Keep factors for the next step, unless there is something wrong with them."""
+    flat = _flat(factors)
+    if bool(flat.isfinite().all()):
+        load.state[name] = flat
+
+
+def _flat(tensors: Any) -> Tensor:
+    return torch.cat([t.flatten() for t in tensors])
+
+
+def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    pieces = torch.split(flat, [prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _check(name: str, rank: int) -> None:
+    if rank < 1:
+        raise ValueError(f"{name}(rank={rank}): a rank is at least 1")
