@@ -178,12 +178,12 @@ def test_recovers_from_a_step_that_was_not_finite(select) -> None:
 @selectors
 def test_same_input_and_state_give_the_same(select) -> None:
     rng, state = torch.Generator().manual_seed(0), {}
-    rows = [torch.randn(20_000, generator=rng) * (i + 1) for i in range(12)]
+    rows = [torch.randn(20_000, generator=rng) * 100 ** (i // 8) for i in range(12)]
     for x in rows[:6]:
-        select(x, 200, state)
+        select(x, 2000, state)
     copied, before = copy.deepcopy(state), torch.get_rng_state()
     for x in rows[6:]:
-        assert torch.equal(select(x, 200, state), select(x, 200, copied))
+        assert torch.equal(select(x, 2000, state), select(x, 2000, copied))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -207,6 +207,19 @@ def test_within_looks_at_a_part_only(select) -> None:
     assert int(where[-1]) < 6000
     assert torch.equal(where - 3000, select(x[3000:6000], 30, {}))
     assert len(within(select, x, slice(5, 5), 30, state)) == 0
+
+
+@pytest.mark.parametrize("rate", [-0.01, 0.01])
+def test_does_not_lag_behind_a_trend(rate) -> None:
+    found = densities(
+        Threshold(),
+        "normal",
+        50_000,
+        5000,
+        feedback=False,
+        scale=lambda step: math.exp(rate * step),
+    )
+    assert mean(found[20:]) == pytest.approx(1, abs=0.01)
 
 
 def test_one_pass_is_the_rule(monkeypatch) -> None:

@@ -63,6 +63,6 @@ def _mean(x: Tensor, wide: torch.dtype) -> float:
     # part by part in cache is four times as fast as the norm
     parts = torch.split(x, CHUNK)
     if len(parts) > MANY:
-        parts = [part[: CHUNK // 4] for part in parts]
+        parts = tuple(part[: CHUNK // 4] for part in parts)
     total = sum(float(part.abs().sum(dtype=wide)) for part in parts)
     return total / sum(map(len, parts))

@@ -87,8 +87,8 @@ def _compact() -> Callable[[Any, Any, Any], int] | None:
         from gradtide.select.fast import compact
     except ImportError:
         warnings.warn(
-            "numba is not installed: entries are selected by numpy, which takes about "
-            'twice as long. pip install "gradtide[fast]"',
+            "numba is not installed: entries are selected by numpy, which takes three "
+            'to four times as long. pip install "gradtide[fast]"',
             stacklevel=2,
         )
         return None
