@@ -3,6 +3,7 @@
 PYTHON ?= python3
 DEMO_STEPS ?= 20# timed steps of each scheme; more: steadier medians, a longer demo
 DEMO_OUT ?= out/demo
+EXTRAS ?= lab,fast,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
 ARGS ?=# for pytest: make test ARGS='-k law'
 
 VENV := .venv
@@ -75,5 +76,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing torch into $(VENV) (large: once, and some minutes)"
 	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "Installing gradtide and its tools"
-	@$(PIP) install -c constraints.txt -e '.[lab,dev]'
+	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@

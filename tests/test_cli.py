@@ -36,7 +36,7 @@ def test_version() -> None:
 
 def test_help_names_every_command() -> None:
     shown = call("--help").output
-    assert all(command in shown for command in ("schemes", "lab", "compare"))
+    assert all(command in shown for command in ("schemes", "lab", "compare", "profile"))
 
 
 def test_schemes_lists_recipes_as_calls_and_the_baselines() -> None:

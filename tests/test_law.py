@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,6 +19,8 @@ SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 @pytest.mark.parametrize("make", COLLECTIVES, ids=lambda c: c.__name__)
 def test_law(make: type[Collective], size: int) -> None:
     check_law(make(), size)
+    if hasattr(make, "density"):  # enough entries for none to be sent densely
+        check_law(replace(make(), density=0.05), size, numel=400 * size, steps=10)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("size", SIZES)

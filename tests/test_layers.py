@@ -16,10 +16,12 @@ LAYERS = (
     {"testing", "transport"},
     {"engine", "layout", "agree", "admit", "scheme"},
     {"owners", "placement"},
+    {"alarm", "state"},
     {"updates"},
     {"backward"},
     {"replicate"},
     {"lab", "integrations"},
+    {"profile"},
     {"cli", "__init__", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

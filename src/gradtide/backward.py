@@ -90,7 +90,9 @@ class Backward:
         home = self.placement.buckets[self._cursor]
         self.updates.before_launch(home)
         home.take_in()
-        home.bucket.hold = self.updates.deferring
+        # What leaves last is read first: its second half has nothing to hide behind.
+        last = self._cursor == len(self.placement.buckets) - 1
+        home.bucket.hold = self.updates.deferring and not last
         self.engine.launch(home.bucket)
         self._cursor += 1
 

@@ -1,4 +1,4 @@
-"""The command line: `gradtide schemes | lab | compare`.
+"""The command line: `gradtide schemes | lab | compare | profile`.
 
 Knows options and exit codes. What a command does is imported when it runs.
 """
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from gradtide.lab.cli import app as lab
+from gradtide.profile.cli import app as profile
 
 app = typer.Typer(
     help="Data-parallel PyTorch training over networks that cannot keep up.",
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(lab, name="lab")
+app.add_typer(profile, name="profile")
 
 
 def _version(wanted: bool) -> None:

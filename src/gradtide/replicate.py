@@ -8,7 +8,7 @@ the public side and all hooks; what they set off is in `backward` and `updates`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from gradtide import state
 from gradtide.admit import admit
 from gradtide.agree import Signature, agree, describe
 from gradtide.backward import Backward
@@ -25,6 +26,7 @@ from gradtide.ops import Broadcast
 from gradtide.owners import clip
 from gradtide.placement import Placement
 from gradtide.scheme import Scheme, check, parse
+from gradtide.state import StateDict
 from gradtide.transport import ProcessGroup, Transport, connect
 from gradtide.updates import Updates
 
@@ -135,6 +137,36 @@ class Replica:
         """Apply what `step()` has deferred. Local: no rank waits for another's call."""
         self._updates.flush()
 
+    def state_dict(self, *, world_size: int | None = None) -> StateDict:
+        """What this rank needs to go on as if the run had not been stopped. Local.
+
+        Save it beside the model's and the optimizer's, on every rank: it holds the
+        rank's undelivered remainders by parameter name, under a key of the rank's own,
+        the algorithms' memory, and the order of the buckets. Also right for
+        torch.distributed.checkpoint. To read a checkpoint of another `world_size` with
+        that, load into what this returns for it. Raises RuntimeError between backward
+        and step under a deferred schedule.
+        """
+        self.flush()
+        if self._updates.held:
+            raise RuntimeError(
+                "state_dict() between backward and step, while means are on their way: "
+                "call it after optimizer.step()"
+            )
+        group = self.engine.transport.group
+        size = group.size if world_size is None else world_size
+        return state.blank(self._placement, self.scheme, group, size)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict()` returned; call on every rank, before training.
+
+        `saved` is this rank's own state, or with another number of ranks one dictionary
+        with the states of all: their remainders are shared out, so that the sum is
+        kept. Raises ValueError for a state that does not fit, before anything changes.
+        """
+        self.flush()
+        state.load(self._placement, self.scheme, self.engine.transport.group, saved)
+
     def remove(self) -> None:
         """Apply what is deferred and detach: module and optimizer are as before."""
         self.gather_gradients()
@@ -155,9 +187,11 @@ class Replica:
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         keep(self.model.register_forward_pre_hook(lambda *_: self._before_forward()))
         keep(self.model.register_forward_hook(lambda *a: self._after_forward(a[-1])))
-        if not self._in_forward:
-            return
         updates = self._updates
+        if not self._in_forward:
+            refuse = updates.alarm.refuse
+            keep(self.optimizer.register_step_pre_hook(lambda *_: refuse()))
+            return
 
         def flush(*_: Any) -> None:
             updates.flush()

@@ -13,9 +13,25 @@ from importlib import import_module
 from typing import Any, cast
 
 from gradtide.bucket import Collective
-from gradtide.collectives import COLLECTIVES, Dense
+from gradtide.collectives import (
+    COLLECTIVES,
+    PARTITIONS,
+    WRAPPERS,
+    Agreed,
+    ByNorm,
+    Dense,
+    Dynamic,
+    Even,
+    GTopK,
+    Leader,
+    OkTopk,
+    TopK,
+    TopKA2A,
+    TopkDSA,
+)
 from gradtide.fusion import BySize, Fusion, PerTensor
 from gradtide.schedule import DEAR, SEQUENTIAL, WFBP, Schedule
+from gradtide.select import SELECTORS
 
 
 @dataclass(frozen=True)
@@ -29,15 +45,35 @@ class Scheme:
 
 _WIRED = {"": Dense(), "-bf16": Dense("bf16"), "-fp16": Dense("fp16")}
 _SCHEDULES = {"sequential": SEQUENTIAL, "wfbp": WFBP, "dear": DEAR}
+_SPARSE: dict[str, Collective] = {
+    "topk": TopK(),
+    "gtopk": GTopK(),
+    "topka2a": TopKA2A(),
+    "topkdsa": TopkDSA(),
+    "oktopk": OkTopk(),
+    "micro": Agreed(partition=Even()),
+    "exdyna": Agreed(partition=Dynamic()),
+    "deft": Agreed(partition=ByNorm()),
+    "leader": Leader(),
+}
+# Few messages: sparse ones are so short that starting them is what takes time.
+_LARGE = BySize(25.0, ends=25.0, pieces=1)
 
 RECIPES: dict[str, Scheme] = {
-    f"{name}{suffix}": Scheme(collective, schedule=schedule)
-    for suffix, collective in _WIRED.items()
-    for name, schedule in _SCHEDULES.items()
+    **{
+        f"{name}{suffix}": Scheme(collective, schedule=schedule)
+        for suffix, collective in _WIRED.items()
+        for name, schedule in _SCHEDULES.items()
+    },
+    **{
+        f"{name}{suffix}": Scheme(collective, _LARGE, schedule)
+        for name, collective in _SPARSE.items()
+        for suffix, schedule in (("", WFBP), ("-dear", DEAR))
+    },
 }
 
 NAMES: dict[str, Any] = {
-    **{cls.__name__: cls for cls in COLLECTIVES},
+    **{cls.__name__: cls for cls in (*COLLECTIVES, *WRAPPERS, *PARTITIONS, *SELECTORS)},
     **{cls.__name__: cls for cls in (Scheme, Schedule, BySize, PerTensor)},
     **{name.upper(): schedule for name, schedule in _SCHEDULES.items()},
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradtide.alarm import Alarm
 from gradtide.deferred import DeferredStep
 from gradtide.engine import Engine
 from gradtide.layout import GradientBucket, Slot
@@ -33,6 +34,7 @@ class Updates:
         self.due: set[GradientBucket] = set()  # between step() and the update
         self._step: DeferredStep | None = None
         self._used: Callable[[], Any] | None = None
+        self.alarm = Alarm(placement, engine.transport)
         self._in_forward = in_forward
         # In a list: a tensor's hash is slow for what runs once a parameter and step.
         self._promises: list[tuple[Slot, nn.Parameter, Promise]] = []
@@ -53,8 +55,12 @@ class Updates:
 
     def ask_used(self, arrived: Sequence[bool]) -> None:
         """Have all ranks told which parameters got a gradient on some rank."""
-        flags = torch.tensor(arrived, dtype=torch.int32)
-        self._used = self.engine.ask("used", AllReduce(flags))
+
+        def flags() -> AllReduce:
+            numbers = [*arrived, *self.alarm.ring()]
+            return AllReduce(torch.tensor(numbers, dtype=torch.int32))
+
+        self._used = self.engine.ask("used", flags)
 
     def hold(self) -> None:
         """Keep all buckets at their cut, with promises in the place of gradients."""
@@ -74,6 +80,7 @@ class Updates:
         for home in homes:
             self.engine.finish(home.bucket)
         self._learn_used()
+        self.alarm.forget()
         for home in homes:
             home.expose()
 
@@ -102,10 +109,10 @@ class Updates:
                     )
                 p.grad = None
         for home in self.held:
-            self.engine.drop(home.bucket)
-            home.clean = True
+            home.clean = self.engine.drop(home.bucket)
         self.held = []
         self._learn_used()
+        self.alarm.forget()
 
     # - After step() -------------------------------------------------------------------
 
@@ -114,6 +121,7 @@ class Updates:
         """Note what step() would do now, and let the second halves go."""
         self.flush()
         if not self.held:
+            self.alarm.refuse()
             return
         self._step = DeferredStep(optimizer)
         for slot, p, promise in self._promises:
@@ -163,9 +171,12 @@ class Updates:
         self.due.remove(home)
         self.engine.finish(home.bucket)
         self._learn_used()
+        if self.alarm.ranks:
+            for other in self.due:  # to name the parameter
+                self.engine.finish(other.bucket)
+            self.alarm.refuse()
         start = time.perf_counter()
-        pairs = zip(home.slots, home.gradients(), strict=True)
-        updates = [(s.param, mean) for s, mean in pairs if s.wanted and s.used]
+        updates = [(s.param, mean) for s, mean in home.delivered() if s.wanted]
         device = home.bucket.load.flat.device.type
         # As at step(): outside the forward's inference mode and autocast.
         with (
@@ -196,9 +207,13 @@ class Updates:
         if self._used is not None:
             counts = self._used().tolist()
             self._used = None
-            slots = (slot for home in self.placement.buckets for slot in home.slots)
-            for slot, count in zip(slots, counts, strict=True):
+            slots = [slot for home in self.placement.buckets for slot in home.slots]
+            for slot, count in zip(slots, counts, strict=False):
                 slot.used = count > 0
+            self.alarm.hear(counts[len(slots) :])
 
     def _unscale(self, asked: Promise, found_inf: Tensor, inv_scale: Tensor) -> None:
         unscale(self.engine, self.held, asked, found_inf, inv_scale)
+        self._learn_used()
+        if self.alarm.ranks:
+            found_inf.fill_(1.0)

@@ -1,0 +1,96 @@
+"""Gradients that are not numbers, where not everything travels.
+
+What is selected may be infinite or NaN and is averaged like all else, so a GradScaler
+finds it in `.grad` on every rank and skips the step. But what is selected is not all
+that there is, and what stays behind would poison later steps: so every rank tells the
+others, all of them forget alike, and a step that is taken nevertheless is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from gradtide.collectives import Dense
+from gradtide.layout import GradientBucket
+from gradtide.placement import Placement
+from gradtide.transport import Transport
+
+
+class Alarm:
+    """Which ranks met a gradient that was not finite in the last backward."""
+
+    def __init__(self, placement: Placement, transport: Transport) -> None:
+        self.ranks: list[int] = []
+        self._placement, self._transport = placement, transport
+        self._culprit: str | None = None  # a parameter, as far as this rank knows
+
+    def ring(self) -> list[int]:
+        """A flag for every rank, to be summed; none where everything travels."""
+        alarms = [home.bucket.load.alarm for home in self._sparse()]
+        if not alarms:
+            return []
+        rank, size = self._transport.group
+        flags = [0] * size
+        flags[rank] = int(any(math.isnan(float(alarm)) for alarm in alarms))
+        return flags
+
+    def hear(self, flags: list[int]) -> None:
+        """Take the sum of all ranks' flags."""
+        self.ranks = [rank for rank, flag in enumerate(flags) if flag]
+        self._culprit = None
+
+    def forget(self) -> None:
+        """After an alarm drop what is not finite, and what was learned from it.
+
+        Nothing may be in flight. The means stay; if all that travelled was finite, the
+        first of them is marked, so that a GradScaler finds it.
+        """
+        if not self.ranks:
+            return
+        means = [home.mean for home in self._sparse() if home.mean is not None]
+        self._culprit = self._search()
+        if all(_finite(mean) for mean in means):
+            for mean in means[:1]:
+                mean[0] = math.nan
+        for home in self._sparse():
+            load = home.bucket.load
+            load.alarm = 0.0
+            load.state.clear()
+            if not home.clean:
+                load.flat.nan_to_num_(0.0, 0.0, 0.0)
+
+    def refuse(self) -> None:
+        """Raise RuntimeError, on every rank, if a step would destroy the model.
+
+        Nothing may be in flight.
+        """
+        if not self.ranks:
+            return
+        found = self._transport.gather_objects(self._culprit or self._search())
+        name = next((found[r] for r in self.ranks if found[r]), "a parameter")
+        raise RuntimeError(
+            f"the gradient of {name} is infinite or NaN on rank "
+            f"{', '.join(map(str, self.ranks))}: lower the learning rate, clip, or "
+            "train with torch.amp.GradScaler, which skips such steps"
+        )
+
+    def _sparse(self) -> Iterator[GradientBucket]:
+        for home in self._placement.buckets:
+            if not isinstance(home.bucket.collective, Dense):
+                yield home
+
+    def _search(self) -> str | None:
+        """The parameter, in what was delivered or in what this rank has left."""
+        for home in self._sparse():
+            for slot, left in zip(home.slots, home.views, strict=True):
+                mean = None if home.mean is None else slot.of(home.mean)
+                if not (_finite(left) and (mean is None or _finite(mean))):
+                    return slot.name
+        return None
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())
