@@ -58,9 +58,14 @@ class Alarm:
         for home in self._sparse():
             load = home.bucket.load
             load.alarm = 0.0
-            load.state.clear()
             if not home.clean:
                 load.flat.nan_to_num_(0.0, 0.0, 0.0)
+            # What ranks have in common is damaged on all of them, or on none.
+            for key, value in list(load.state.items()):
+                if len(value.shape) and len(value) == len(load.flat):
+                    value.nan_to_num_(0.0, 0.0, 0.0)
+                elif not _finite(value):
+                    del load.state[key]
 
     def refuse(self) -> None:
         """Raise RuntimeError, on every rank, if a step would destroy the model.

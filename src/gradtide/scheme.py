@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from gradtide.bucket import Collective
 from gradtide.collectives import (
+    ACPSGD,
     COLLECTIVES,
     PARTITIONS,
     WRAPPERS,
@@ -25,6 +26,7 @@ from gradtide.collectives import (
     GTopK,
     Leader,
     OkTopk,
+    PowerSGD,
     TopK,
     TopKA2A,
     TopkDSA,
@@ -55,6 +57,8 @@ _SPARSE: dict[str, Collective] = {
     "exdyna": Agreed(partition=Dynamic()),
     "deft": Agreed(partition=ByNorm()),
     "leader": Leader(),
+    "powersgd": PowerSGD(),
+    "acpsgd": ACPSGD(),
 }
 # Few messages: sparse ones are so short that starting them is what takes time.
 _LARGE = BySize(25.0, ends=25.0, pieces=1)

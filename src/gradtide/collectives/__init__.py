@@ -5,6 +5,8 @@ from gradtide.collectives.corrected import Corrected as Corrected
 from gradtide.collectives.dense import Dense as Dense
 from gradtide.collectives.gtopk import GTopK as GTopK
 from gradtide.collectives.leader import Leader as Leader
+from gradtide.collectives.lowrank import ACPSGD as ACPSGD
+from gradtide.collectives.lowrank import PowerSGD as PowerSGD
 from gradtide.collectives.oktopk import OkTopk as OkTopk
 from gradtide.collectives.partitions import ByNorm as ByNorm
 from gradtide.collectives.partitions import Dynamic as Dynamic
@@ -14,6 +16,17 @@ from gradtide.collectives.topka2a import TopKA2A as TopKA2A
 from gradtide.collectives.topkdsa import TopkDSA as TopkDSA
 from gradtide.collectives.warmup import Warmup as Warmup
 
-COLLECTIVES = (Dense, TopK, GTopK, TopKA2A, TopkDSA, OkTopk, Agreed, Leader)
+COLLECTIVES = (
+    Dense,
+    TopK,
+    GTopK,
+    TopKA2A,
+    TopkDSA,
+    OkTopk,
+    Agreed,
+    Leader,
+    PowerSGD,
+    ACPSGD,
+)
 WRAPPERS = (Warmup, Corrected)
 PARTITIONS = (Even, Dynamic, ByNorm)

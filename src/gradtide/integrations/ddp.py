@@ -1,7 +1,9 @@
 """gradtide's averaging behind DistributedDataParallel's communication hook.
 
 For those who keep DDP: its buckets, its `no_sync` and its `join`. What a hook cannot
-have is a second half in the next forward, because backward waits for every hook.
+have is a second half in the next forward, because backward waits for every hook. The
+numbers are `replicate`'s for the same buckets, and the same bits where a collective
+does not look at the order of the tensors in them, which DDP chooses otherwise.
 
 This module does without the future import: DDP compares the hook's annotations with
 classes, not with strings.

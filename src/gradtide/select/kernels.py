@@ -36,6 +36,12 @@ def above(x: Tensor, threshold: float, limit: int) -> Tensor:
     them, and then the rest of `x` need not be looked at. A negative threshold finds
     everything. One pass over memory, and nothing as long as `x` is allocated.
     """
+    if x.device.type == "cuda":
+        # Here: it takes long to import, and imports this module.
+        from gradtide.select import triton_kernels
+
+        if triton_kernels.AVAILABLE:
+            return triton_kernels.above(x, threshold, limit)
     if x.device.type != "cpu" or x.numel() >= 1 << 31:
         return _nonzero(x, threshold)[:limit].to(index_dtype(x.numel()))
     if x.dtype in BITS:
