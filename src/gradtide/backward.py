@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradtide.engine import Engine
-from gradtide.layout import GradientBucket, Slot
+from gradtide.layout import LARGE, GradientBucket, Slot
 from gradtide.placement import Placement
 from gradtide.updates import Updates
 
@@ -50,6 +50,7 @@ class Backward:
         Hot path: models have hundreds of parameters, and Python is on backward's way.
         """
         placement, cell = self.placement, self.placement.homes[p]
+        updates, large = self.updates, p.numel() >= LARGE
 
         def take(_: nn.Parameter) -> None:
             if self.quiet:
@@ -62,6 +63,8 @@ class Backward:
                 return
             slot.arrived = True
             home.missing -= 1
+            if large and home not in updates.due:
+                home.take(slot)
             if placement.recorded is not None:
                 placement.recorded.append(slot.name)
             if not home.missing and self._eager:
@@ -84,6 +87,8 @@ class Backward:
                 "bucket had left: use checkpoint(..., use_reentrant=False), or a "
                 "scheme with schedule=SEQUENTIAL"
             )
+        if slot.taken:
+            home.take(slot)
 
     def _launch(self) -> None:
         """Send the next bucket in plan order."""

@@ -20,6 +20,7 @@ from gradtide.fusion import Fusion, Trace
 
 Named: TypeAlias = tuple[str, nn.Parameter]
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+LARGE = 1 << 16  # elements: from here on a copy takes longer than a call from Python
 
 
 @dataclass(eq=False)
@@ -31,6 +32,7 @@ class Slot:
     position: int  # in the order in which gradients get ready
     begin: int
     arrived: bool = False  # its gradient, in this backward
+    taken: bool = False  # in already: not left to the bucket's take_in()
     used: bool = True  # by some rank, in the last exchange
     wanted: bool = False  # its gradient was still there at the deferred step
 
@@ -62,12 +64,30 @@ class GradientBucket:
         """Expect every gradient anew."""
         self.missing = len(self.slots)
         for slot in self.slots:
-            slot.arrived = False
+            slot.arrived = slot.taken = False
+
+    @torch.no_grad()
+    def take(self, slot: Slot) -> None:
+        """Add a gradient that has just arrived to the flat buffer, and drop `.grad`.
+
+        It is in the processor's cache still, and the next one gets the same memory: to
+        wait for the bucket to be full costs another pass over memory, and fresh pages.
+        """
+        grad, view = slot.param.grad, slot.of(self.bucket.load.flat)
+        if grad is None:
+            return
+        slot.param.grad = None
+        if grad.data_ptr() != view.data_ptr():
+            fresh = self.clean and not slot.taken
+            (view.copy_ if fresh else view.add_)(_dense(slot, grad))
+        slot.taken = True
 
     def take_in(self) -> None:
-        """Add the gradients that arrived to the flat buffer, and drop `.grad`."""
+        """`take` all that has arrived, many small ones at once."""
         views, grads = [], []
         for slot, view in zip(self.slots, self.views, strict=True):
+            if slot.taken:
+                continue
             grad = slot.param.grad
             if slot.arrived and grad is not None:
                 slot.param.grad = None
