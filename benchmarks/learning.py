@@ -22,7 +22,9 @@ import gradtide
 from gradtide.lab.record import machine, versions
 from gradtide.lab.workloads import build
 
-SCHEMES = "wfbp topka2a(0.02) oktopk(0.01) exdyna(0.01)"
+SCHEMES = (
+    "wfbp topka2a(0.02,warmup=160) oktopk(0.01,warmup=160) exdyna(0.01,warmup=160)"
+)
 
 
 def train(
@@ -83,7 +85,9 @@ def main() -> None:
             curve = train(args.workload, scheme, seed, args.steps, args.every)
             if dist.get_rank() == 0:
                 seconds = time.perf_counter() - begin
-                print(f"{scheme} seed {seed}: {curve[-1]} in {seconds:.0f} s", flush=True)
+                print(
+                    f"{scheme} seed {seed}: {curve[-1]} in {seconds:.0f} s", flush=True
+                )
                 record["runs"].append({"scheme": scheme, "seed": seed, "curve": curve})
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
     dist.destroy_process_group()

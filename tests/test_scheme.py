@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradtide.collectives import Dense
+from gradtide.collectives import Dense, OkTopk, PowerSGD, TopKA2A, Warmup
 from gradtide.fusion import BySize, PerTensor, Trace
 from gradtide.layout import lay_out
 from gradtide.schedule import DEAR, Schedule
@@ -30,11 +30,24 @@ def test_recipes_take_other_hyper_parameters() -> None:
     assert parse("dear-bf16(wire='fp16')") == parse("dear-fp16")
 
 
+def test_warmup_goes_down_to_the_recipes_density() -> None:
+    slow = parse("oktopk-dear(0.1, warmup=30)")
+    assert slow.collective == Warmup(OkTopk(0.1), 15, (1.0, 0.25))
+    assert slow.fusion == RECIPES["oktopk-dear"].fusion
+    assert parse("topka2a(warmup=40)").collective == Warmup(
+        TopKA2A(), 10, (1.0, 0.25, 0.1, 0.05)
+    )
+    assert parse("powersgd(warmup=5)").collective == Warmup(PowerSGD(), 5)
+    assert parse(repr(slow)) == slow
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("wfbp(1, 2)", "1 hyper-parameters"),
         ("dear-bf16(colour=1)", "colour"),
+        ("oktopk(warmup=3)", "number of steps, 4"),
+        ("oktopk(warmup=0.5)", "number of steps"),
         ("nonsense", "wfbp"),
         ("Dense(wire='int3')", "bf16"),
         ("Dense(colour=1)", "colour"),

@@ -30,6 +30,7 @@ from gradtide.collectives import (
     TopK,
     TopKA2A,
     TopkDSA,
+    Warmup,
 )
 from gradtide.fusion import BySize, Fusion, PerTensor
 from gradtide.schedule import DEAR, SEQUENTIAL, WFBP, Schedule
@@ -60,6 +61,9 @@ _SPARSE: dict[str, Collective] = {
     "powersgd": PowerSGD(),
     "acpsgd": ACPSGD(),
 }
+# Densities that `warmup` steps go through in equal shares, as far as they are above the
+# collective's own: dense first, when gradients change fastest.
+RAMP = (1.0, 0.25, 0.1, 0.05)
 # Few messages: sparse ones are so short that starting them is what takes time.
 _LARGE = BySize(25.0, ends=25.0, pieces=1)
 
@@ -88,8 +92,9 @@ def parse(text: str) -> Scheme:
 
     A call may use constants, the names in NAMES, and dotted paths to frozen dataclasses
     of the user's own. A bare collective stands for a scheme with default fusion and
-    schedule; a recipe may be called with hyper-parameters of its collective. Raises
-    ValueError naming what is wrong and what is known.
+    schedule; a recipe may be called with hyper-parameters of its collective, and with
+    `warmup`, a number of steps (RAMP). Raises ValueError naming what is wrong and what
+    is known.
     """
     if text in RECIPES:
         return RECIPES[text]
@@ -156,12 +161,26 @@ def _build(node: ast.expr) -> Any:
 
 
 def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
-    """The recipe with other hyper-parameters of its collective: oktopk(0.001)."""
+    """The recipe with other hyper-parameters of its collective: oktopk(0.001).
+
+    With `warmup=N` the first N steps go down to the collective's density by RAMP.
+    """
     names = [f.name for f in fields(cast(Any, recipe.collective))]
     if len(args) > len(names):
         raise TypeError(f"{recipe.collective!r} has {len(names)} hyper-parameters")
     changes = {**dict(zip(names, args, strict=False)), **named}
-    return replace(recipe, collective=replace(cast(Any, recipe.collective), **changes))
+    steps = changes.pop("warmup", 0)
+    collective = replace(cast(Any, recipe.collective), **changes)
+    if steps:
+        own = getattr(collective, "density", 1.0)
+        ramp = tuple(d for d in RAMP if d > own) or (1.0,)
+        if not isinstance(steps, int) or steps < len(ramp):
+            raise ValueError(
+                f"warmup={steps!r}: a number of steps, {len(ramp)} or more, for "
+                f"densities {ramp}"
+            )
+        collective = Warmup(collective, steps // len(ramp), ramp)
+    return replace(recipe, collective=collective)
 
 
 def _is_path(node: ast.Attribute) -> bool:
