@@ -23,14 +23,15 @@ from gradtide.ops import (
     part_sizes,
     payload_bytes,
 )
-from gradtide.transport import ring
+from gradtide.transport import ring, rotation
 from gradtide.transport.base import CommunicationError, Ticket
 from gradtide.transport.fault import Witness
 from gradtide.transport.lane import Lane
 from gradtide.transport.ring import Ring
 from gradtide.transport.rotation import Rotation
 
-SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which one hop beats a ring
+SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which all is sent to everybody
+HOP = 1 << 17  # bytes of a part up to which one hop beats a ring of P - 1
 ERRANDS, MESSAGES = 1 << 10, 1 << 20  # at one time, and per errand, between two ranks
 
 
@@ -98,20 +99,27 @@ class GlooTransport:
         if self._lane.error is None:
             dist.destroy_process_group(self._pg)
 
-    def _reduce_scatter(self, op: ReduceScatter) -> tuple[Tensor, Ring]:
+    def _reduce_scatter(self, op: ReduceScatter) -> tuple[Tensor, Ring | Rotation]:
         parts = torch.split(op.tensor, part_sizes(op, self.group))
+        if self._in_one_hop(parts):
+            own = parts[self.group.rank]
+            scratch = self._scratch(own, own.numel() * self.group.size)
+            return own, rotation.reduce_scatter(
+                parts, self.group, self._messages, scratch
+            )
         scratch = self._scratch(op.tensor, ring.scratch_numel(parts))
         begun = ring.reduce_scatter(parts, self.group, self._messages, scratch)
         return parts[self.group.rank], begun
 
-    def _all_gather(self, op: AllGather) -> tuple[Tensor, Ring]:
+    def _all_gather(self, op: AllGather) -> tuple[Tensor, Ring | Rotation]:
         sizes = part_sizes(op, self.group)
         out = op.into if op.into is not None else op.tensor.new_empty(sum(sizes))
         parts = torch.split(out, sizes)
         own = parts[self.group.rank]
         if own.data_ptr() != op.tensor.data_ptr():
             own.copy_(op.tensor.flatten())
-        begun = ring.all_gather(parts, self.group, self._messages)
+        way = rotation if self._in_one_hop(parts) else ring
+        begun = way.all_gather(parts, self.group, self._messages)
         if op.into is None and op.sizes is None:
             out = out.view(self.group.size, *op.tensor.shape)
         return out, begun
@@ -132,6 +140,11 @@ class GlooTransport:
         arriving = torch.split(out, list(op.recv))
         arriving[rank].copy_(leaving[rank])
         return out, Rotation(self.group, self._messages, leaving, arriving)
+
+    def _in_one_hop(self, parts: Sequence[Tensor]) -> bool:
+        """Whether waiting P - 1 times would take longer than the bytes do."""
+        most = max(part.numel() for part in parts) * parts[0].element_size()
+        return self.group.size <= FEW and most <= HOP
 
     def _is_small(self, x: Tensor) -> bool:
         return self.group.size <= FEW and x.numel() * x.element_size() <= SMALL

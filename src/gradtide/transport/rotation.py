@@ -1,4 +1,4 @@
-"""All-to-all from point-to-point messages, one sender at a time for each receiver.
+"""All in one hop: point-to-point messages, one sender at a time for each receiver.
 
 In round i every rank sends to the i-th rank after it, so every link carries one message
 in each direction. Were all sent at once, they would share links as TCP sees fit, and
@@ -33,18 +33,20 @@ class Rotation:
         messages: Messages,
         leaving: Sequence[Tensor],
         arriving: Sequence[Tensor],
+        after: Callable[[], object] | None = None,
     ) -> None:
         rank, size = group
-        before = [(rank - i) % size for i in range(1, size)]
-        after = [(rank + i) % size for i in range(1, size)]
+        self._after = after
+        sources = [(rank - i) % size for i in range(1, size)]
+        targets = [(rank + i) % size for i in range(1, size)]
         self._received = [
             messages.receive(arriving[peer], peer)
-            for peer in before
+            for peer in sources
             if arriving[peer].numel()
         ]
         self._sends = (
             messages.send(leaving[peer], peer)
-            for peer in after
+            for peer in targets
             if leaving[peer].numel()
         )
         self._sending = next(self._sends, None)
@@ -57,3 +59,28 @@ class Rotation:
         for work in self._received:
             drained()
             work.wait()
+        if self._after is not None:
+            self._after()
+
+
+def reduce_scatter(
+    parts: Sequence[Tensor], group: Group, messages: Messages, scratch: Tensor
+) -> Rotation:
+    """As `ring.reduce_scatter`, bit for bit; `scratch` is as long as all parts."""
+    rank, size = group
+    own = parts[rank]
+    arriving = scratch.view(size, own.numel()).unbind()
+
+    def add() -> None:
+        # From the rank after this one around to this one, as the ring does.
+        first, *others = (arriving[(rank + i) % size] for i in range(1, size))
+        for row in others:
+            first.add_(row)
+        own.add_(first)
+
+    return Rotation(group, messages, parts, arriving, add)
+
+
+def all_gather(parts: Sequence[Tensor], group: Group, messages: Messages) -> Rotation:
+    """As `ring.all_gather`."""
+    return Rotation(group, messages, [parts[group.rank]] * group.size, parts)
