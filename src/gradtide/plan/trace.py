@@ -1,0 +1,179 @@
+"""What a planner knows of a training step: sizes, orders and times, as data.
+
+Knows nothing of how they were measured (`watch`) nor of any network (`network`).
+
+[Note: Whose time] A step is cut at the moments that matter to an exchange: when a
+parameter is first read, and when its gradient is ready. A unit's `forward` is what is
+computed from the moment its parameter is read until the next unit's is read, so a
+forward that has to wait for a parameter waits first and then takes `forward`. Its
+`backward` is what is computed from the moment the gradient before it was ready until
+its own is. Of parameters that are read at once, the last has the time of their module;
+of gradients that get ready at once, the first. What lies between, the loss, belongs to
+no unit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gradtide.fusion import Trace
+
+FORMAT, VERSION = "gradtide step trace", 1
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A parameter that is exchanged; times in seconds, see [Note: Whose time]."""
+
+    name: str
+    numel: int
+    itemsize: int  # bytes of one element of its gradient
+    forward: float
+    backward: float
+    optimizer: float  # its share of one optimizer step
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A model's step without any exchange.
+
+    `units` are in the order in which their gradients get ready. `forward_order` holds
+    the indices into `units` in the order in which parameters are first read; without
+    it, that is the opposite order. All times are in seconds.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    optimizer: float  # of one whole optimizer step
+    loss: float = 0.0  # between the forward of the last unit and the first backward
+    forward_order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.units:
+            raise ValueError(
+                f"{self.name}: a trace without units: nothing is exchanged"
+            )
+        if not self.forward_order:
+            backwards = tuple(range(len(self.units)))[::-1]
+            object.__setattr__(self, "forward_order", backwards)
+        if sorted(self.forward_order) != list(range(len(self.units))):
+            raise ValueError(
+                f"{self.name}: forward_order has to hold every index into the "
+                f"{len(self.units)} units once: record the trace anew"
+            )
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the whole forward, but for the loss."""
+        return sum(unit.forward for unit in self.units)
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the whole backward, but for the loss."""
+        return sum(unit.backward for unit in self.units)
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a step on one rank that exchanges nothing."""
+        return self.forward + self.loss + self.backward + self.optimizer
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(unit.nbytes for unit in self.units)
+
+    def fusion(self) -> Trace:
+        """What a fusion is told."""
+        return Trace([unit.nbytes for unit in self.units])
+
+    def save(self, path: Path) -> None:
+        """Write JSON."""
+        head = {"format": FORMAT, "version": VERSION}
+        text = json.dumps({**head, **asdict(self)}, indent=1) + "\n"
+        path.write_text(text, encoding="utf-8")
+
+
+def load(path: Path) -> StepTrace:
+    """The trace that `save` wrote; `ValueError` says what is wrong with it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is no step trace: make one with `gradtide profile trace --out "
+            f"{path}`"
+        )
+    if found.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has version {found.get('version')} of the format, this gradtide "
+            f"reads {VERSION}: record it anew with `gradtide profile trace`"
+        )
+    names = {field.name for field in fields(StepTrace)}
+    _complete(found, names, str(path))
+    units = found["units"]
+    if not isinstance(units, list):
+        raise ValueError(f"{path}: units is no list: record the trace anew")
+    return StepTrace(
+        name=str(found["name"]),
+        units=tuple(_unit(unit, f"{path}, unit {i}") for i, unit in enumerate(units)),
+        optimizer=_number(found, "optimizer", str(path)),
+        loss=_number(found, "loss", str(path)),
+        forward_order=_order(found["forward_order"], str(path)),
+    )
+
+
+def _unit(found: Any, where: str) -> Unit:
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: expected an object, found {found!r}")
+    _complete(found, {field.name for field in fields(Unit)}, where)
+    times = ("forward", "backward", "optimizer")
+    return Unit(
+        str(found["name"]),
+        _count(found, "numel", where),
+        _count(found, "itemsize", where),
+        *(_number(found, name, where) for name in times),
+    )
+
+
+def _complete(found: Mapping[str, Any], names: set[str], where: str) -> None:
+    missing = sorted(names - found.keys())
+    if missing:
+        raise ValueError(f"{where}: no {' and no '.join(missing)}: record it anew")
+
+
+def _number(found: Mapping[str, Any], name: str, where: str) -> float:
+    value = found[name]
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value >= 0):
+        raise ValueError(f"{where}: {name} is {value!r}, expected seconds, 0 or more")
+    return float(value)
+
+
+def _count(found: Mapping[str, Any], name: str, where: str) -> int:
+    value = found[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{where}: {name} is {value!r}, expected a count, 1 or more")
+    return value
+
+
+def _order(found: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(found, list) or not all(type(i) is int for i in found):
+        raise ValueError(
+            f"{where}: forward_order is no list of indices: record it anew"
+        )
+    return tuple(found)
