@@ -1,0 +1,265 @@
+"""What a planner knows of a network and of a device: numbers, measured or imagined.
+
+Knows nothing of how they were measured, nor of what they are used for (`cost`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+FORMAT, VERSION = "gradtide network profile", 1
+ONE_HOP_BYTES, ONE_HOP_RANKS = 1 << 17, 32  # as gradtide.transport.gloo has them
+SMALL_BYTES = 1 << 14
+
+
+def _check(what: str, value: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value >= 0):
+        raise ValueError(f"{what} is {value!r}: expected seconds, 0 or more")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Seconds of a request of one kind over one link: alpha + beta * bytes a message.
+
+    `alpha` is seconds of the start of a message, `beta` seconds per byte. Both may come
+    from a fit; `residual` is then the root mean square of its relative errors.
+    """
+
+    alpha: float = 0.0
+    beta: float = 0.0
+    residual: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "residual"):
+            _check(f"Rate({name}=...)", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of link: how long each kind of request takes over it.
+
+    `ring`: the P - 1 messages in a row of a reduce-scatter or an all-gather. `direct`:
+    messages to everybody at once, one after the other on the wire. `swap`: a message
+    between two. `broadcast`: a round of a binomial tree.
+    """
+
+    ring: Rate
+    direct: Rate
+    swap: Rate
+    broadcast: Rate
+
+    @staticmethod
+    def of(alpha: float, beta: float) -> Link:
+        """A link that treats all kinds of requests alike."""
+        rate = Rate(alpha, beta)
+        return Link(rate, rate, rate, rate)
+
+    def stretched(self, factor: float) -> Link:
+        """The same link with `factor` times the seconds per byte."""
+        rates = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return Link(**{n: replace(r, beta=r.beta * factor) for n, r in rates})
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of work in the processor: `call` for each call, `each` per element."""
+
+    call: float = 0.0
+    each: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("Line(call=...)", self.call)
+        _check("Line(each=...)", self.each)
+
+    def __call__(self, elements: float, calls: int = 1) -> float:
+        return self.call * calls + self.each * elements
+
+
+@dataclass(frozen=True)
+class Device:
+    """What an exchange costs a rank's own processor. The default costs nothing.
+
+    `take_in`: a gradient moved to (or added in) its bucket. `select`: a selector's pass
+    over a bucket, by the selector's class name. `scatter`: an entry that arrives is
+    unpacked and added. `optimizer`: an element of an optimizer's step, for traces that
+    do not know. `request`: seconds to post any request.
+    """
+
+    take_in: Line = Line()
+    select: Mapping[str, Line] = field(default_factory=dict)
+    scatter: Line = Line()
+    optimizer: Line = Line()
+    request: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("Device(request=...)", self.request)
+
+    def selecting(self, selector: str) -> Line:
+        """The time of a selector; of one that was not measured, that of the slowest."""
+        if selector in self.select:
+            return self.select[selector]
+        return max(self.select.values(), key=lambda line: line.each, default=Line())
+
+
+# Two cores of a virtual machine (AMD EPYC), one thread, arrays beyond the caches:
+# benchmarks/records/selection_202611.json and collectives_8x1gbit_202611.json.
+TYPICAL = Device(
+    take_in=Line(5e-6, 1e-9),
+    select={
+        "Threshold": Line(5e-5, 3e-9),
+        "Bisect": Line(1e-4, 4.8e-9),
+        "Fitted": Line(5e-5, 5e-9),
+        "Exact": Line(5e-5, 6e-8),
+    },
+    scatter=Line(5e-5, 1e-8),
+    optimizer=Line(5e-6, 2e-9),
+    request=1e-4,
+)
+
+
+@dataclass(frozen=True)
+class Network:
+    """`hosts` with `ranks_per_host` ranks each, behind one network card a host.
+
+    `inter` is the link of a host, `intra` joins the ranks of one host (None: as fast
+    as memory, free). Ranks are numbered host by host. `rate` is the nominal rate of
+    `inter` in bits/s, if known. Parts of up to `one_hop_bytes` among up to
+    `one_hop_ranks` ranks travel directly instead of around a ring, and all-reduces of
+    up to `small_bytes`: gradtide's transport over Gloo (0 ranks: never).
+
+    `interference` is the factor by which compute slows while the lane is busy, and
+    `contention` that by which a request slows while another lane's is on the wire.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    inter: Link
+    intra: Link | None = None
+    device: Device = Device()
+    interference: float = 1.0
+    contention: float = 2.0
+    rate: float | None = None
+    one_hop_bytes: int = ONE_HOP_BYTES
+    one_hop_ranks: int = ONE_HOP_RANKS
+    small_bytes: int = SMALL_BYTES
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1 or self.ranks_per_host < 1:
+            raise ValueError(
+                f"{self.hosts} hosts x {self.ranks_per_host} ranks: both are 1 or more"
+            )
+        for name in ("interference", "contention"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 1):
+                raise ValueError(f"{name}={value!r}: a factor, 1 (none) or more")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.hosts * self.ranks_per_host
+
+    @staticmethod
+    def ideal(
+        hosts: int,
+        ranks_per_host: int,
+        bits_per_second: float,
+        *,
+        alpha: float = 5e-5,
+        device: Device = TYPICAL,
+    ) -> Network:
+        """A network at its nominal rate, with `alpha` seconds for each message.
+
+        Within a host a message takes a tenth of `alpha`, and its bytes no time.
+        """
+        if not (math.isfinite(bits_per_second) and bits_per_second > 0):
+            raise ValueError(f"{bits_per_second!r} bits/s: a rate is above 0")
+        return Network(
+            hosts,
+            ranks_per_host,
+            Link.of(alpha, 8 / bits_per_second),
+            Link.of(alpha / 10, 0.0),
+            device=device,
+            rate=bits_per_second,
+        )
+
+    def scaled(
+        self,
+        *,
+        hosts: int | None = None,
+        ranks_per_host: int | None = None,
+        rate: float | None = None,
+    ) -> Network:
+        """What if: more hosts, more ranks on each, or hosts' links of another rate.
+
+        `rate` is bits/s; seconds per byte change in proportion to the nominal rate, or
+        where that is not known so that rings run at `rate`.
+        """
+        inter = self.inter
+        if rate is not None:
+            if not (math.isfinite(rate) and rate > 0):
+                raise ValueError(f"{rate!r} bits/s: a rate is above 0")
+            if self.rate is None and inter.ring.beta == 0:
+                raise ValueError("this network's rings are free: no rate to scale")
+            factor = (self.rate or 8 / (inter.ring.beta or 1.0)) / rate
+            inter = inter.stretched(factor)
+        return replace(
+            self,
+            hosts=self.hosts if hosts is None else hosts,
+            ranks_per_host=(
+                self.ranks_per_host if ranks_per_host is None else ranks_per_host
+            ),
+            inter=inter,
+            rate=self.rate if rate is None else rate,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write JSON."""
+        head = {"format": FORMAT, "version": VERSION}
+        text = json.dumps({**head, **asdict(self)}, indent=1) + "\n"
+        path.write_text(text, encoding="utf-8")
+
+
+def load(path: Path) -> Network:
+    """The network that `Network.save` wrote; `ValueError` says what is wrong."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the network {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    remedy = f"make one with `gradtide profile network --out {path}`"
+    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is no network profile: {remedy}")
+    if (version := found.pop("version", None)) != VERSION:
+        raise ValueError(
+            f"{path} has version {version} of the format, this gradtide reads "
+            f"{VERSION}: measure anew with `gradtide profile network`"
+        )
+    try:
+        device = dict(found.pop("device"))
+        device["select"] = {
+            name: Line(**line) for name, line in device["select"].items()
+        }
+        for name in ("take_in", "scatter", "optimizer"):
+            device[name] = Line(**device[name])
+        intra = found.pop("intra")
+        return Network(
+            inter=_link(found.pop("inter")),
+            intra=None if intra is None else _link(intra),
+            device=Device(**device),
+            **found,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): {remedy}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _link(found: Mapping[str, Any]) -> Link:
+    return Link(**{kind: Rate(**rate) for kind, rate in found.items()})
