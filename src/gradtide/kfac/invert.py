@@ -1,0 +1,173 @@
+"""Damped inverses of factors, and gradients preconditioned with them.
+
+Two forms, of A [groups, a, a] and G [groups, g, g] and a gradient V [groups, g, a]:
+
+- "inverse", factored Tikhonov damping (Martens and Grosse, 2015, section 6.3):
+  (G + sqrt(damping) / pi I)^-1 V (A + pi sqrt(damping) I)^-1 with
+  pi = sqrt((tr A / a) / (tr G / g)). Symmetric: packs.
+- "eigen", exact damping of the Kronecker product (George et al., 2018; KAISA):
+  Q_G [(Q_G^T V Q_A) / (l_G l_A^T + damping)] Q_A^T.
+
+Nothing here waits for a device, but for the check of a factorisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradtide.kfac.layers import Layer
+
+TOGETHER = 256  # rows up to which matrices of equal size are factorised together
+ATTEMPTS = 4  # each with ten times the damping of the one before
+
+
+@dataclass(frozen=True)
+class Eigen:
+    """An eigendecomposition: values [groups, d], not negative, and vectors in columns."""
+
+    values: Tensor
+    vectors: Tensor  # [groups, d, d]
+
+
+class Preconditioner(Protocol):
+    """Both sides of a layer, ready to be applied to its gradient."""
+
+    def __call__(self, gradient: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Inverses:
+    """The form "inverse": damped inverses [groups, d, d] of A and G."""
+
+    a: Tensor
+    g: Tensor
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return self.g @ gradient @ self.a
+
+
+@dataclass(frozen=True)
+class Eigens:
+    """The form "eigen"."""
+
+    a: Eigen
+    g: Eigen
+    damping: float
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        inner = self.g.vectors.mT @ gradient @ self.a.vectors
+        inner /= self.g.values[:, :, None] * self.a.values[:, None, :] + self.damping
+        return self.g.vectors @ inner @ self.a.vectors.mT
+
+
+def dampings(
+    trace_a: Tensor, trace_g: Tensor, a_dim: int, g_dim: int, damping: float
+) -> tuple[Tensor, Tensor]:
+    """What to add to the diagonals of A and of G: (pi sqrt(damping), sqrt(damping) / pi).
+
+    Traces and results are [groups]. pi is 1 where a factor is all zeros.
+    """
+    ratio = (trace_a / a_dim) / (trace_g / g_dim)
+    usable = torch.isfinite(ratio) & (ratio > 0)
+    pi = torch.where(usable, ratio, torch.ones_like(ratio)).sqrt()
+    root = damping**0.5
+    return pi * root, root / pi
+
+
+def inverse(factor: Tensor, damping: Tensor, name: str) -> Tensor:
+    """(factor + damping I)^-1 of [groups, d, d] with damping [groups]; by Cholesky.
+
+    Where rounding has made the factor indefinite, more damping is tried. Raises
+    RuntimeError with `name` when that does not help. `factor` is not changed.
+    """
+    for attempt in range(ATTEMPTS):
+        damped = factor.clone()
+        damped.diagonal(dim1=-2, dim2=-1).add_((damping * 10.0**attempt)[:, None])
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if not info.any():
+            return torch.cholesky_inverse(lower)
+    raise RuntimeError(
+        f"{name} cannot be inverted, not even with {10 ** (ATTEMPTS - 1)} times the "
+        "damping: raise KFAC's damping, or lower the learning rate if the loss diverges"
+    )
+
+
+def inverse_many(
+    factors: Sequence[Tensor], dampings: Sequence[Tensor], names: Sequence[str]
+) -> list[Tensor]:
+    """`inverse` of each, the small ones of equal size together. Order is kept."""
+    alike: dict[tuple[int, torch.device], list[int]] = {}
+    results: dict[int, Tensor] = {}
+    for i, factor in enumerate(factors):
+        if factor.shape[-1] <= TOGETHER:
+            alike.setdefault((factor.shape[-1], factor.device), []).append(i)
+        else:
+            results[i] = inverse(factor, dampings[i], names[i])
+    for indices in alike.values():
+        stacked = torch.cat([factors[i] for i in indices])
+        damping = torch.cat([dampings[i] for i in indices])
+        label = ", ".join(names[i] for i in indices)
+        groups = [len(factors[i]) for i in indices]
+        pieces = inverse(stacked, damping, label).split(groups)
+        results.update(zip(indices, pieces, strict=True))
+    return [results[i] for i in range(len(factors))]
+
+
+def eigen(factor: Tensor, name: str) -> Eigen:
+    """The eigendecomposition of [groups, d, d]; values that rounding made negative are 0.
+
+    Raises RuntimeError with `name` when it does not converge.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError as error:
+        raise RuntimeError(
+            f"{name} has no eigendecomposition: use the form 'inverse', or lower the "
+            "learning rate if the loss diverges"
+        ) from error
+    return Eigen(values.clamp_(min=0), vectors)
+
+
+def precondition(
+    layer: Layer, weight: Tensor, bias: Tensor | None, with_: Preconditioner
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a layer and what it becomes, as fp32 [groups, g_dim, a_dim]."""
+    gradient = layer.matrix(weight, bias)
+    return gradient, with_(gradient)
+
+
+# - KL clipping ------------------------------------------------------------------------
+
+
+def kl_part(gradient: Tensor, preconditioned: Tensor, lr: float) -> Tensor:
+    """A layer's part of the sum for `kl_scale`: lr^2 <P, V>, a scalar; parts add up."""
+    return torch.dot(gradient.flatten(), preconditioned.flatten()) * lr**2
+
+
+def kl_scale(total: Tensor, kl_clip: float) -> Tensor:
+    """nu = min(1, sqrt(kl_clip / |total|)) (Martens and Grosse, 2015; Ba et al., 2017)."""
+    return (kl_clip / total.abs()).sqrt().clamp(max=1.0)
+
+
+def write_back(
+    layer: Layer,
+    preconditioned: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | float = 1.0,
+) -> None:
+    """Overwrite the gradients of the layer with `scale` times the preconditioned ones."""
+    for new, old in zip(layer.tensors(preconditioned), (weight, bias), strict=True):
+        if new is not None and old is not None:
+            old.copy_(new * scale)
+
+
+def total(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of `kl_part`s of this rank, a scalar; with none of them zero."""
+    found = list(parts)
+    return torch.stack(found).sum() if found else torch.zeros(())

@@ -1,0 +1,262 @@
+"""What K-FAC learns from one step: covariances of layers' inputs and output gradients.
+
+A = E[a a^T] and G = E[g g^T] (Martens and Grosse, 2015; for convolutions Grosse and
+Martens, 2016), where g is the gradient of one sample's loss:
+
+- The loss is a mean over N samples, so autograd's gradients are 1 / N of g. With all
+  rows r (samples, and positions of each) G = N * sum_r g_r g_r^T and
+  A = 1 / rows * sum_r a_r a_r^T: positions are treated as independent, and their
+  contributions to a sample's gradient add up.
+- Several forwards and backwards, of one layer or one step, are one larger batch: rows
+  and samples are added up. The loss has to be divided accordingly, as always.
+- A is taken in the forward and G in the backward, when they are in the cache; nothing
+  is kept of either but the sums.
+
+Knows nothing of other ranks, of running averages and of inverses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gradtide.kfac.gram import add_gram
+from gradtide.kfac.layers import KINDS, Kind, Layer
+
+
+class Ready(Protocol):
+    """Told of a factor as soon as it is complete.
+
+    `factor` is fp32 [groups, d, d], of which only the upper triangle counts; it is valid
+    during the call, and may be overwritten.
+    """
+
+    def __call__(self, layer: Layer, kind: Kind, factor: Tensor) -> None: ...
+
+
+def batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Samples that the loss is a mean over: rows of the first tensor given to the model."""
+    return _first(args, kwargs).shape[0]
+
+
+def tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of a loss that is a mean over the positions of all sequences (language models).
+
+    The first tensor given to the model is [batch, length] of integers, or of floats
+    [batch, length, features].
+    """
+    x = _first(args, kwargs)
+    return x.numel() // x.shape[-1] if x.is_floating_point() else x.numel()
+
+
+@dataclass
+class _Sum:
+    """A factor in the making."""
+
+    factor: Tensor | None = None
+    weight: int = 0  # rows of A or samples of G in `factor`
+    calls: int = 0  # that were seen in this step, outside of `quiet`
+    expected: int = 0  # calls of the last step; 0: not known, only `finish` completes
+    done: bool = False
+
+
+@dataclass(eq=False)
+class _Watch:
+    layer: Layer
+    sums: dict[Kind, _Sum] = field(default_factory=lambda: {k: _Sum() for k in KINDS})
+    seen: bool = (
+        False  # in a forward of this step: what is computed again is not counted
+    )
+
+
+class Statistics:
+    """The factors of one step, from hooks that are there only while they are wanted.
+
+    `arm()` before the forward, `finish()` after the last backward of a step. Forwards
+    without gradients, and of modules in eval mode, do not count. While `quiet` is set
+    (micro-batches that are not the last) sums are only added to.
+
+    A layer that is called several times in a step is complete after as many calls as in
+    the last step; what is not complete by then, and everything in the first step, is
+    handed out by `finish()`. A call beyond that number is left out of this step's factor.
+
+    Activation checkpointing: what is computed again is not counted again. With
+    use_reentrant=True, whose first forward is without gradients, the second counts, and
+    A gets ready in the backward.
+
+    `scale` is asked once a step for what the loss was multiplied by (`GradScaler.
+    get_scale`), and `samples` in each forward for the number of samples that the loss is
+    a mean over: `batch`, `tokens` or the user's own. Where the model's own forward is
+    not called, the first dimension of a layer's input counts as samples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        ready: Ready,
+        *,
+        samples: Callable[[tuple[Any, ...], dict[str, Any]], int] = batch,
+        scale: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        self.quiet = False
+        self._model, self._ready = model, ready
+        self._ask_samples, self._ask_scale = samples, scale
+        self._watches = [_Watch(layer) for layer in layers]
+        self._samples = 0  # in all forwards of this step
+        self._counted = False  # the forward under way has been added to `_samples`
+        self._scale: float | None = None
+        self._scratch: dict[torch.device, Tensor] = {}
+        self._handles: list[Any] = []
+
+    # - The life of a step -------------------------------------------------------------
+
+    @property
+    def armed(self) -> bool:
+        return bool(self._handles)
+
+    def arm(self) -> None:
+        """Collect from now on; what an unfinished step has collected is dropped."""
+        self.disarm()
+        keep = self._handles.append
+        for watch in self._watches:
+            for module in watch.layer.modules:
+                hook = partial(self._after_layer, watch)
+                keep(module.register_forward_hook(hook, with_kwargs=True))
+        keep(
+            self._model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+        )
+
+    def disarm(self) -> None:
+        """Drop what was collected, and cost nothing from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._samples, self._counted, self._scale = 0, False, None
+        for watch in self._watches:
+            watch.seen = False
+            for kind in KINDS:
+                watch.sums[kind] = _Sum(expected=watch.sums[kind].expected)
+
+    def finish(self) -> list[tuple[Layer, Kind]]:
+        """Hand out what is left, A in order of the layers and G in reverse; disarm.
+
+        Returns the factors that this step has nothing for: of layers that were not used,
+        or whose output got no gradient.
+        """
+        missing: list[tuple[Layer, Kind]] = []
+        for kind in KINDS:
+            in_turn = self._watches if kind == "A" else reversed(self._watches)
+            for watch in in_turn:
+                part = watch.sums[kind]
+                part.expected = part.calls or part.expected
+                if part.factor is not None:
+                    self._hand_out(watch.layer, kind, part)
+                elif not part.done:
+                    missing.append((watch.layer, kind))
+        self.disarm()
+        return missing
+
+    # - Hooks --------------------------------------------------------------------------
+
+    def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._model.training and torch.is_grad_enabled() and not _in_backward():
+            self._samples += self._ask_samples(args, kwargs)
+            self._counted = True
+
+    def _after_layer(
+        self, watch: _Watch, module: nn.Module, args: Any, kwargs: Any, output: Tensor
+    ) -> None:
+        """A forward of the module is over: take A, and wait for the output's gradient."""
+        if not (module.training and output.requires_grad and output.numel()):
+            return
+        again = _in_backward()
+        if again and watch.seen:
+            return
+        watch.seen = watch.seen or not again
+        x: Tensor = args[0] if args else kwargs["input"]
+        if not (self._counted or (again and self._samples)):
+            self._samples += x.shape[0]
+            self._counted = True
+        rows = output.numel() // watch.layer.weight.shape[0]
+        self._add(watch, "A", rows, lambda: watch.layer.inputs(module, x.detach()))
+        output.register_hook(partial(self._after_gradient, watch))  # type: ignore[no-untyped-call]
+
+    def _after_gradient(self, watch: _Watch, g: Tensor) -> None:
+        if not self.armed:
+            return  # a backward through the graph of a step that is over
+        self._counted = False
+        self._add(watch, "G", self._samples, lambda: [watch.layer.outputs(g.detach())])
+
+    # - Sums ---------------------------------------------------------------------------
+
+    def _add(
+        self,
+        watch: _Watch,
+        kind: Kind,
+        weight: int,
+        rows: Callable[[], Iterable[Tensor]],
+    ) -> None:
+        """Add rows to a factor. `weight`: the rows of A, or all samples so far for G."""
+        layer, part = watch.layer, watch.sums[kind]
+        part.calls += not self.quiet
+        if part.done:
+            return
+        complete = not self.quiet and part.calls == part.expected
+        if kind == "A":
+            old, part.weight = part.weight, part.weight + weight
+            alpha, beta = 1 / part.weight, old / part.weight
+        else:
+            alpha, beta = weight / self._loss_scale() ** 2, weight / (part.weight or 1)
+            part.weight = weight
+        device = layer.weight.device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            if part.factor is None:
+                beta = 0.0
+                part.factor = self._matrix(layer, kind, temporary=complete)
+            bias = kind == "A" and layer.bias is not None
+            add_gram(part.factor, rows(), alpha, beta, bias)
+            if complete:
+                self._hand_out(layer, kind, part)
+
+    def _hand_out(self, layer: Layer, kind: Kind, part: _Sum) -> None:
+        factor, part.factor, part.done = part.factor, None, True
+        assert factor is not None
+        self._ready(layer, kind, factor)
+
+    def _matrix(self, layer: Layer, kind: Kind, temporary: bool) -> Tensor:
+        """Memory for a factor: its own, or the same for all that are handed out at once."""
+        shape, device = layer.shape(kind), layer.weight.device
+        if not temporary:
+            return torch.empty(shape, device=device)
+        if device not in self._scratch:
+            length = max(prod(w.layer.shape(k)) for w in self._watches for k in KINDS)
+            self._scratch[device] = torch.empty(length, device=device)
+        return self._scratch[device][: prod(shape)].view(shape)
+
+    def _loss_scale(self) -> float:
+        if self._scale is None:
+            self._scale = self._ask_scale()
+        return self._scale
+
+
+def _in_backward() -> bool:
+    """Whether a forward runs inside a backward: activation checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf
+    raise ValueError(
+        "the model's forward was given no tensor to count samples by: pass KFAC a "
+        "function samples=(args, kwargs) -> int"
+    )
