@@ -1,0 +1,236 @@
+"""Watches the steps of a training, by hooks alone, and tells where their time goes.
+
+Knows moments; nothing of who trains, nor of other ranks. The model is not wrapped, and
+nothing waits for a device before `Watch.trace`.
+
+[Note: Two hooks a parameter] A gradient's moment is taken before it is accumulated, and
+the next interval begins after all hooks that were registered earlier: what an exchange
+that is running already does with a gradient is no part of the backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from gradtide.plan.medians import Seconds, typical
+from gradtide.plan.trace import StepTrace
+
+
+class Clock(Protocol):
+    """Takes moments without waiting; what they mean is asked when all is over."""
+
+    def now(self) -> Any: ...
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds."""
+        ...
+
+
+class HostClock:
+    """The time of this thread, for computing that is done when a call returns."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def between(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class DeviceClock:
+    """Events on the current stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def between(self, begin: torch.Event, end: torch.Event) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for a model whose parameters are on `device`."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)
+
+
+@dataclass
+class _Pass:
+    """The moments of one forward and backward, and of the step behind it."""
+
+    called: dict[nn.Module, Any] = field(default_factory=dict)  # in order
+    arrived: dict[nn.Parameter, Any] = field(default_factory=dict)  # in order
+    left: dict[nn.Parameter, Any] = field(default_factory=dict)
+    forward_end: Any = None  # of the last module with parameters
+    backward_begin: Any = None
+    step_begin: Any = None
+    step_end: Any = None
+
+
+class Watch:
+    """Records `steps` optimizer steps after the first `warmup`; `remove()` it then.
+
+    A step is what one forward, its backward and `optimizer.step()` take; of several
+    backward passes before a step, the last counts. What is done between them, such as
+    loading data, is in no trace; nor are forwards without gradients. Under `replicate`
+    the schedule has to update parameters in `step()`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        steps: int = 5,
+        warmup: int = 2,
+        clock: Clock | None = None,
+    ) -> None:
+        """Raises ValueError where there is nothing to watch."""
+        if steps < 1 or warmup < 0:
+            raise ValueError(f"{steps} steps after {warmup}: watch 1 or more after 0")
+        self._model = model
+        self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        if not self._named:
+            raise ValueError("no parameter of the model requires a gradient")
+        self._clock = clock or clock_of(self._named[0][1].device)
+        self._left_out, self._steps = warmup, steps
+        self._passes: list[_Pass] = []
+        self._pass = _Pass()
+        self._handles: list[Any] = []
+        self._hook(optimizer)
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are recorded; nothing is any more."""
+        return len(self._passes) >= self._steps
+
+    def remove(self) -> None:
+        """Take the hooks away; what was recorded is kept."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def trace(self, name: str) -> StepTrace:
+        """The medians of the steps recorded so far; waits for the device.
+
+        Parameters that got no gradient come last. Raises ValueError where no step was
+        complete.
+        """
+        if not self._passes:
+            raise ValueError(
+                "no step was recorded: call backward() and then step() of the optimizer"
+                " that is watched, at least once more than there are warm-up steps"
+            )
+        return typical(name, self._named, [self._seconds(p) for p in self._passes])
+
+    def _hook(self, optimizer: Optimizer) -> None:
+        keep, trained = self._handles.append, {p for _, p in self._named}
+        for module in self._model.modules():
+            keep(module.register_forward_pre_hook(self._before))
+            if any(p in trained for p in module.parameters(recurse=False)):
+                keep(module.register_forward_hook(self._after))
+        keep(self._model.register_forward_hook(self._output))
+        for p in trained:
+            keep(p.register_hook(self._arriving(p)))  # type: ignore[no-untyped-call]
+            keep(p.register_post_accumulate_grad_hook(self._leave))  # type: ignore[no-untyped-call]
+        keep(optimizer.register_step_pre_hook(self._begin_step))
+        keep(optimizer.register_step_post_hook(self._end_step))
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        if self.done or not torch.is_grad_enabled():
+            return
+        if self._pass.arrived and module is self._model:
+            self._pass = _Pass()
+        # Invariant: a checkpoint's second forward, in the backward, changes nothing.
+        self._pass.called.setdefault(module, self._clock.now())
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._pass.arrived and torch.is_grad_enabled() and not self.done:
+            self._pass.forward_end = self._clock.now()
+
+    def _output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self.done or not torch.is_grad_enabled():
+            return
+        current = self._pass
+
+        def begin(_: Tensor) -> None:
+            if current.backward_begin is None:
+                current.backward_begin = self._clock.now()
+
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(begin)  # type: ignore[no-untyped-call]
+
+    def _arriving(self, p: nn.Parameter) -> Callable[[Tensor], None]:
+        def arrive(_: Tensor) -> None:
+            if not self.done:
+                self._pass.arrived[p] = self._clock.now()
+
+        return arrive
+
+    def _leave(self, p: nn.Parameter) -> None:
+        if not self.done:
+            self._pass.left[p] = self._clock.now()
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.done:
+            self._pass.step_begin = self._clock.now()
+
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.done:
+            return
+        done, self._pass = self._pass, _Pass()
+        if not done.arrived or done.step_begin is None:
+            return
+        done.step_end = self._clock.now()
+        if self._left_out:
+            self._left_out -= 1
+        else:
+            self._passes.append(done)
+
+    def _seconds(self, done: _Pass) -> Seconds:
+        between = self._clock.between
+        first = next(iter(done.called.values()), None)
+        calls = {m: between(first, moment) for m, moment in done.called.items()}
+        end = 0.0 if done.forward_end is None else between(first, done.forward_end)
+        begin = done.backward_begin
+        if begin is None:
+            begin = done.forward_end
+        loss = 0.0 if None in (begin, first) else between(first, begin) - end
+        ready, passed, last = {}, 0.0, begin
+        for p, moment in done.arrived.items():
+            passed += 0.0 if last is None else max(between(last, moment), 0.0)
+            ready[p] = passed
+            last = done.left.get(p, moment)
+        return Seconds(
+            read=self._reads(calls),
+            ready=ready,
+            forward=end,
+            loss=max(loss, 0.0),
+            optimizer=between(done.step_begin, done.step_end),
+        )
+
+    def _reads(self, calls: Mapping[nn.Module, float]) -> dict[nn.Parameter, float]:
+        """When parameters are first read: by their modules, or by those above."""
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        reads: dict[nn.Parameter, float] = {}
+        for name, module in modules.items():
+            caller = name
+            while modules[caller] not in calls and caller:
+                caller = caller.rpartition(".")[0]
+            moment = calls.get(modules[caller])
+            if moment is None:
+                continue
+            for p in module.parameters(recurse=False):
+                if p.requires_grad:
+                    reads[p] = min(moment, reads.get(p, moment))
+        return reads
