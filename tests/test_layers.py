@@ -21,7 +21,7 @@ LAYERS = (
     {"alarm", "state"},
     {"updates"},
     {"backward"},
-    {"plan"},
+    {"plan", "tune"},
     {"replicate"},
     {"lab", "integrations"},
     {"profile", "simulate"},

@@ -15,7 +15,7 @@ def admit(
 ) -> None:
     """Raise ValueError, naming the remedy, for what cannot be replicated."""
     _admit_model(model)
-    _admit_optimizer(model, optimizer, schedule)
+    admit_optimizer(model, optimizer, schedule)
     if buffers not in ("broadcast", "local"):
         raise ValueError(f"buffers={buffers!r}: use 'broadcast' or 'local'")
 
@@ -58,9 +58,8 @@ def _admit_parameter(name: str, p: nn.Parameter) -> None:
         raise ValueError(f"{name} is replicated already: call sync.remove() first")
 
 
-def _admit_optimizer(
-    model: nn.Module, optimizer: Optimizer, schedule: Schedule
-) -> None:
+def admit_optimizer(model: nn.Module, optimizer: Optimizer, schedule: Schedule) -> None:
+    """Raise ValueError, naming the remedy, for a step that a schedule cannot defer."""
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -26,7 +26,7 @@ class Backward:
         self.engine, self.placement, self.updates = engine, placement, updates
         self.quiet = False  # inside no_sync()
         self.open = False  # between a backward's first gradient and its end
-        self._eager = eager  # buckets leave as they get full
+        self.eager = eager  # buckets leave as they get full
         self._cursor = 0  # buckets launched in this backward
 
     @torch.no_grad()
@@ -67,7 +67,7 @@ class Backward:
                 home.take(slot)
             if placement.recorded is not None:
                 placement.recorded.append(slot.name)
-            if not home.missing and self._eager:
+            if not home.missing and self.eager:
                 self._launch_full()
 
         take.gradtide = True  # type: ignore[attr-defined]  # how admit() knows its own

@@ -19,6 +19,7 @@ from gradtide.bucket import Bucket, Collective, Payload
 from gradtide.fusion import Fusion, Trace
 
 Named: TypeAlias = tuple[str, nn.Parameter]
+Kind: TypeAlias = tuple[torch.dtype, torch.device]
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 LARGE = 1 << 16  # elements: from here on a copy takes longer than a call from Python
 
@@ -53,6 +54,7 @@ class GradientBucket:
     bucket: Bucket
     slots: list[Slot]
     clean: bool = True  # nothing was left behind: the next gradients overwrite
+    late: bool = False  # something had been, when the exchange under way began
     missing: int = 0  # slots whose gradient has not arrived in this backward
     mean: Tensor | None = field(default=None, repr=False)  # as last delivered
 
@@ -84,6 +86,7 @@ class GradientBucket:
 
     def take_in(self) -> None:
         """`take` all that has arrived, many small ones at once."""
+        self.late = not self.clean
         views, grads = [], []
         for slot, view in zip(self.slots, self.views, strict=True):
             if slot.taken:
@@ -118,7 +121,7 @@ class GradientBucket:
         return [
             (slot, gradient)
             for slot, gradient in zip(self.slots, self.gradients(), strict=True)
-            if slot.used or (not self.clean and bool(gradient.any()))
+            if slot.used or (self.late and bool(gradient.any()))
         ]
 
     def expose(self) -> None:
@@ -128,19 +131,27 @@ class GradientBucket:
 
 
 def lay_out(
-    ready: Sequence[Named], fusion: Fusion, collective: Collective, size: int
+    ready: Sequence[Named],
+    fusion: Fusion,
+    collective: Collective,
+    size: int,
+    memory: dict[Kind, Tensor] | None = None,
 ) -> list[GradientBucket]:
     """Buckets for parameters in the order in which their gradients get ready.
 
     The buckets come in the order in which they get full, named grad0, grad1, ...
+    They are slices of the flat buffers in `memory`, where what is not there yet is
+    added: the same parameters in the same order have the same places in it, however
+    they are cut. Raises ValueError, and has done nothing, for cuts that do not fit.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Named]]] = {}
+    kinds: dict[Kind, list[tuple[int, Named]]] = {}
     for position, (name, p) in enumerate(ready):
         kinds.setdefault((p.dtype, p.device), []).append((position, (name, p)))
+    memory = {} if memory is None else memory
     buckets = [
         bucket
-        for members in kinds.values()
-        for bucket in _cut(members, fusion, collective, size)
+        for kind, members in kinds.items()
+        for bucket in _cut(members, fusion, collective, size, kind, memory)
     ]
     buckets.sort(key=lambda bucket: bucket.slots[-1].position)
     for i, bucket in enumerate(buckets):
@@ -149,14 +160,21 @@ def lay_out(
 
 
 def _cut(
-    members: list[tuple[int, Named]], fusion: Fusion, collective: Collective, size: int
+    members: list[tuple[int, Named]],
+    fusion: Fusion,
+    collective: Collective,
+    size: int,
+    kind: Kind,
+    memory: dict[Kind, Tensor],
 ) -> list[GradientBucket]:
     """The buckets of one dtype and device, as slices of one flat buffer."""
-    first = members[0][1][1]
+    dtype, device = kind
     padded = [-(-p.numel() // size) * size for _, (_, p) in members]
-    cuts = fusion(Trace([n * first.element_size() for n in padded]), lambda _: 0.0)
+    cuts = fusion(Trace([n * dtype.itemsize for n in padded]), lambda _: 0.0)
     _check_cuts(cuts, len(members), fusion)
-    flat = torch.zeros(sum(padded), dtype=first.dtype, device=first.device)
+    if kind not in memory:
+        memory[kind] = torch.zeros(sum(padded), dtype=dtype, device=device)
+    flat = memory[kind]
     buckets, begin = [], 0
     for cut in cuts:
         offsets = [0]

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from gradtide.layout import GradientBucket, Named, Slot, lay_out
+from gradtide.layout import GradientBucket, Kind, Named, Slot, lay_out
 from gradtide.scheme import Scheme
 
 
@@ -37,28 +38,44 @@ class Placement:
         self.recorded: list[str] | None = []  # None: the buckets follow the real order
         self.called: set[nn.Module] = set()
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._lay_out(named[::-1])
+        self._memory: dict[Kind, Tensor] = {}
+        self._lay_out(named[::-1], scheme)
 
     def follow(self, order: Sequence[str]) -> None:
         """Lay the buckets out anew, in the order in which gradients got ready."""
         self.recorded = None
         place = {name: i for i, name in enumerate(order)}
-        before = {p: (home.home, home.slot) for p, home in self.homes.items()}
-        self._lay_out(sorted(self._named, key=lambda n: place.get(n[0], len(place))))
-        for p, (old, slot) in before.items():
-            if not old.clean:
-                new = self.homes[p]
-                left = slot.of(old.bucket.load.flat)
-                new.slot.of(new.home.bucket.load.flat).copy_(left)
-                new.home.clean = False
+        ready = sorted(self._named, key=lambda n: place.get(n[0], len(place)))
+        self._memory = {}
+        self._lay_out(ready, self._scheme)
         self._find_reads()
 
-    def _lay_out(self, ready: Sequence[Named]) -> None:
-        self._named, scheme = ready, self._scheme
-        self.buckets = lay_out(ready, scheme.fusion, scheme.collective, self._size)
-        for home in self.buckets:
+    def adopt(self, scheme: Scheme) -> None:
+        """Cut the buckets anew, for another scheme; no gradient is moved.
+
+        What was left behind stays where it is: a collective that delivers everything
+        delivers it with the next gradients. If updates are now deferred, and were not
+        before, the next step is recorded again, as the first one was. Raises
+        ValueError, and has changed nothing, for a fusion whose cuts do not fit.
+        """
+        self._lay_out(self._named, scheme)
+        if scheme.schedule.update == "forward" and not self.called:
+            self.recorded = []
+        if self.recorded is None:
+            self._find_reads()
+
+    def _lay_out(self, ready: Sequence[Named], scheme: Scheme) -> None:
+        buckets = lay_out(
+            ready, scheme.fusion, scheme.collective, self._size, self._memory
+        )
+        before = {p: (home.home, home.slot) for p, home in self.homes.items()}
+        same = scheme.collective == self._scheme.collective
+        self._named, self._scheme, self.buckets = ready, scheme, buckets
+        for home in buckets:
             for slot in home.slots:
                 self.homes.setdefault(slot.param, Home(home, slot)).move(home, slot)
+            if before:
+                _carry(home, [before[slot.param] for slot in home.slots], same)
 
     def _find_reads(self) -> None:
         """Which buckets a module needs before it runs.
@@ -86,6 +103,73 @@ class Placement:
         for module, needs in self.reads.items():
             for home in needs:
                 self.readers[home].append(module)
+
+
+@torch.no_grad()
+def _carry(
+    home: GradientBucket, before: Sequence[tuple[GradientBucket, Slot]], same: bool
+) -> None:
+    """Take over, into a new bucket, what was left behind of its parameters.
+
+    `before` says where each slot's parameter was. If the collective is the `same`, what
+    it remembers comes along as far as it is not about a bucket as a whole.
+    """
+    flat = home.bucket.load.flat
+    home.clean = all(old.clean for old, _ in before)
+    for slot, (old, place) in zip(home.slots, before, strict=True):
+        left, view = place.of(old.bucket.load.flat), slot.of(flat)
+        moved = left.data_ptr() != view.data_ptr()
+        if moved and not old.clean:
+            view.copy_(left)
+        elif not moved and old.clean and not home.clean:
+            # What is there was handed out as the mean, and may be somebody's gradient.
+            grad = slot.param.grad
+            if grad is not None and grad.data_ptr() == view.data_ptr():
+                slot.param.grad = grad.clone()
+            view.zero_()
+    if same:
+        home.bucket.load.state.update(_remembered(home, before))
+
+
+def _remembered(
+    home: GradientBucket, before: Sequence[tuple[GradientBucket, Slot]]
+) -> dict[str, Tensor]:
+    """What the algorithm of a new bucket can go on with.
+
+    Everything, if the bucket is an old one. Otherwise numbers of steps, if those of all
+    the old buckets are equal, and what has an entry for every element (a velocity).
+    Thresholds, boundaries and factors are about a bucket as a whole, and are learnt
+    anew, as in a first step.
+    """
+    olds = list(dict.fromkeys(old for old, _ in before))
+    states = [old.bucket.load.state for old in olds]
+    if [slot.name for slot in home.slots] == [slot.name for slot in olds[0].slots]:
+        return states[0]
+    kept: dict[str, Tensor] = {}
+    for key in {key: None for state in states for key in state}:
+        values = [state.get(key) for state in states]
+        if all(_is_count(value) for value in values):
+            numbers = {int(value) for value in values if value is not None}
+            if len(numbers) == 1:
+                kept[key] = torch.tensor(numbers.pop())
+        elif all(
+            value is None or _is_like(value, old.bucket.load.flat)
+            for value, old in zip(values, olds, strict=True)
+        ):
+            kept[key] = torch.zeros_like(home.bucket.load.flat)
+            for slot, (old, place) in zip(home.slots, before, strict=True):
+                value = old.bucket.load.state.get(key)
+                if value is not None:
+                    slot.of(kept[key]).copy_(place.of(value))
+    return kept
+
+
+def _is_count(value: Tensor | None) -> bool:
+    return value is not None and value.dtype == torch.int64 and not value.dim()
+
+
+def _is_like(value: Tensor, flat: Tensor) -> bool:
+    return value.shape == flat.shape and value.dtype == flat.dtype
 
 
 class Watch:

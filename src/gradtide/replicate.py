@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -18,16 +19,19 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from gradtide import state
-from gradtide.admit import admit
+from gradtide.admit import admit, admit_optimizer
 from gradtide.agree import Signature, agree, describe
+from gradtide.auto import Pilot, start, undecided
 from gradtide.backward import Backward
 from gradtide.engine import Engine
+from gradtide.fusion import BySize, Search
 from gradtide.ops import Broadcast
 from gradtide.owners import clip
 from gradtide.placement import Placement
 from gradtide.scheme import Scheme, check, parse
 from gradtide.state import StateDict
 from gradtide.transport import ProcessGroup, Transport, connect
+from gradtide.tune import Tuner
 from gradtide.updates import Updates
 
 Buffers: TypeAlias = Literal["broadcast", "local"]
@@ -93,14 +97,19 @@ class Replica:
             for module in model.modules()
             if buffers == "broadcast" and any(True for _ in module.buffers(False))
         ]
-        self._in_forward = scheme.schedule.update == "forward"
-        self._placement = Placement(model, scheme, transport.group.size)
-        self._updates = Updates(self.engine, self._placement, self._in_forward)
+        in_forward = scheme.schedule.update == "forward"
+        self._placement = Placement(model, start(scheme), transport.group.size)
+        self._updates = Updates(self.engine, self._placement, in_forward)
         eager = scheme.schedule.launch == "ready"
         self._backward = Backward(self.engine, self._placement, self._updates, eager)
         self._handles: list[Any] = []
+        self._update_handles: list[Any] = []  # of the hooks that the schedule needs
         _broadcast(self.engine, [*model.parameters(), *model.buffers()])
         self._attach()
+        self._attach_update(in_forward)
+        auto = undecided(scheme)
+        self._pilot = None if auto is None else Pilot(self, auto)
+        self.tuning = self._search()
 
     # - The user's side ----------------------------------------------------------------
 
@@ -124,7 +133,10 @@ class Replica:
         parameters of the model. Raises RuntimeError for a non-finite norm if asked to.
         """
         buckets, held = self._placement.buckets, self._updates.held
-        return clip(self.engine, buckets, held, max_norm, error_if_nonfinite)
+        norm = clip(self.engine, buckets, held, max_norm, error_if_nonfinite)
+        if self._pilot is not None:
+            self._pilot.hands.note()
+        return norm
 
     def gather_gradients(self) -> None:
         """Have the averaged gradients in `.grad` now, also under a deferred schedule.
@@ -136,6 +148,77 @@ class Replica:
     def flush(self) -> None:
         """Apply what `step()` has deferred. Local: no rank waits for another's call."""
         self._updates.flush()
+
+    def adopt(self, scheme: str | Scheme) -> None:
+        """Go on with another scheme, from the next step on; nothing is lost.
+
+        Call between `optimizer.step()` and the next backward, with the same scheme on
+        every rank. What is deferred is applied first. What the old collective left
+        behind stays with its rank for the new one; a dense exchange delivers it with
+        the next gradients. The algorithms start anew if the collective is another one;
+        otherwise they keep their count of steps, and Corrected its velocity. The first
+        step of a schedule that defers is an ordinary one, in which the order of the
+        modules is recorded.
+
+        Raises RuntimeError at another moment, and ValueError, on every rank, for a
+        scheme that cannot be used here or is not the same everywhere. The replica goes
+        on as before then.
+        """
+        self._refuse_moment()
+        self.flush()
+
+        def prepare() -> tuple[Scheme, Signature]:
+            chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+            if undecided(chosen) is not None:
+                raise ValueError("adopt() takes a decided scheme: replicate with auto")
+            admit_optimizer(self.model, self.optimizer, chosen.schedule)
+            return chosen, {"scheme": repr(chosen)}
+
+        if self.tuning is not None:
+            self.tuning.settle()
+        self._adopt(agree(self.engine.transport, prepare))
+        self.tuning = self._search()
+
+    def _adopt(self, scheme: Scheme) -> None:
+        """`adopt` what all ranks have agreed on, when nothing is on its way."""
+        self._placement.adopt(scheme)
+        self._backward.eager = scheme.schedule.launch == "ready"
+        in_forward = scheme.schedule.update == "forward"
+        self._updates.adopt(in_forward)
+        for handle in self._update_handles:
+            handle.remove()
+        self._attach_update(in_forward)
+        self.scheme = scheme
+
+    def _search(self) -> Tuner | None:
+        """Begin to search for a fusion, if the scheme's is one that is searched for."""
+        fusion = self.scheme.fusion
+        if not isinstance(fusion, Search):
+            return None
+        flats = [home.bucket.load.flat for home in self._placement.buckets]
+        whole = sum(flat.nbytes for flat in flats)
+        return Tuner(self.engine, fusion, whole, flats[0].device, self._recut)
+
+    def _recut(self, fusion: BySize) -> None:
+        """Go on with other buckets, between step() and the next backward."""
+        self.flush()
+        self._adopt(replace(self.scheme, fusion=fusion))
+
+    def _refuse_moment(self) -> None:
+        """Raise RuntimeError unless all that was exchanged has been made use of."""
+        updates, backward = self._updates, self._backward
+        moment = None
+        if backward.open or backward.quiet:
+            moment = "during a backward pass or inside no_sync()"
+        elif updates.held or (
+            updates.delivered and any(p.grad is not None for p in self._placement.homes)
+        ):
+            moment = "between backward and step()"
+        if moment is not None:
+            raise RuntimeError(
+                f"adopt() {moment}: call it after optimizer.step(), before the next "
+                "backward"
+            )
 
     def state_dict(self, *, world_size: int | None = None) -> StateDict:
         """What this rank needs to go on as if the run had not been stopped. Local.
@@ -155,7 +238,10 @@ class Replica:
             )
         group = self.engine.transport.group
         size = group.size if world_size is None else world_size
-        return state.blank(self._placement, self.scheme, group, size)
+        saved = state.blank(self._placement, self.scheme, group, size)
+        if self.tuning is not None:
+            saved["tuning"] = self.tuning.save()
+        return saved
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict()` returned; call on every rank, before training.
@@ -164,22 +250,34 @@ class Replica:
         with the states of all: their remainders are shared out, so that the sum is
         kept. Raises ValueError for a state that does not fit, before anything changes.
         """
+        if self._pilot is not None:
+            self._pilot.resume(saved)
         self.flush()
-        state.load(self._placement, self.scheme, self.engine.transport.group, saved)
+        group = self.engine.transport.group
+        if self.tuning is not None and saved["world_size"] == group.size:
+            self.tuning.load(saved.get("tuning"))
+        state.load(self._placement, self.scheme, group, saved)
 
     def remove(self) -> None:
         """Apply what is deferred and detach: module and optimizer are as before."""
         self.gather_gradients()
         self.flush()
-        for handle in self._handles:
+        if self.tuning is not None:
+            self.tuning.settle()
+        if self._pilot is not None:
+            self._pilot.remove()
+        for handle in (*self._handles, *self._update_handles):
             handle.remove()
-        self._handles.clear()
+        self._handles, self._update_handles = [], []
         self.engine.transport.close()
 
     # - Hooks --------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Register all hooks; plain functions: copies of the module share them."""
+        """Register the hooks of every schedule.
+
+        All hooks are plain functions: copies of the module share them.
+        """
         keep = self._handles.append
 
         for p in self._placement.homes:
@@ -187,10 +285,15 @@ class Replica:
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         keep(self.model.register_forward_pre_hook(lambda *_: self._before_forward()))
         keep(self.model.register_forward_hook(lambda *a: self._after_forward(a[-1])))
-        updates = self._updates
-        if not self._in_forward:
-            refuse = updates.alarm.refuse
-            keep(self.optimizer.register_step_pre_hook(lambda *_: refuse()))
+
+        keep(self.optimizer.register_step_post_hook(lambda *_: self._after_step()))
+
+    def _attach_update(self, in_forward: bool) -> None:
+        """Register the hooks through which parameters change."""
+        updates, self._update_handles = self._updates, []
+        keep = self._update_handles.append
+        if not in_forward:
+            keep(self.optimizer.register_step_pre_hook(lambda *_: updates.stepping()))
             return
 
         def flush(*_: Any) -> None:
@@ -199,7 +302,7 @@ class Replica:
         keep(self.optimizer.register_step_pre_hook(lambda *a: self._before_step(*a)))
         keep(self.optimizer.register_state_dict_pre_hook(flush))
         keep(self.optimizer.register_load_state_dict_pre_hook(flush))
-        self._handles += updates.watch(self.model)
+        self._update_handles += updates.watch(self.model)
         for module in self.model.modules():
             keep(module.register_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
             keep(module.register_load_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
@@ -234,6 +337,10 @@ class Replica:
                 "update cannot: call step() without a closure, or use 'wfbp'"
             )
         self._updates.defer(optimizer)
+
+    def _after_step(self) -> None:
+        if self.tuning is not None:
+            self.tuning.stepped()
 
 
 def _broadcast(engine: Engine, tensors: Sequence[Tensor]) -> None:

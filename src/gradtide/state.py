@@ -77,9 +77,9 @@ def load(
         home.bucket.load.state.clear()
         for slot, view in zip(home.slots, home.views, strict=True):
             left = remainders.get(slot.name)
-            if left is not None and bool(left.any()):
+            if left is not None:
                 view.copy_(left)
-                home.clean = False
+                home.clean = False  # on all ranks, whoever has something left
     if size == group.size and state["scheme"] == repr(scheme):
         _restore(placement, state[_key(group.rank)]["algorithm"])
 
@@ -103,7 +103,8 @@ def _remainders(placement: Placement) -> dict[str, Tensor]:
     return {
         slot.name: torch.zeros_like(view) if home.clean else view.clone()
         for home in placement.buckets
-        if not isinstance(home.bucket.collective, Dense)
+        # A dense exchange owes what a sparse one left to it, until it has run.
+        if not (home.clean and isinstance(home.bucket.collective, Dense))
         for slot, view in zip(home.slots, home.views, strict=True)
     }
 

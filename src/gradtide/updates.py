@@ -35,6 +35,7 @@ class Updates:
         self._step: DeferredStep | None = None
         self._used: Callable[[], Any] | None = None
         self.alarm = Alarm(placement, engine.transport)
+        self.delivered = False  # means are in `.grad`, and step() has not been called
         self._in_forward = in_forward
         # In a list: a tensor's hash is slow for what runs once a parameter and step.
         self._promises: list[tuple[Slot, nn.Parameter, Promise]] = []
@@ -44,6 +45,12 @@ class Updates:
     def deferring(self) -> bool:
         """Whether the buckets that leave now are to be held."""
         return self._in_forward and self.placement.recorded is None
+
+    def adopt(self, in_forward: bool) -> None:
+        """Go on with buckets that were cut anew; nothing is on its way."""
+        assert not self.held
+        assert not self.due
+        self._in_forward, self._watch, self._promises = in_forward, None, []
 
     def watch(self, model: nn.Module) -> list[Any]:
         """See the modules of `model` run; returns the hooks' handles."""
@@ -83,6 +90,7 @@ class Updates:
         self.alarm.forget()
         for home in homes:
             home.expose()
+        self.delivered = True
 
     def deliver_held(self) -> None:
         """Deliver what is held after all."""
@@ -116,12 +124,17 @@ class Updates:
 
     # - After step() -------------------------------------------------------------------
 
+    def stepping(self) -> None:
+        """An ordinary step begins: refuse what would destroy the model."""
+        self.delivered = False
+        self.alarm.refuse()
+
     @torch.no_grad()
     def defer(self, optimizer: Optimizer) -> None:
         """Note what step() would do now, and let the second halves go."""
         self.flush()
         if not self.held:
-            self.alarm.refuse()
+            self.stepping()
             return
         self._step = DeferredStep(optimizer)
         for slot, p, promise in self._promises:

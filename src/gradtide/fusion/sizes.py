@@ -1,27 +1,11 @@
-"""Which gradients travel together: pure functions from tensor sizes to slices."""
+"""Buckets by their size alone, or as they are told: nothing has to be known of time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Protocol
+from itertools import accumulate, pairwise
 
-
-@dataclass(frozen=True)
-class Trace:
-    """What a fusion knows: a model's tensors in the order their gradients get ready."""
-
-    nbytes: Sequence[int]
-
-
-class Fusion(Protocol):
-    """Cuts the tensors of a trace into consecutive slices that cover all of them.
-
-    `cost` maps the bytes of one bucket to the seconds of its exchange.
-    """
-
-    def __call__(self, trace: Trace, cost: Callable[[int], float]) -> list[slice]: ...
+from gradtide.fusion.base import Cost, Trace
 
 
 @dataclass(frozen=True)
@@ -46,9 +30,7 @@ class BySize:
                 f"{self}: sizes and counts of buckets are positive numbers"
             )
 
-    def __call__(
-        self, trace: Trace, cost: Callable[[int], float] | None = None
-    ) -> list[slice]:
+    def __call__(self, trace: Trace, cost: Cost | None = None) -> list[slice]:
         nbytes = trace.nbytes
         if sum(nbytes) <= 2e6 * self.ends:
             return [slice(0, len(nbytes))] if nbytes else []
@@ -71,7 +53,28 @@ class BySize:
 class PerTensor:
     """Every tensor in a bucket of its own: the un-fused yardstick."""
 
-    def __call__(
-        self, trace: Trace, cost: Callable[[int], float] | None = None
-    ) -> list[slice]:
+    def __call__(self, trace: Trace, cost: Cost | None = None) -> list[slice]:
         return [slice(i, i + 1) for i in range(len(trace.nbytes))]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Buckets that somebody else has worked out: bucket i ends before tensor `ends[i]`.
+
+    Tensors are counted in the order in which gradients get ready; the last of `ends` is
+    their number. For models with parameters of one dtype on one device.
+    """
+
+    ends: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ends or any(b <= a for a, b in pairwise((0, *self.ends))):
+            raise ValueError(f"{self}: the ends of buckets are ascending counts from 1")
+
+    def __call__(self, trace: Trace, cost: Cost | None = None) -> list[slice]:
+        if len(trace.nbytes) != self.ends[-1]:
+            raise ValueError(
+                f"{self} is for {self.ends[-1]} tensors of one dtype and device, and "
+                f"here are {len(trace.nbytes)}: plan for this model"
+            )
+        return [slice(begin, end) for begin, end in pairwise((0, *self.ends))]

@@ -1,0 +1,218 @@
+"""Fusions that are searched for: which size of bucket is tried next.
+
+A search is a pure function of what was tried before: the same trials give the same next
+size, on every rank and after a restart. Sizes are searched on a logarithmic scale,
+between the smallest that is asked for and the whole model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from gradtide.fusion.base import Cost, Fusion, Trace
+from gradtide.fusion.mgwfbp import overlapped
+from gradtide.fusion.sizes import BySize
+
+FIRST = 25.0  # MB: what DDP and DeAR begin with
+SHIFT = 0.1  # of the interval: how far a binary search looks to either side
+DIGITS = 3  # of a size: more tell apart what makes no difference
+
+
+class Trial(NamedTuple):
+    """A size of buckets that was tried, and the seconds of a step with it."""
+
+    megabytes: float
+    seconds: float
+
+
+@runtime_checkable
+class Search(Protocol):
+    """A fusion that is found by trying: a frozen dataclass.
+
+    `steps` is how many steps are measured for a trial during training.
+    """
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def smallest(self) -> float: ...
+    def at(self, megabytes: float) -> BySize:
+        """The fusion that is tried with this size of buckets."""
+        ...
+
+    def propose(self, whole: int, tried: Sequence[Trial]) -> float | None:
+        """The next size to try, in MB, for a model of `whole` bytes; None: enough."""
+        ...
+
+    def __call__(self, trace: Trace, cost: Cost) -> list[slice]: ...
+
+
+def best(tried: Sequence[Trial]) -> Trial:
+    """The fastest trial; of equals the first."""
+    return min(tried, key=lambda trial: trial.seconds)
+
+
+def search(
+    fusion: Search, whole: int, seconds: Callable[[Fusion], float]
+) -> list[Trial]:
+    """All trials of a search for a model of `whole` bytes, in turn.
+
+    `seconds` says what a step takes with a fusion: a simulation, or a formula.
+    """
+    tried: list[Trial] = []
+    while (size := fusion.propose(whole, tried)) is not None:
+        tried.append(Trial(size, seconds(fusion.at(size))))
+    return tried
+
+
+@dataclass(frozen=True)
+class BinarySearch:
+    """TopKA2A's search for the size of buckets (Li, ICPP 2024, algorithm 2).
+
+    The interval is halved, or nearly: a little to the left and to the right of its
+    middle a step is timed, and the slower side is given up. What counts in the end is
+    the fastest of all trials. A trial that would repeat an earlier one is not made.
+
+    Called without times to go by, as when training begins, it cuts at the first size.
+    """
+
+    trials: int = 12
+    steps: int = 5  # that are measured for a trial: more, less noise
+    smallest: float = 0.5  # MB
+    ends: float = 1.0  # MB, see BySize
+
+    def __post_init__(self) -> None:
+        _check(self, self.trials, self.steps, self.smallest, self.ends)
+
+    def at(self, megabytes: float) -> BySize:
+        return _at(megabytes, self.ends)
+
+    def propose(self, whole: int, tried: Sequence[Trial]) -> float | None:
+        if len(tried) >= self.trials:
+            return None
+        low, high = _bounds(whole, self.smallest)
+        known = dict(tried)
+        asking = _halving(low, high)
+        size = next(asking, None)
+        while size is not None and size in known:
+            try:
+                size = asking.send(known[size])
+            except StopIteration:
+                return None
+        return size
+
+    def __call__(self, trace: Trace, cost: Cost) -> list[slice]:
+        return _found(self, trace, cost)
+
+
+def _halving(low: float, high: float) -> Generator[float, float, None]:
+    """Yields sizes to time, and is sent their seconds."""
+    a, b = math.log(low), math.log(high)
+    while True:
+        middle, shift = (a + b) / 2, SHIFT * (b - a)
+        left, right = _rounded(middle - shift), _rounded(middle + shift)
+        if left == right:
+            return
+        if (yield left) <= (yield right):
+            b = middle + shift
+        else:
+            a = middle - shift
+
+
+@dataclass(frozen=True)
+class Bayesian:
+    """DeAR's search for the size of buckets (Zhang et al., ICDCS 2023).
+
+    A Gaussian process is fitted to the logarithm of the times; tried is next where it
+    expects the largest improvement. The first sizes are given: they span the range.
+    Needs the extra `tune` (the library bayesian-optimization).
+
+    Called without times to go by, as when training begins, it cuts at the first size.
+    """
+
+    trials: int = 15
+    steps: int = 5  # that are measured for a trial: more, less noise
+    smallest: float = 0.5  # MB
+    ends: float = 1.0  # MB, see BySize
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self, self.trials, self.steps, self.smallest, self.ends)
+
+    def at(self, megabytes: float) -> BySize:
+        return _at(megabytes, self.ends)
+
+    def propose(self, whole: int, tried: Sequence[Trial]) -> float | None:
+        if len(tried) >= self.trials:
+            return None
+        low, high = _bounds(whole, self.smallest)
+        first = _spread(low, high)
+        if len(tried) < len(first):
+            return first[len(tried)]
+        return _expected(low, high, tried, self.seed)
+
+    def __call__(self, trace: Trace, cost: Cost) -> list[slice]:
+        return _found(self, trace, cost)
+
+
+def _spread(low: float, high: float) -> list[float]:
+    """The first sizes: FIRST, both ends, and what divides the range between evenly."""
+    begin = _rounded(min(max(FIRST, low), high))
+    steps = [low * (high / low) ** (i / 4) for i in (0, 4, 2, 1, 3)]
+    return list(dict.fromkeys([begin, *map(_rounded, steps)]))[:5]
+
+
+def _expected(
+    low: float, high: float, tried: Sequence[Trial], seed: int
+) -> float | None:
+    """Where the library expects most; if it was there already, beside the best."""
+    from gradtide.fusion.bayesian import suggest
+
+    size = _rounded(math.exp(suggest(math.log(low), math.log(high), tried, seed)))
+    known = sorted(trial.megabytes for trial in tried)
+    if size not in known:
+        return size
+    here = known.index(best(tried).megabytes)
+    beside = [*known[max(here - 1, 0) : here], *known[here + 1 : here + 2]]
+    widest = max(beside, key=lambda x: abs(math.log(x / known[here])), default=size)
+    size = _rounded(math.sqrt(widest * known[here]))
+    return None if size in known else size
+
+
+def _found(fusion: Search, trace: Trace, cost: Cost) -> list[slice]:
+    """The cuts of the best size by formula; of the first one where nothing is known."""
+    whole = sum(trace.nbytes)
+    tried: Sequence[Trial] = ()
+    if trace.backward is not None and cost(1) > 0:
+        tried = search(
+            fusion, whole, lambda sized: overlapped(trace, sized(trace, cost), cost)
+        )
+    size = best(tried).megabytes if tried else fusion.propose(whole, ())
+    return fusion.at(fusion.smallest if size is None else size)(trace)
+
+
+def _at(megabytes: float, ends: float) -> BySize:
+    return BySize(megabytes, ends=min(ends, megabytes), pieces=1)
+
+
+def _bounds(whole: int, smallest: float) -> tuple[float, float]:
+    """The sizes (MB) between which something changes."""
+    high = max(whole / 1e6, 1e-6)
+    return min(smallest, high), high
+
+
+def _rounded(megabytes: float) -> float:
+    """To DIGITS, so that the fusion can be read."""
+    return float(f"{megabytes:.{DIGITS}g}")
+
+
+def _check(
+    fusion: object, trials: int, steps: int, smallest: float, ends: float
+) -> None:
+    if trials < 1 or steps < 1:
+        raise ValueError(f"{fusion}: at least one trial of at least one step")
+    if not (smallest > 0 and ends > 0):
+        raise ValueError(f"{fusion}: sizes of buckets are positive numbers")

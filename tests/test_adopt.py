@@ -1,0 +1,394 @@
+"""A live replica goes on with another scheme: nothing is lost, nothing is different."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradtide
+from gradtide.collectives import COLLECTIVES, Dense
+from gradtide.fusion import Trace
+from gradtide.schedule import DEAR
+from gradtide.scheme import Scheme
+from tests.ranks import run_ranks
+
+FUSIONS = ("PerTensor()", "BySize(0.004, ends=0.001)", "BySize(100.0)")
+SCHEDULES = ("SEQUENTIAL", "WFBP", "DEAR")
+SPARSE = [kind.__name__ for kind in COLLECTIVES if hasattr(kind, "density")]
+
+
+class Branches(nn.Module):
+    """Even ranks use one head, odd ranks the other; one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 24))
+        self.even, self.odd, self.never = (nn.Linear(24, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        head = self.odd if dist.get_rank() % 2 else self.even
+        out: Tensor = head(self.body(x))
+        return out
+
+
+def batch(step: int) -> Tensor:
+    rng = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(6, 12, generator=rng)
+
+
+def build(scheme: str) -> tuple[nn.Module, torch.optim.Optimizer, gradtide.Replica]:
+    torch.manual_seed(0)
+    model = Branches()
+    opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01)
+    return model, opt, gradtide.replicate(model, opt, scheme)
+
+
+def train(
+    schemes: Sequence[str],
+    accumulate: int = 1,
+    max_norm: float | None = None,
+    to_none: bool = True,
+) -> Tensor:
+    """The weights after two steps with each of the schemes."""
+    model, opt, sync = build(schemes[0])
+    for step in range(2 * len(schemes)):
+        if step and step % 2 == 0:
+            sync.adopt(schemes[step // 2])
+        for micro in range(accumulate):
+            last = micro == accumulate - 1
+            with nullcontext() if last else sync.no_sync():
+                model(batch(10 * step + micro)).square().mean().backward()
+        if max_norm is not None:
+            sync.clip_grad_norm_(max_norm)
+        opt.step()
+        opt.zero_grad(set_to_none=to_none)
+    sync.remove()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def dense(fusion: str, schedule: str) -> str:
+    return f"Scheme(Dense(), fusion={fusion}, schedule={schedule})"
+
+
+def everybodys(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_dense_runs_do_not_change_by_a_bit(size: int) -> None:
+    run_ranks(size, _dense_product)
+
+
+def _dense_product() -> None:
+    walk = list(itertools.product(FUSIONS, SCHEDULES))
+    walk = [walk[4 * i % len(walk)] for i in range(len(walk))]  # both change at once
+    product = list(itertools.product((1, 2), (None, 0.3), (True, False)))
+    for case in product if dist.get_world_size() == 2 else product[::3]:
+        moving = train([dense(*place) for place in walk], *case)
+        still = train([dense(FUSIONS[1], "WFBP")] * len(walk), *case)
+        assert len({tuple(row) for row in everybodys(moving.tolist())}) == 1
+        # Of two numbers the sum has one value; the norm is added up by buckets.
+        if dist.get_world_size() <= 2 and case[1] is None:
+            assert torch.equal(moving, still), case
+        torch.testing.assert_close(moving, still, rtol=1e-4, atol=1e-6, msg=str(case))
+
+
+class Slopes(nn.Module):
+    """Its gradients are what it is given, whatever the parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            Part(n) for n in (700, 16, 333, 1200, 5, 64, 4096, 100)
+        )
+
+    def forward(self, step: int, used: int = 8) -> Tensor:
+        rng = torch.Generator().manual_seed(50 * step + dist.get_rank())
+        losses = [
+            part(torch.randn(part.weight.numel(), generator=rng).double())
+            for part in list(self.parts)[:used]  # type: ignore[arg-type]
+        ]
+        return torch.stack(losses).sum()
+
+
+class Part(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel, dtype=torch.float64))
+
+    def forward(self, slope: Tensor) -> Tensor:
+        return (self.weight * slope).sum()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_what_was_left_behind_is_kept_and_then_delivered(size: int) -> None:
+    run_ranks(size, _conserved)
+
+
+def _conserved() -> None:
+    places = itertools.cycle(itertools.product(FUSIONS, SCHEDULES))
+    kinds = [f"{kind}(0.05)" for kind in SPARSE]
+    mixed = [kind for one in kinds for kind in (one, one, "Dense()")]
+    for walk in (mixed[: len(mixed) // 2], mixed[len(mixed) // 2 :]):
+        _walk([f"Scheme({kind}, {f}, {s})" for kind, (f, s) in zip(walk, places)])  # noqa: B905
+
+
+def _walk(schemes: list[str]) -> None:
+    model = Slopes()
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = gradtide.replicate(model, opt, schemes[0])
+    given = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    step, sparse_left = 0, 0.0
+    for scheme in schemes:
+        sync.adopt(scheme)
+        _check_sum(model, sync, given)  # before and after anything has travelled
+        for _ in range(3):
+            # In the last but one step of each scheme nobody uses some parameters.
+            used = 5 if step % 3 == 1 else 8
+            model(step, used).backward()
+            own = [(n, p) for n, p in model.named_parameters()][:used]
+            for name, slope in zip(
+                (n for n, _ in own), _slopes(model, step), strict=False
+            ):
+                given[name] += slope
+            opt.step()
+            opt.zero_grad()
+            step += 1
+        left = _check_sum(model, sync, given)
+        if "Dense" in scheme:
+            assert left == 0.0, scheme
+        else:
+            sparse_left = max(sparse_left, left)
+    if dist.get_world_size() > 1:
+        assert sparse_left > 1.0  # or this shows nothing
+    sync.remove()
+
+
+def _slopes(model: Slopes, step: int) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(50 * step + dist.get_rank())
+    return [
+        torch.randn(part.weight.numel(), generator=rng).double()  # type: ignore[operator, union-attr]
+        for part in model.parts
+    ]
+
+
+def _check_sum(model: nn.Module, sync: gradtide.Replica, given: Any) -> float:
+    """All that was given is in the weights or left behind; returns how much is."""
+    saved = sync.state_dict()
+    remainders = saved[f"rank{dist.get_rank()}"]["remainders"]
+    total = 0.0
+    for name, p in model.named_parameters():
+        left = remainders.get(name, torch.zeros_like(p)).clone()
+        everything = given[name].clone()
+        dist.all_reduce(left)
+        dist.all_reduce(everything)
+        arrived = -p.detach() * dist.get_world_size()
+        torch.testing.assert_close(arrived + left, everything, msg=name)
+        total += float(left.abs().sum())
+    return total
+
+
+def test_it_begins_with_dear_only_after_a_step_that_is_recorded() -> None:
+    run_ranks(2, _deferring)
+
+
+def _deferring() -> None:
+    model, opt, sync = build(dense(FUSIONS[1], "WFBP"))
+
+    def changed(step: int) -> bool:
+        """Whether step() itself changed the parameters."""
+        model(batch(step)).square().mean().backward()
+        before = [p.clone() for p in model.parameters()]
+        opt.step()
+        opt.zero_grad()
+        return not all(map(torch.equal, before, model.parameters()))
+
+    assert all([changed(0), changed(1)])
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+    sync.adopt(dense(FUSIONS[0], "DEAR"))
+    assert changed(2)
+    assert not changed(3)
+    # Every module waits for its own bucket, not all for all of them.
+    reads = sync._placement.reads
+    assert len(reads[model.body[0]]) == 2  # type: ignore[index, operator]
+    sync.adopt(dense(FUSIONS[1], "SEQUENTIAL"))
+    assert changed(4)
+    assert hooks == [len(m._forward_pre_hooks) for m in model.modules()]
+    sync.adopt(dense(FUSIONS[1], "DEAR"))  # the modules are known by now
+    assert not changed(5)
+    sync.remove()
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_buckets_are_cut_anew_in_the_same_memory() -> None:
+    run_ranks(2, _in_place)
+
+
+def _in_place() -> None:
+    model, opt, sync = build("Scheme(TopK(0.05), PerTensor())")
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    first = sync._placement.buckets[0].bucket.load.flat
+    sync.adopt("Scheme(TopK(0.05), BySize(100.0))")
+    (whole,) = sync._placement.buckets
+    assert whole.bucket.load.flat.data_ptr() == first.data_ptr()
+    sync.remove()
+
+
+def test_what_algorithms_remember_of_elements_and_steps_comes_along() -> None:
+    run_ranks(2, _remembered)
+
+
+def _remembered() -> None:
+    still = "Scheme(Corrected(Dense(), 0.9), PerTensor())"
+    walk = [f"Scheme(Corrected(Dense(), 0.9), {fusion})" for fusion in FUSIONS]
+    assert torch.equal(train(walk), train([still] * len(walk)))
+
+    model, opt, sync = build("Scheme(Warmup(TopK(0.1), 4), PerTensor())")
+    for step in range(5):
+        model(batch(step)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    sync.adopt("Scheme(Warmup(TopK(0.1), 4), BySize(0.004, ends=0.001))")
+    for home in sync._placement.buckets:
+        assert int(home.bucket.load.state["warmup.step"]) == 5
+        if len(home.slots) > 1:  # it is a new one
+            assert set(home.bucket.load.state) == {"warmup.step"}
+    sync.adopt("Scheme(TopK(0.1))")
+    assert not any(home.bucket.load.state for home in sync._placement.buckets)
+    sync.remove()
+
+
+def test_a_state_that_is_saved_right_after_holds_what_is_owed() -> None:
+    run_ranks(2, _saved)
+
+
+def _saved() -> None:
+    def go(model: nn.Module, opt: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            model(batch(step)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    for switch in ("wfbp", "Scheme(OkTopk(0.05), PerTensor(), DEAR)"):
+        model, opt, sync = build("Scheme(TopK(0.05), PerTensor())")
+        go(model, opt, range(3))
+        sync.adopt(switch)
+        states = [model.state_dict(), opt.state_dict(), sync.state_dict()]
+        saved = [_copied(state) for state in states]
+        go(model, opt, range(3, 6))
+        sync.flush()
+        other, other_opt, fresh = build(switch)
+        for to, state in zip((other, other_opt, fresh), saved, strict=True):
+            to.load_state_dict(state)  # type: ignore[attr-defined]
+        go(other, other_opt, range(3, 6))
+        fresh.flush()
+        assert all(map(torch.equal, model.parameters(), other.parameters())), switch
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return state
+
+
+def test_gradients_that_nobody_zeroes_stay() -> None:
+    run_ranks(2, _kept_gradients)
+
+
+def _kept_gradients() -> None:
+    model, opt, sync = build("Scheme(TopK(0.05), PerTensor())")
+    # A bucket that was delivered whole, beside one that was not: they are joined.
+    sync._placement.buckets[0].bucket.collective = Dense()
+    model(batch(0)).square().mean().backward()
+    opt.step()
+    params = dict(model.named_parameters())
+    before = {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
+    sync.adopt("Scheme(TopK(0.05), BySize(100.0))")
+    for name, p in model.named_parameters():
+        if name in before:
+            assert p.grad is not None
+            assert torch.equal(p.grad, before[name]), name
+    left = sync._placement.buckets[0]
+    views = {s.name: v for s, v in zip(left.slots, left.views, strict=True)}
+    assert not views["never.bias"].any()
+    sync.remove()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_wrong_moments_are_refused(schedule: str) -> None:
+    run_ranks(2, _moments, schedule)
+
+
+def _moments(schedule: str) -> None:
+    model, opt, sync = build(dense(FUSIONS[1], schedule))
+    other = dense(FUSIONS[0], "WFBP")
+
+    def refused(words: str) -> None:
+        with pytest.raises(RuntimeError, match=words):
+            sync.adopt(other)
+
+    for step in range(3):
+        output = model(batch(step))
+        if step == 1:
+            output.register_hook(lambda _: refused("during a backward"))
+        with sync.no_sync():
+            refused("inside no_sync")
+        output.square().mean().backward()
+        refused("between backward and step")
+        opt.step()
+        sync.adopt(dense(FUSIONS[step % 2], schedule))
+        opt.zero_grad()
+    model(batch(3)).square().mean().backward()
+    opt.zero_grad()  # a step that is skipped
+    if schedule != "DEAR":  # where the means are still on their way
+        sync.adopt(other)
+    sync.remove()
+
+
+@dataclass(frozen=True)
+class Loses:
+    def __call__(self, trace: Trace, cost: object) -> list[slice]:
+        return [slice(0, 1)]
+
+
+def test_what_cannot_be_adopted_changes_nothing() -> None:
+    run_ranks(2, _refused)
+
+
+def _refused() -> None:
+    model, opt, sync = build("wfbp")
+    frozen = nn.Linear(12, 4)
+    left_out = torch.optim.SGD([frozen.weight], lr=0.1)
+    second = gradtide.replicate(frozen, left_out, "wfbp")
+    rank = dist.get_rank()
+    for replica, scheme, words in (
+        (sync, "nonsense", "is not known"),
+        (sync, ("wfbp", "dear")[rank], "differs between ranks"),
+        (sync, ("wfbp", "nonsense")[rank], "is not known|rank 1 cannot take part"),
+        (sync, Scheme(Dense(), Loses()), "cover all"),
+        (second, Scheme(schedule=DEAR), "bias requires a gradient"),
+    ):
+        before = replica.scheme
+        with pytest.raises(ValueError, match=words):
+            replica.adopt(scheme)
+        assert replica.scheme == before
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        opt.step()
+    sync.remove()
+    second.remove()
