@@ -1,6 +1,6 @@
 """Who inverts which factor, and who preconditions which layer: pure functions.
 
-Factors come in the order in which a step produces them ([Note: sequence]): A_0 ... A_L-1
+[Note: sequence] Factors come in the order in which a step produces them: A_0 ... A_L-1
 in the forward, then G_L-1 ... G_0 in the backward. All costs are seconds. Equal
 arguments give equal results, so ranks need to agree on the measured costs only.
 """
@@ -10,11 +10,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-
-import numpy as np
+from itertools import pairwise
 
 from gradtide.kfac.layers import Kind
+from gradtide.kfac.partition import arrivals, contiguous, finish, fusions
 
 EVERYWHERE = -1  # as an owner: every rank inverts the factor, and nobody sends it
 
@@ -53,7 +52,7 @@ class Assignment:
 
 
 def sequence(num_layers: int) -> list[tuple[int, Kind]]:
-    """[Note: sequence] (layer, kind) of each factor, as the step produces them."""
+    """(layer, kind) of each factor, [Note: sequence]."""
     forward: list[tuple[int, Kind]] = [(i, "A") for i in range(num_layers)]
     return [*forward, *((i, "G") for i in reversed(range(num_layers)))]
 
@@ -109,16 +108,16 @@ def partitioned(
     ready: Sequence[float] | None = None,
     send: Callable[[int], float] | None = None,
 ) -> Assignment:
-    """PAD-KFAC: contiguous runs of factors, reduced to their owner alone; and its fusion.
+    """PAD-KFAC: contiguous runs of factors, reduced to their owners, and their fusion.
 
-    `ready` are the times at which factors are complete, `send(numel)` the seconds of one
-    reduce. Of several ways to fuse the reduces, the one is taken with which, after the
-    best partition (`contiguous`) for its arrivals, the last rank has inverted its run
-    the earliest. Without `ready` and `send` inversions alone are balanced.
+    `ready` are the times at which factors are complete, `send(numel)` the seconds of
+    one reduce. Of several ways to fuse the reduces, the one is taken with which, after
+    the best partition (`contiguous`) for its arrivals, the last rank has inverted its
+    run the earliest. Without `ready` and `send` inversions alone are balanced.
     """
     ready = ready or [0.0] * len(costs)
     best: tuple[float, list[slice], list[slice]] | None = None
-    for cuts in _fusions(numels, ready, send):
+    for cuts in fusions(numels, ready, send):
         arriving = arrivals(cuts, numels, ready, send) if send else ready
         blocks = contiguous(costs, size, arriving)
         end = max(finish(costs[block], arriving[block]) for block in blocks)
@@ -146,7 +145,7 @@ def grid(costs: Sequence[float], size: int, fraction: float) -> Assignment:
     """
     if not 0 < fraction <= 1:
         raise ValueError(
-            f"a fraction of {fraction} gradient workers: it is more than 0 and at most 1"
+            f"a fraction of {fraction} gradient workers: more than 0, at most 1"
         )
     num_layers = len(costs) // 2
     num_groups = -(-size // max(1, round(fraction * size)))
@@ -163,98 +162,6 @@ def grid(costs: Sequence[float], size: int, fraction: float) -> Assignment:
 
 
 # - Parts ------------------------------------------------------------------------------
-
-
-def contiguous(
-    costs: Sequence[float], size: int, ready: Sequence[float] | None = None
-) -> list[slice]:
-    """min(size, n) non-empty runs of n factors, the longest `finish` as short as can be.
-
-    Exact, by dynamic programming over the ends of runs: O(size n^2).
-    """
-    n, num = len(costs), min(size, len(costs))
-    before = np.concatenate([[0.0], np.cumsum(costs)])
-    wait = np.asarray(ready if ready is not None else np.zeros(n)) - before[:-1]
-    # until[j, i]: when the run of factors j ... i - 1 is finished
-    until = np.full((n + 1, n + 1), np.inf)
-    for j in range(n):
-        until[j, j + 1 :] = np.maximum.accumulate(wait[j:]) + before[j + 1 :]
-    best = np.full(n + 1, np.inf)
-    best[0] = 0.0
-    choices = []
-    for _ in range(num):
-        last = np.maximum(best[:, None], until)
-        choices.append(last.argmin(0))
-        best = last.min(0)
-    ends = [n]
-    for choice in reversed(choices):
-        ends.append(int(choice[ends[-1]]))
-    return [slice(begin, end) for begin, end in pairwise(reversed(ends))]
-
-
-def finish(costs: Sequence[float], ready: Sequence[float]) -> float:
-    """When a rank that takes factors in turn has inverted them all."""
-    clock = 0.0
-    for cost, start in zip(costs, ready, strict=True):
-        clock = max(clock, start) + cost
-    return clock
-
-
-def arrivals(
-    cuts: Sequence[slice],
-    numels: Sequence[int],
-    ready: Sequence[float],
-    send: Callable[[int], float],
-) -> list[float]:
-    """When each factor has been reduced, if runs of factors travel one after the other."""
-    clock, times = 0.0, []
-    for cut in cuts:
-        clock = max(clock, *ready[cut]) + send(sum(numels[cut]))
-        times += [clock] * len(ready[cut])
-    return times
-
-
-def _fusions(
-    numels: Sequence[int],
-    ready: Sequence[float],
-    send: Callable[[int], float] | None,
-) -> list[list[slice]]:
-    """Ways to cut the sequence: the earliest last arrival, and sizes in powers of 2."""
-    if send is None:
-        return [[slice(0, len(numels))]]
-    found = [_earliest(numels, ready, send)]
-    limit = max(numels)
-    while limit < 2 * sum(numels):
-        cuts, begin, filled = [], 0, 0
-        for i, numel in enumerate(numels):
-            if filled and filled + numel > limit:
-                cuts.append(slice(begin, i))
-                begin, filled = i, 0
-            filled += numel
-        found.append([*cuts, slice(begin, len(numels))])
-        limit *= 2
-    return found
-
-
-def _earliest(
-    numels: Sequence[int], ready: Sequence[float], send: Callable[[int], float]
-) -> list[slice]:
-    """The cuts with which the last factor arrives the earliest, exactly."""
-    before = [0, *accumulate(numels)]
-    ends: list[tuple[float, int]] = [(0.0, 0)]  # (arrival, first of the last run)
-    for i in range(1, len(numels) + 1):
-        start = max(ready[:i])
-        ends.append(
-            min(
-                (max(ends[j][0], start) + send(before[i] - before[j]), j)
-                for j in range(i)
-            )
-        )
-    cuts, end = [], len(numels)
-    while end:
-        cuts.append(slice(ends[end][1], end))
-        end = ends[end][1]
-    return cuts[::-1]
 
 
 def _longest_first(

@@ -28,9 +28,9 @@ class RunningFactor:
     def update(self, new: Tensor, decay: float) -> bool:
         """value = decay * value + (1 - decay) * new, of packed factors.
 
-        `new` is not kept. A factor with an infinity or a NaN (a GradScaler that tries a
-        scale) is refused, and False returned: its square is on the diagonal, so that the
-        trace tells.
+        `new` is not kept. A factor with an infinity or a NaN (a GradScaler that tries
+        a scale) is refused, and False returned: the square of what is not finite is on
+        the diagonal, so that the trace tells.
         """
         if not torch.isfinite(self._traces(new)).all():
             return False

@@ -39,6 +39,5 @@ def _add_products(out: Tensor, rows: Tensor, alpha: float, beta: float) -> None:
     x, y = rows[0], out[0]
     step = BLOCK if out.device.type == "cpu" else BLOCK_ON_DEVICE
     for i in range(0, d, step):
-        y[i : i + step, i:].addmm_(
-            x[:, i : i + step].T, x[:, i:], beta=beta, alpha=alpha
-        )
+        left, right = x[:, i : i + step].T, x[:, i:]
+        y[i : i + step, i:].addmm_(left, right, beta=beta, alpha=alpha)

@@ -28,10 +28,10 @@ ATTEMPTS = 4  # each with ten times the damping of the one before
 
 @dataclass(frozen=True)
 class Eigen:
-    """An eigendecomposition: values [groups, d], not negative, and vectors in columns."""
+    """An eigendecomposition: values [groups, d], none negative, and vectors."""
 
     values: Tensor
-    vectors: Tensor  # [groups, d, d]
+    vectors: Tensor  # [groups, d, d], in columns
 
 
 class Preconditioner(Protocol):
@@ -68,7 +68,7 @@ class Eigens:
 def dampings(
     trace_a: Tensor, trace_g: Tensor, a_dim: int, g_dim: int, damping: float
 ) -> tuple[Tensor, Tensor]:
-    """What to add to the diagonals of A and of G: (pi sqrt(damping), sqrt(damping) / pi).
+    """What to add to the diagonals: pi sqrt(damping) of A, sqrt(damping) / pi of G.
 
     Traces and results are [groups]. pi is 1 where a factor is all zeros.
     """
@@ -113,19 +113,19 @@ def inverse_many(
         damping = torch.cat([dampings[i] for i in indices])
         label = ", ".join(names[i] for i in indices)
         groups = [len(factors[i]) for i in indices]
-        pieces = inverse(stacked, damping, label).split(groups)
+        pieces = torch.split(inverse(stacked, damping, label), groups)
         results.update(zip(indices, pieces, strict=True))
     return [results[i] for i in range(len(factors))]
 
 
 def eigen(factor: Tensor, name: str) -> Eigen:
-    """The eigendecomposition of [groups, d, d]; values that rounding made negative are 0.
+    """The eigendecomposition of [groups, d, d]; values below 0, by rounding, are 0.
 
     Raises RuntimeError with `name` when it does not converge.
     """
     try:
         values, vectors = torch.linalg.eigh(factor)
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise RuntimeError(
             f"{name} has no eigendecomposition: use the form 'inverse', or lower the "
             "learning rate if the loss diverges"
@@ -150,7 +150,7 @@ def kl_part(gradient: Tensor, preconditioned: Tensor, lr: float) -> Tensor:
 
 
 def kl_scale(total: Tensor, kl_clip: float) -> Tensor:
-    """nu = min(1, sqrt(kl_clip / |total|)) (Martens and Grosse, 2015; Ba et al., 2017)."""
+    """nu = min(1, sqrt(kl_clip / |total|)) (Ba et al., 2017)."""
     return (kl_clip / total.abs()).sqrt().clamp(max=1.0)
 
 
@@ -161,7 +161,7 @@ def write_back(
     bias: Tensor | None,
     scale: Tensor | float = 1.0,
 ) -> None:
-    """Overwrite the gradients of the layer with `scale` times the preconditioned ones."""
+    """Overwrite a layer's gradients with `scale` times the preconditioned ones."""
     for new, old in zip(layer.tensors(preconditioned), (weight, bias), strict=True):
         if new is not None and old is not None:
             old.copy_(new * scale)

@@ -225,8 +225,8 @@ def _layer(users: Users) -> Layer:
 def _bypassed(model: nn.Module) -> dict[nn.Parameter, str]:
     """Parameters that torch's MultiheadAttention reads without calling a Linear."""
     return {
-        p: f"MultiheadAttention {name or 'the model'} uses it without calling a Linear: "
-        "project with Linear layers and scaled_dot_product_attention to have K-FAC"
+        p: f"MultiheadAttention {name or 'the model'} uses it without calling a "
+        "Linear: project with Linear layers and scaled_dot_product_attention instead"
         for name, module in model.named_modules()
         if isinstance(module, nn.MultiheadAttention)
         for p in module.parameters()

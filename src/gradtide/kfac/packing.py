@@ -60,11 +60,11 @@ def unpack(flat: Tensor, out: Tensor) -> Tensor:
 def traces(flat: Tensor, groups: int, d: int) -> Tensor:
     """The traces [groups] of packed matrices."""
     packed = flat.view(groups, -1)
-    return packed[:, _diagonal(d).to(flat.device)].float().sum(1)
+    return packed[:, _diagonal(d, flat.device)].float().sum(1)
 
 
 def _rectangles(d: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """(first row, row behind the last) of what is right of the diagonal, and its place."""
+    """Rows (begin, end) of what is right of a diagonal block, and its place."""
     place = 0
     for begin in range(0, d, BLOCK):
         end = min(begin + BLOCK, d)
@@ -78,9 +78,7 @@ def _diagonals(full: Tensor) -> Iterator[tuple[Tensor, int]]:
     groups, d, _ = full.shape
     step, row, column = full.stride()
     whole, rest = divmod(d, BLOCK)
-    place = sum(
-        (min(b + BLOCK, d) - b) * max(d - b - BLOCK, 0) for b in range(0, d, BLOCK)
-    )
+    place = sum((end - begin) * (d - end) for (begin, end), _ in _rectangles(d))
     if whole:
         shape = (groups, whole, BLOCK, BLOCK)
         strides = (step, BLOCK * (row + column), row, column)
@@ -94,7 +92,8 @@ def _diagonals(full: Tensor) -> Iterator[tuple[Tensor, int]]:
 def _triangle(h: int, device: torch.device) -> Tensor:
     """Places of the upper triangle in a flat h x h matrix."""
     rows, columns = torch.triu_indices(h, h, device=device)
-    return rows * h + columns
+    upper: Tensor = rows * h + columns
+    return upper
 
 
 @lru_cache
@@ -103,12 +102,17 @@ def _square(h: int, device: torch.device) -> Tensor:
     places = torch.zeros(h, h, dtype=torch.long, device=device)
     rows, columns = torch.triu_indices(h, h, device=device)
     places[rows, columns] = torch.arange(len(rows), device=device)
-    return (places + places.triu(1).T).flatten()
+    square: Tensor = places + places.triu(1).T
+    return square.flatten()
 
 
 @lru_cache
-def _diagonal(d: int) -> Tensor:
+def _diagonal(d: int, device: torch.device) -> Tensor:
     """Places of the diagonal in a packed matrix."""
-    probe = torch.zeros(1, d, d)
-    probe.diagonal(dim1=1, dim2=2).fill_(1)
-    return pack(probe, torch.empty(packed_numel(1, d))).nonzero().flatten()
+    place = sum((end - begin) * (d - end) for (begin, end), _ in _rectangles(d))
+    places: list[int] = []
+    for begin in range(0, d, BLOCK):
+        h = min(BLOCK, d - begin)
+        places += [place + i * h - i * (i - 1) // 2 for i in range(h)]
+        place += h * (h + 1) // 2
+    return torch.tensor(places, device=device)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ def patches(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
     ]
     inputs = module.in_channels * prod(kernel)
     batch = max(1, PIECE // max(1, inputs * prod(size)))
-    for piece in x.split(batch):
+    for piece in torch.split(x, batch):
         if inputs == module.in_channels and _rowwise(module, piece):
             yield piece.movedim(1, -1).view(1, -1, inputs)
             continue

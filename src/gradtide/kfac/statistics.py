@@ -34,15 +34,15 @@ from gradtide.kfac.layers import KINDS, Kind, Layer
 class Ready(Protocol):
     """Told of a factor as soon as it is complete.
 
-    `factor` is fp32 [groups, d, d], of which only the upper triangle counts; it is valid
-    during the call, and may be overwritten.
+    `factor` is fp32 [groups, d, d], of which only the upper triangle counts; it is
+    valid during the call, and may be overwritten.
     """
 
     def __call__(self, layer: Layer, kind: Kind, factor: Tensor) -> None: ...
 
 
 def batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Samples that the loss is a mean over: rows of the first tensor given to the model."""
+    """Samples that the loss is a mean over: rows of the model's first tensor."""
     return _first(args, kwargs).shape[0]
 
 
@@ -83,18 +83,18 @@ class Statistics:
     without gradients, and of modules in eval mode, do not count. While `quiet` is set
     (micro-batches that are not the last) sums are only added to.
 
-    A layer that is called several times in a step is complete after as many calls as in
-    the last step; what is not complete by then, and everything in the first step, is
-    handed out by `finish()`. A call beyond that number is left out of this step's factor.
+    A layer that is called several times in a step is complete after as many calls as
+    in the last step; what is not complete by then, and everything in the first step,
+    is handed out by `finish()`. A call beyond that number is left out of the factor.
 
     Activation checkpointing: what is computed again is not counted again. With
     use_reentrant=True, whose first forward is without gradients, the second counts, and
     A gets ready in the backward.
 
-    `scale` is asked once a step for what the loss was multiplied by (`GradScaler.
-    get_scale`), and `samples` in each forward for the number of samples that the loss is
-    a mean over: `batch`, `tokens` or the user's own. Where the model's own forward is
-    not called, the first dimension of a layer's input counts as samples.
+    `scale` is asked once a step for what the loss was multiplied by (`GradScaler`'s
+    `get_scale`), and `samples` in each forward for the number of samples that the loss
+    is a mean over: `batch`, `tokens` or the user's own. Where the model's own forward
+    is not called, the first dimension of a layer's input counts as samples.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class Statistics:
     def finish(self) -> list[tuple[Layer, Kind]]:
         """Hand out what is left, A in order of the layers and G in reverse; disarm.
 
-        Returns the factors that this step has nothing for: of layers that were not used,
-        or whose output got no gradient.
+        Returns the factors that this step has nothing for: of layers that were not
+        used, or whose output got no gradient.
         """
         missing: list[tuple[Layer, Kind]] = []
         for kind in KINDS:
@@ -174,7 +174,7 @@ class Statistics:
     def _after_layer(
         self, watch: _Watch, module: nn.Module, args: Any, kwargs: Any, output: Tensor
     ) -> None:
-        """A forward of the module is over: take A, and wait for the output's gradient."""
+        """A forward of the module is over: take A, and wait for its gradient."""
         if not (module.training and output.requires_grad and output.numel()):
             return
         again = _in_backward()
@@ -187,7 +187,8 @@ class Statistics:
             self._counted = True
         rows = output.numel() // watch.layer.weight.shape[0]
         self._add(watch, "A", rows, lambda: watch.layer.inputs(module, x.detach()))
-        output.register_hook(partial(self._after_gradient, watch))  # type: ignore[no-untyped-call]
+        hook = partial(self._after_gradient, watch)
+        output.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _after_gradient(self, watch: _Watch, g: Tensor) -> None:
         if not self.armed:
@@ -204,7 +205,7 @@ class Statistics:
         weight: int,
         rows: Callable[[], Iterable[Tensor]],
     ) -> None:
-        """Add rows to a factor. `weight`: the rows of A, or all samples so far for G."""
+        """Add rows to a factor. `weight`: rows of A, or all samples so far for G."""
         layer, part = watch.layer, watch.sums[kind]
         part.calls += not self.quiet
         if part.done:
@@ -232,7 +233,7 @@ class Statistics:
         self._ready(layer, kind, factor)
 
     def _matrix(self, layer: Layer, kind: Kind, temporary: bool) -> Tensor:
-        """Memory for a factor: its own, or the same for all that are handed out at once."""
+        """Memory for a factor: its own, or what all share that leave at once."""
         shape, device = layer.shape(kind), layer.weight.device
         if not temporary:
             return torch.empty(shape, device=device)

@@ -28,13 +28,14 @@ class InverseTime:
     power: float
 
     def __call__(self, d: int) -> float:
-        return self.start + self.slope * float(d) ** self.power
+        return float(self.start + self.slope * d**self.power)
 
     @classmethod
     def fit(cls, times: Mapping[int, float]) -> InverseTime:
         """The model with the smallest squares of relative errors.
 
-        For each of many powers the best start and slope are linear; neither is negative.
+        For each of many powers the best start and slope are found by least squares;
+        neither is negative.
         One time alone gives a cubic through it.
         """
         dims = np.array(sorted(times), float)

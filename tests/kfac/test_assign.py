@@ -1,0 +1,154 @@
+"""Placement of factors, against exhaustive search where that is possible."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, pairwise, product
+
+import pytest
+
+from gradtide.kfac.assign import (
+    EVERYWHERE,
+    balanced,
+    grid,
+    partitioned,
+    position,
+    round_robin,
+    sequence,
+    whole_layers,
+)
+from gradtide.kfac.partition import arrivals, contiguous, finish
+
+
+def draws(n: int, seed: int) -> list[float]:
+    """Costs like those of inversions: a few are much larger than the others."""
+    dice = random.Random(100 * n + seed)
+    return [dice.uniform(0.1, 2) ** 3 for _ in range(n)]
+
+
+def all_cuts(n: int, most: int) -> list[list[slice]]:
+    """Every way to cut n factors into at most `most` non-empty runs."""
+    return [
+        [slice(a, b) for a, b in pairwise([0, *inner, n])]
+        for runs in range(1, min(most, n) + 1)
+        for inner in combinations(range(1, n), runs - 1)
+    ]
+
+
+def latest(costs: list[float], cuts: list[slice], ready: list[float]) -> float:
+    return max(finish(costs[cut], ready[cut]) for cut in cuts)
+
+
+def test_the_sequence_is_forward_then_backward() -> None:
+    assert sequence(2) == [(0, "A"), (1, "A"), (1, "G"), (0, "G")]
+    for i, (layer, kind) in enumerate(sequence(5)):
+        assert position(layer, kind, 5) == i
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("n", "size"), [(1, 1), (2, 4), (4, 4), (8, 3), (9, 4)])
+@pytest.mark.parametrize("waiting", [False, True])
+def test_contiguous_equals_brute_force(
+    n: int, size: int, seed: int, waiting: bool
+) -> None:
+    costs = draws(n, seed)
+    late = sorted(random.Random(seed).uniform(0, sum(costs)) for _ in costs)
+    ready = late if waiting else [0.0] * n
+    found = contiguous(costs, size, ready)
+    best = min(latest(costs, cuts, ready) for cuts in all_cuts(n, size))
+    assert latest(costs, found, ready) == pytest.approx(best, rel=1e-12)
+    assert len(found) == min(n, size)
+    assert [i for cut in found for i in range(n)[cut]] == list(range(n))
+
+
+def test_one_huge_factor_has_a_rank_of_its_own() -> None:
+    assert contiguous([1, 1, 1, 100, 1, 1], 3) == [
+        slice(0, 3),
+        slice(3, 4),
+        slice(4, 6),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pad_is_near_the_best_of_all_fusions_and_partitions(seed: int) -> None:
+    """The twin of the joint choice: every fusion with every partition, 6 factors."""
+    n, size, dice = 6, 3, random.Random(seed)
+    numels = [dice.randint(1, 40) for _ in range(n)]
+    costs = [numel**1.5 / 40 for numel in numels]
+    ready = sorted(dice.uniform(0, 20) for _ in range(n))
+
+    def send(numel: int) -> float:
+        return 3.0 + 0.1 * numel
+
+    best = min(
+        latest(costs, blocks, arrivals(cuts, numels, ready, send))
+        for cuts, blocks in product(all_cuts(n, n), all_cuts(n, size))
+    )
+    found = partitioned(costs, numels, size, ready, send)
+    blocks = [
+        slice(found.owners.index(r), found.owners.index(r) + found.owners.count(r))
+        for r in range(size)
+    ]
+    arriving = arrivals(found.cuts, numels, ready, send)
+    assert best <= latest(costs, blocks, arriving) <= 1.1 * best
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
+def test_pad_owners_ascend_and_parts_add_up(size: int) -> None:
+    numels = [5 * i + 1 for i in range(14)]
+    costs = [float(numel) for numel in numels]
+    found = partitioned(costs, numels, size, [float(i) for i in range(14)], float)
+    assert list(found.owners) == sorted(found.owners)
+    assert set(found.owners) == set(range(min(size, 14)))
+    parts = [found.sizes(cut, numels) for cut in found.cuts]
+    assert sum(map(sum, parts)) == sum(numels)
+
+
+def test_round_robin() -> None:
+    assert round_robin(3, 4).owners == (0, 1, 2, 3, 0, 1)
+    assert round_robin(3, 4).inverted_by(1) == [1, 5]
+
+
+def test_costly_messages_are_saved_by_inverting_everywhere() -> None:
+    costs, numels = [1.0, 2.0, 8.0, 8.0], [1, 2, 8, 8]
+    assert set(balanced(costs, numels, 2, lambda n: 100.0).owners) == {EVERYWHERE}
+    free = balanced(costs, numels, 2, lambda n: 0.0)
+    assert sorted(free.owners) == [0, 0, 1, 1]
+    some = balanced([0.1, 0.1, 8.0, 8.0], [9, 9, 9, 9], 2, lambda n: 0.1 * n)
+    assert some.owners == (EVERYWHERE, EVERYWHERE, 0, 1)
+
+
+def test_balanced_weighs_by_seconds() -> None:
+    costs = [4.0, 3.0, 3.0, 2.0, 2.0, 2.0]
+    owners = balanced(costs, [1] * 6, 2, lambda n: 0.0).owners
+    loads = [
+        sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in (0, 1)
+    ]
+    assert loads == [8.0, 8.0]
+
+
+def test_whole_layers_have_one_owner_each() -> None:
+    costs = [5.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0]
+    found = whole_layers(costs, 3)
+    for layer, workers in enumerate(found.workers):
+        assert found.owner(layer, "A") == found.owner(layer, "G") == workers[0]
+        assert len(workers) == 1
+    assert found.owner(0, "A") != found.owner(3, "A")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("fraction", [0.01, 0.25, 0.5, 0.8, 1.0])
+def test_any_fraction_of_any_number_of_ranks(size: int, fraction: float) -> None:
+    found = grid([float(i + 1) for i in range(20)], size, fraction)
+    wanted = max(1, round(fraction * size))
+    for layer, workers in enumerate(found.workers):
+        assert wanted / 2 <= len(workers) <= wanted
+        assert found.owner(layer, "A") in workers
+        assert found.owner(layer, "G") in workers
+    assert (fraction < 1) or found.workers[0] == range(size)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -1.0, 1.5])
+def test_impossible_fractions_are_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match="fraction"):
+        grid([1.0, 1.0], 2, fraction)

@@ -1,0 +1,180 @@
+"""Damped inverses against explicit Kronecker products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradtide.kfac.factors import RunningFactor
+from gradtide.kfac.invert import (
+    Eigens,
+    Inverses,
+    dampings,
+    eigen,
+    inverse,
+    inverse_many,
+    kl_part,
+    kl_scale,
+    precondition,
+    total,
+    write_back,
+)
+from gradtide.kfac.layers import supported
+from gradtide.kfac.packing import pack
+
+DAMPING = 0.03
+
+
+def definite(groups: int, d: int, seed: int = 0) -> Tensor:
+    x = torch.randn(groups, d + 3, d, generator=torch.Generator().manual_seed(seed + d))
+    return x.mT @ x / d
+
+
+def test_factored_damping_is_the_textbook_one() -> None:
+    a, g, v = definite(1, 4), definite(1, 3), torch.randn(1, 3, 4)
+    pi = ((a[0].trace() / 4) / (g[0].trace() / 3)).sqrt()
+    a_damped = a[0] + pi * DAMPING**0.5 * torch.eye(4)
+    g_damped = g[0] + DAMPING**0.5 / pi * torch.eye(3)
+    expected = torch.linalg.solve(
+        torch.kron(g_damped, a_damped).double(), v.flatten().double()
+    )
+    traces = [x.diagonal(dim1=1, dim2=2).sum(1) for x in (a, g)]
+    damping_a, damping_g = dampings(*traces, 4, 3, DAMPING)
+    both = Inverses(inverse(a, damping_a, "a"), inverse(g, damping_g, "g"))
+    torch.testing.assert_close(
+        both(v).flatten().double(), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_eigen_form_damps_the_product_exactly() -> None:
+    a, g, v = definite(2, 4), definite(2, 3), torch.randn(2, 3, 4)
+    both = Eigens(eigen(a, "a"), eigen(g, "g"), DAMPING)
+    for i in range(2):
+        product = torch.kron(g[i], a[i]).double() + DAMPING * torch.eye(12)
+        expected = torch.linalg.solve(product, v[i].flatten().double())
+        actual = both(v)[i].flatten().double()
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_how_a_scale_is_shared_between_the_factors_does_not_matter(
+    scale: float,
+) -> None:
+    a, g, v = definite(1, 5), definite(1, 5, seed=1), torch.randn(1, 5, 5)
+
+    def result(a: Tensor, g: Tensor) -> Tensor:
+        traces = [x.diagonal(dim1=1, dim2=2).sum(1) for x in (a, g)]
+        pair = dampings(*traces, 5, 5, DAMPING)
+        return Inverses(*map(inverse, (a, g), pair, "ag"))(v)
+
+    torch.testing.assert_close(
+        result(a * scale, g / scale), result(a, g), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_factors_of_zeros_are_damped_all_the_same() -> None:
+    for a, g in ((0.0, 2.0), (2.0, 0.0), (0.0, 0.0)):
+        pair = dampings(torch.tensor([a]), torch.tensor([g]), 3, 3, 0.04)
+        assert [x.item() for x in pair] == pytest.approx([0.2, 0.2])
+
+
+def test_small_factors_of_equal_size_are_inverted_together() -> None:
+    shapes = [(1, 3), (4, 5), (1, 300), (2, 3), (1, 5)]
+    factors = [definite(groups, d, seed) for seed, (groups, d) in enumerate(shapes)]
+    amounts = [torch.rand(groups) + 0.1 for groups, _ in shapes]
+    for alone, together in zip(
+        map(inverse, factors, amounts, "abcde"),
+        inverse_many(factors, amounts, list("abcde")),
+        strict=True,
+    ):
+        torch.testing.assert_close(together, alone)
+
+
+def test_a_factor_that_rounding_made_indefinite_gets_more_damping() -> None:
+    factor = torch.diag(torch.tensor([1.0, 1.0, -2e-3]))[None]
+    found = inverse(factor, torch.tensor([1e-3]), "conv1 A")
+    expected = torch.linalg.inv(factor + 1e-2 * torch.eye(3))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("bad", [-1.0, torch.nan])
+def test_a_hopeless_factor_is_named(bad: float) -> None:
+    factor = torch.diag(torch.tensor([1.0, bad]))[None]
+    with pytest.raises(RuntimeError, match="conv1 A"):
+        inverse(factor, torch.tensor([1e-3]), "conv1 A")
+
+
+def test_factor_is_not_changed_by_inversion() -> None:
+    factor = definite(1, 6)
+    before = factor.clone()
+    inverse(factor, torch.tensor([1.0]), "a")
+    eigen(factor, "a")
+    assert torch.equal(factor, before)
+
+
+# - Running averages -------------------------------------------------------------------
+
+
+def layer_of(inputs: int = 3, outputs: int = 2) -> tuple[nn.Linear, RunningFactor]:
+    module = nn.Linear(inputs, outputs)
+    return module, RunningFactor(supported(module)[0], "A")
+
+
+def test_running_average_decays_and_starts_with_the_first_factor() -> None:
+    _, running = layer_of()
+    factors = [definite(1, 4, seed) for seed in range(3)]
+    for factor in factors:
+        assert running.update(pack(factor, torch.empty(10)), 0.9)
+    expected = 0.9 * (0.9 * factors[0] + 0.1 * factors[1]) + 0.1 * factors[2]
+    torch.testing.assert_close(running.full(), expected)
+    torch.testing.assert_close(running.traces(), expected[0].trace()[None])
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_is_not_finite_does_not_enter_the_average(bad: float) -> None:
+    _, running = layer_of()
+    good = pack(definite(1, 4), torch.empty(10))
+    running.update(good, 0.9)
+    spoiled = definite(1, 4)
+    spoiled[0, 2, :] = spoiled[0, :, 2] = bad
+    assert not running.update(pack(spoiled, torch.empty(10)), 0.9)
+    assert torch.equal(running.value, good)
+
+
+# - KL clipping and gradients ----------------------------------------------------------
+
+
+def test_kl_clipping_limits_the_step_and_leaves_short_ones_alone() -> None:
+    v, p = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    parts = [kl_part(v, p, 0.5), kl_part(v, v, 0.1)]
+    expected = 0.25 * (v * p).sum() + 0.01 * (v * v).sum()
+    torch.testing.assert_close(total(parts), expected)
+    nu = kl_scale(total(parts), 1e-3)
+    torch.testing.assert_close(nu, (1e-3 / expected.abs()).sqrt().clamp(max=1.0))
+    assert kl_scale(torch.tensor(1e-9), 1e-3) == 1
+    assert kl_scale(total([]), 1e-3) == 1
+
+
+def test_gradients_are_overwritten_in_place_with_the_scaled_ones() -> None:
+    module, _ = layer_of()
+    layer = supported(module)[0]
+    weight, bias = torch.randn(2, 3), torch.randn(2)
+    gradient, result = precondition(layer, weight, bias, lambda v: 2 * v)
+    assert torch.equal(gradient, torch.cat([weight, bias[:, None]], 1)[None])
+    before = (weight.clone(), bias.clone())
+    write_back(layer, result, weight, bias, torch.tensor(0.25))
+    torch.testing.assert_close(weight, before[0] / 2)
+    torch.testing.assert_close(bias, before[1] / 2)
+
+
+def test_gradients_of_convolutions_in_channels_last() -> None:
+    module = nn.Conv2d(4, 6, 3, groups=2).to(memory_format=torch.channels_last)
+    layer = supported(module)[0]
+    weight = torch.randn_like(module.weight)
+    bias = torch.randn(6)
+    before = weight.clone()
+    _, result = precondition(layer, weight, bias, lambda v: -v)
+    assert result.shape == (2, 3, 19)
+    write_back(layer, result, weight, bias)
+    assert torch.equal(weight, -before)
