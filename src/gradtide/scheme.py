@@ -19,6 +19,7 @@ from gradtide.collectives import (
     PARTITIONS,
     WRAPPERS,
     Agreed,
+    Auto,
     ByNorm,
     Dense,
     Dynamic,
@@ -68,6 +69,7 @@ RAMP = (1.0, 0.25, 0.1, 0.05)
 _LARGE = BySize(25.0, ends=25.0, pieces=1)
 
 RECIPES: dict[str, Scheme] = {
+    "auto": Scheme(Auto()),
     **{
         f"{name}{suffix}": Scheme(collective, schedule=schedule)
         for suffix, collective in _WIRED.items()
@@ -82,7 +84,7 @@ RECIPES: dict[str, Scheme] = {
 
 NAMES: dict[str, Any] = {
     **{cls.__name__: cls for cls in (*COLLECTIVES, *WRAPPERS, *PARTITIONS, *SELECTORS)},
-    **{cls.__name__: cls for cls in (Scheme, Schedule, BySize, PerTensor)},
+    **{cls.__name__: cls for cls in (Auto, Scheme, Schedule, BySize, PerTensor)},
     **{name.upper(): schedule for name, schedule in _SCHEDULES.items()},
 }
 
@@ -169,7 +171,7 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
     if len(args) > len(names):
         raise TypeError(f"{recipe.collective!r} has {len(names)} hyper-parameters")
     changes = {**dict(zip(names, args, strict=False)), **named}
-    steps = changes.pop("warmup", 0)
+    steps = 0 if "warmup" in names else changes.pop("warmup", 0)
     collective = replace(cast(Any, recipe.collective), **changes)
     if steps:
         own = getattr(collective, "density", 1.0)

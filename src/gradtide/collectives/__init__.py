@@ -1,6 +1,7 @@
 """The averaging algorithms; a new one is one file and one line here."""
 
 from gradtide.collectives.agreed import Agreed as Agreed
+from gradtide.collectives.auto import Auto as Auto
 from gradtide.collectives.corrected import Corrected as Corrected
 from gradtide.collectives.dense import Dense as Dense
 from gradtide.collectives.gtopk import GTopK as GTopK

@@ -1,0 +1,129 @@
+"""What all ranks are to train with, decided by rank 0 and followed by everybody.
+
+[Note: Together] Between two exchanges of this module stands nothing that a rank might
+raise unnoticed: what can fail is tried, and whether it did is exchanged next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from gradtide.collectives import Auto
+from gradtide.plan.advice import Advice, advise, ms, percent
+from gradtide.plan.network import Network
+from gradtide.plan.search import Choice, rank
+from gradtide.plan.trace import StepTrace
+from gradtide.scheme import RECIPES, Scheme, parse
+from gradtide.transport import CommunicationError, Transport
+
+LOG = logging.getLogger("gradtide")
+BUDGET = 3.0  # seconds of measuring the network
+# What a lossy plan is made among: few, because all ranks wait for it.
+SPARSE = tuple(f"{n}{d}" for n in ("topk", "topka2a", "oktopk") for d in ("", "-dear"))
+
+T = TypeVar("T")
+
+
+def measure(transport: Transport, budget: float) -> Network:
+    from gradtide.plan.measure import measure
+
+    return measure(transport, budget)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank has found out by itself."""
+
+    trace: StepTrace
+    obstacle: str  # why its updates cannot be deferred; empty where they can
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks train with from now on, and why."""
+
+    scheme: Scheme
+    words: str
+    failed: bool = False  # something was raised: they stay with what they have
+
+
+def stay(why: str) -> Decision:
+    """Go on as training has begun, because something went wrong."""
+    return Decision(RECIPES["wfbp"], why, failed=True)
+
+
+def decide(transport: Transport, auto: Auto, see: Callable[[], Seen]) -> Decision:
+    """What all ranks are to train with; the same on each, see [Note: Together]."""
+    seen, error = _attempt(see)
+    everyone = transport.gather_objects((error, seen))
+    failed = _failed([error for error, _ in everyone])
+    if failed is not None:
+        return failed
+    network, error = _attempt(lambda: measure(transport, BUDGET))
+    said: tuple[str, str] | None = None
+    if network is not None and transport.group.rank == 0:
+        heard = [seen for _, seen in everyone]
+        said, error = _attempt(lambda: plan(auto, heard, network))
+    answers = transport.gather_objects((error, said))
+    failed = _failed([error for error, _ in answers])
+    if failed is not None:
+        return failed
+    text, words = answers[0][1]
+    return Decision(parse(text), words)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What `work` returns, or what it raised, in words; a lost peer ends the run."""
+    try:
+        return work(), None
+    except CommunicationError:
+        raise
+    except Exception as error:  # whatever it is, training can go on without a plan
+        LOG.debug("auto", exc_info=True)
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _failed(errors: Sequence[str | None]) -> Decision | None:
+    for number, error in enumerate(errors):
+        if error is not None:
+            return stay(f"rank {number} raised {error}")
+    return None
+
+
+def plan(auto: Auto, seen: Sequence[Seen], network: Network) -> tuple[str, str]:
+    """The scheme as text, and why; for the slowest of the ranks."""
+    slowest = max((s.trace for s in seen), key=lambda trace: trace.compute)
+    obstacle = next((s.obstacle for s in seen if s.obstacle), "")
+
+    def refuse(scheme: Scheme) -> str:
+        return obstacle if scheme.schedule.update == "forward" else ""
+
+    sparse = {name: RECIPES[name] for name in SPARSE}
+    choices = rank(slowest, network, sparse, refuse=refuse)
+    advice = advise(choices, network.size, auto.margin)
+    chosen = advice.recommended if auto.lossy else advice.dense
+    return repr(_warmed(chosen, auto.warmup)), _words(advice, chosen, network)
+
+
+def _warmed(choice: Choice, warmup: int) -> Scheme:
+    if choice.kind != "lossy" or not warmup:
+        return choice.scheme
+    warm = parse(f"{choice.name}(warmup={warmup})")
+    return replace(choice.scheme, collective=warm.collective)
+
+
+def _words(advice: Advice, chosen: Choice, network: Network) -> str:
+    where = f"{network.hosts} hosts x {network.ranks_per_host} ranks"
+    why = "; ".join([*advice.reasons(chosen), *(rule.words for rule in advice.rules)])
+    words = f"{chosen.name}, {ms(chosen.step)} a step predicted on {where}: {why}"
+    other = advice.recommended
+    if other is not chosen:
+        words += (
+            f"; {other.name} would take {ms(other.step)}, worth it only if it needs "
+            f"less than {percent(advice.break_even(other))} more steps: "
+            "auto(lossy=True) allows it"
+        )
+    return f"{words}; {chosen.scheme!r}"

@@ -1,0 +1,247 @@
+"""Which of the ranked schemes to train with, which rules say so, and in words why.
+
+All words are derived from predictions: what of the exchange is exposed, how far a step
+is from its limit, what selection costs and what it saves.
+
+[Note: Kinds] Losses are compared in steps, not in seconds: a scheme that rounds on the
+wire (bf16) counts as nearly lossless and has to be faster by NEARLY; one that delivers
+part of the gradient later may need more steps to the same loss, nobody knows how many
+before having tried. So it is recommended only if it would be faster even if it needed
+`margin` more steps, and its break-even is always stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradtide.plan.search import DENSE, Choice, Kind
+
+HIDDEN = 0.05  # of a step: what is exposed of the exchange, where it counts as hidden
+SAME = 1.02  # by this factor and less, two lossless steps take equally long
+NEARLY = 0.05  # more steps that a rounded scheme has to be worth
+CLOSE = 0.1  # shares that are too small to be named
+MARGIN = 0.25  # more steps that a lossy scheme has to be worth
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that holds here, in words, and the numbers that it was judged by."""
+
+    name: str
+    words: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to train with.
+
+    `choices` as `rank` returns them. `lossless` is the best of the lossless schemes,
+    the plainest of equals; `dense` the better of that and of the rounded ones;
+    `recommended` is `dense` or a lossy one; `fastest` is the fastest of all, whatever
+    it loses. `rules` say what speaks against compression (empty: nothing does).
+    """
+
+    choices: Sequence[Choice]
+    lossless: Choice
+    dense: Choice
+    recommended: Choice
+    fastest: Choice
+    rules: Sequence[Rule]
+    margin: float
+    size: int
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what to use, and why nothing else."""
+        return _verdict(self)
+
+    def break_even(self, choice: Choice) -> float:
+        """How many more steps than `dense` the choice may need before it loses.
+
+        A share: 0.2 is 20 % more. Negative where its steps alone take longer.
+        """
+        return self.dense.step / choice.step - 1
+
+    def reasons(self, choice: Choice) -> list[str]:
+        """Why a step of the choice takes as long as it does, and what it is worth."""
+        return _reasons(self, choice)
+
+
+def advise(choices: Sequence[Choice], size: int, margin: float = MARGIN) -> Advice:
+    """What to train with among `size` ranks; `choices` as `rank` returns them.
+
+    A lossy scheme has to be faster even with `margin` (a share) more steps.
+    """
+    usable = [choice for choice in choices if not choice.refused]
+    lossless = _plainest(_of(usable, "lossless"))
+    rounded = _plainest(_of(usable, "rounded"))
+    rules = list(_rules(lossless, rounded, size))
+    worth = lossless.step > (1 + NEARLY) * rounded.step
+    dense = rounded if worth and not _hidden(lossless) else lossless
+    lossy = next((c for c in usable if c.kind == "lossy"), None)
+    recommended = dense
+    if lossy is not None:
+        gain = dense.step / lossy.step - 1
+        # Whatever lies below the margin is for these rules to explain, too.
+        if gain < margin:
+            rules.append(_margin(lossy, dense, gain, margin))
+        elif not (_hidden(lossless) or _hidden(rounded)):
+            recommended = lossy
+    return Advice(
+        choices, lossless, dense, recommended, usable[0], rules, margin, size
+    )
+
+
+def _of(choices: Sequence[Choice], kind: Kind) -> list[Choice]:
+    return [choice for choice in choices if choice.kind == kind]
+
+
+def _plainest(choices: Sequence[Choice]) -> Choice:
+    """The fastest, but of about equals the one that comes first in DENSE."""
+    best = min(choice.step for choice in choices)
+    order = list(DENSE)
+    near = [choice for choice in choices if choice.step <= SAME * best]
+    return min(
+        near, key=lambda c: order.index(c.name) if c.name in order else len(order)
+    )
+
+
+# - Rules (when compression does not help) ---------------------------------------------
+
+
+def _hidden(choice: Choice) -> bool:
+    return choice.prediction.exposed <= HIDDEN * choice.step
+
+
+def _rules(lossless: Choice, rounded: Choice, size: int) -> Sequence[Rule]:
+    rules = []
+    if _hidden(lossless):
+        rules.append(_overlap("overlap suffices", lossless))
+    elif _hidden(rounded):
+        rules.append(_overlap("bf16 suffices", rounded))
+    if size == 2:
+        rules.append(
+            Rule(
+                "two ranks",
+                "between 2 ranks a dense exchange sends each gradient only once",
+                {"ranks": 2},
+            )
+        )
+    return rules
+
+
+def _overlap(name: str, choice: Choice) -> Rule:
+    told = choice.prediction
+    most = told.step / (told.step - told.exposed) - 1
+    return Rule(
+        name,
+        f"{choice.name} hides all but {ms(told.exposed)} of {ms(told.exchange)} of "
+        f"exchange: no scheme can gain more than {percent(most)}",
+        {
+            "exchange_seconds": told.exchange,
+            "exposed_seconds": told.exposed,
+            "exposed_share": told.exposed / told.step,
+            "threshold": HIDDEN,
+            "most_gain": most,
+        },
+    )
+
+
+def _margin(lossy: Choice, dense: Choice, gain: float, margin: float) -> Rule:
+    if gain <= 0:
+        words = f"no lossy scheme is faster: {lossy.name} takes {ms(lossy.step)} a step"
+    else:
+        words = (
+            f"the fastest lossy scheme, {lossy.name}, loses to {dense.name} if it "
+            f"needs {percent(gain)} more steps, and {percent(margin)} is asked for"
+        )
+    return Rule("no margin", words, {"break_even": gain, "margin": margin})
+
+
+# - Words ------------------------------------------------------------------------------
+
+
+def _verdict(advice: Advice) -> str:
+    best, rules = advice.recommended, advice.rules
+    if best.kind == "lossy":
+        return (
+            f"use {best.name}: {ms(best.step)} a step, worth it if it needs less than "
+            f"{percent(advice.break_even(best))} more steps than {advice.dense.name} "
+            f"({ms(advice.dense.step)})"
+        )
+    words = f"use {best.name}: {ms(best.step)} a step"
+    if best.kind == "rounded":
+        gain = advice.lossless.step / best.step - 1
+        words += f", {percent(gain)} faster than {advice.lossless.name}, which is exact"
+    against = "; ".join(rule.words for rule in rules if rule.name != "two ranks")
+    return f"{words}. Don't compress: {against}" if against else words
+
+
+def _reasons(advice: Advice, choice: Choice) -> list[str]:
+    if choice.refused:
+        return [choice.refused]
+    words = [_where(choice)]
+    distance = _distance(choice)
+    if distance:
+        words.append(distance)
+    if choice.kind == "lossy":
+        words += _price(advice, choice)
+    return words
+
+
+def _where(choice: Choice) -> str:
+    """What of the exchange is exposed, and what the rest of the step is."""
+    told = choice.prediction
+    if _hidden(choice):
+        return f"all but {ms(told.exposed)} of {ms(told.exchange)} of exchange hidden"
+    return (
+        f"{ms(told.exposed)} of {ms(told.exchange)} of exchange exposed, "
+        f"{percent(told.exposed / told.step)} of the step"
+    )
+
+
+def _distance(choice: Choice) -> str:
+    """What makes the step longer than its limit."""
+    told = choice.prediction
+    gap = told.step - told.limit
+    if _hidden(choice):
+        return ""
+    if gap <= CLOSE * told.limit:
+        return f"{percent(gap / told.limit)} above its limit: only fewer bytes help"
+    parts = {"updating": told.apply, "selecting": told.select}
+    parts["start-ups and what nothing hides"] = gap - sum(parts.values())
+    named = [f"{ms(t)} of {name}" for name, t in parts.items() if t > CLOSE * gap]
+    return f"{ms(gap)} above its limit: {', '.join(named)}"
+
+
+def _price(advice: Advice, choice: Choice) -> list[str]:
+    """What selection costs and saves, and how many more steps that is worth."""
+    told, dense = choice.prediction, advice.dense.prediction
+    saved = dense.exposed - told.exposed
+    paid = (told.step - told.exposed) - (dense.step - dense.exposed)
+    gain = advice.break_even(choice)
+    words = [f"sends {percent(told.sent_bytes / dense.sent_bytes)} of the bytes"]
+    if saved <= 0:
+        words.append(f"exposes no less than {advice.dense.name}")
+    elif paid > CLOSE * saved:
+        words.append(f"selection and scatter take {ms(paid)} to save {ms(saved)}")
+    if gain > 0:
+        words.append(f"worth it only if it needs less than {percent(gain)} more steps")
+    else:
+        slower = choice.step / advice.dense.step - 1
+        words.append(f"a step takes {percent(slower)} longer than {advice.dense.name}'s")
+    return words
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, to three digits."""
+    value = 1e3 * seconds
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def percent(share: float) -> str:
+    """Per cent, to two digits."""
+    value = 100 * share
+    return f"{value:.0f} %" if abs(value) >= 10 else f"{value:.2g} %"

@@ -1,0 +1,100 @@
+"""A plan as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from gradtide.plan.advice import Advice, percent
+from gradtide.plan.network import Network
+from gradtide.plan.search import Choice
+from gradtide.plan.trace import StepTrace
+
+FORMAT, VERSION = "gradtide plan", 1
+_NUMBERS = ("step ms", "exposed", "limit", "MB sent", "buckets", "break-even")
+
+
+def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
+    """The verdict, the rules that hold, and all schemes, the fastest first."""
+    grid = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    grid.add_column("scheme", overflow="fold", max_width=28)
+    for heading in _NUMBERS:
+        grid.add_column(heading, justify="right", no_wrap=True)
+    grid.add_column("why", overflow="fold")
+    for choice in advice.choices:
+        style = "bold" if choice is advice.recommended else ""
+        style = "dim" if choice.refused else style
+        why = "; ".join(advice.reasons(choice))
+        grid.add_row(choice.name, *_numbers(advice, choice), why, style=style)
+    lines = [
+        Text(preface(trace, network)),
+        Text(advice.verdict, style="bold"),
+        *(Text(f"rule: {rule.name}: {rule.words}") for rule in advice.rules),
+        Text(f"as a scheme: {advice.recommended.scheme!r}"),
+    ]
+    return Group(*lines, grid)
+
+
+def preface(trace: StepTrace, network: Network) -> str:
+    """What was planned for."""
+    return (
+        f"{trace.name}: {trace.nbytes / 1e6:.4g} MB of gradients, "
+        f"{1e3 * trace.compute:.4g} ms of compute a step; {network.hosts} hosts x "
+        f"{network.ranks_per_host} ranks; predicted on the virtual clock"
+    )
+
+
+def _numbers(advice: Advice, choice: Choice) -> list[str]:
+    told = choice.prediction
+    seconds = (told.step, told.exposed, told.limit)
+    lossy = choice.kind == "lossy" and not choice.refused
+    return [
+        *(f"{1e3 * value:.4g}" for value in seconds),
+        f"{told.sent_bytes / 1e6:.3g}",
+        str(told.buckets),
+        percent(advice.break_even(choice)) if lossy else "-",
+    ]
+
+
+def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
+    """The plan as JSON; seconds, bytes, and shares.
+
+    `scheme` is what `gradtide.replicate` takes. `break_even` is null where a scheme
+    loses nothing or is refused.
+    """
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "trace": trace.name,
+        "hosts": network.hosts,
+        "ranks_per_host": network.ranks_per_host,
+        "margin": advice.margin,
+        "verdict": advice.verdict,
+        "recommended": advice.recommended.name,
+        "scheme": repr(advice.recommended.scheme),
+        "fastest": advice.fastest.name,
+        "lossless": advice.lossless.name,
+        "dense": advice.dense.name,
+        "rules": [asdict(rule) for rule in advice.rules],
+        "choices": [_row(advice, choice) for choice in advice.choices],
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _row(advice: Advice, choice: Choice) -> dict[str, Any]:
+    lossy = choice.kind == "lossy" and not choice.refused
+    return {
+        "name": choice.name,
+        "scheme": repr(choice.scheme),
+        "kind": choice.kind,
+        "refused": choice.refused or None,
+        "prediction": asdict(choice.prediction),
+        "break_even": advice.break_even(choice) if lossy else None,
+        "reasons": advice.reasons(choice),
+    }

@@ -1,0 +1,170 @@
+"""What could be trained with, how long a step would take, and what cannot be used.
+
+Every candidate runs on the virtual clock; nothing is measured here, and nothing is
+recommended (`advice`). Pure and deterministic: the same trace, network and schemes give
+the same list in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from gradtide.collectives import Dense
+from gradtide.fusion import BySize, Fusion
+from gradtide.plan.conditions import refusal, wire
+from gradtide.plan.network import Network
+from gradtide.plan.trace import StepTrace
+
+try:
+    from gradtide.plan.virtual import Prediction, simulate
+except ImportError:
+    Prediction = simulate = None
+from gradtide.scheme import RECIPES, Scheme
+
+Kind: TypeAlias = Literal["lossless", "rounded", "lossy"]
+Simulate: TypeAlias = Callable[[StepTrace, Scheme, Network], Prediction]
+
+# What every plan is held against, the plainest first: among equals the first is chosen.
+DENSE = {name: RECIPES[name] for name in ("wfbp", "dear", "wfbp-bf16", "dear-bf16")}
+TUNED = 1.02  # by so much a fusion must be better than the recipe's own
+NEAR = 1.25  # of a kind, those within this factor of its best get their fusion tuned
+_MEGABYTES = (2.0, 5.0, 10.0, 25.0, 50.0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A scheme, and what the virtual clock says of it.
+
+    `refused` says why it is of no use here; empty where it can be used. `name` is what
+    was asked for; the fusion of `scheme` may have been tuned since.
+    """
+
+    name: str
+    scheme: Scheme
+    prediction: Prediction
+    refused: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        return kind(self.scheme)
+
+    @property
+    def step(self) -> float:
+        """Seconds."""
+        return self.prediction.step
+
+
+def kind(scheme: Scheme) -> Kind:
+    """Whether means are exact, rounded on the wire, or partly delivered later."""
+    if not isinstance(scheme.collective, Dense):
+        return "lossy"
+    return "lossless" if scheme.collective.wire is None else "rounded"
+
+
+def sparse_recipes() -> dict[str, Scheme]:
+    """All recipes that leave something behind, at their default densities."""
+    return {name: s for name, s in RECIPES.items() if _sparse(name, s)}
+
+
+def _sparse(name: str, scheme: Scheme) -> bool:
+    return kind(scheme) == "lossy" and name != "auto"
+
+
+def rank(
+    trace: StepTrace,
+    network: Network,
+    schemes: Mapping[str, Scheme] | None = None,
+    *,
+    tune: bool = True,
+    refuse: Callable[[Scheme], str] = lambda scheme: "",
+    simulate: Simulate = simulate,
+) -> list[Choice]:
+    """What can be used, the fastest first, then what cannot, in the order given.
+
+    DENSE and `schemes` (by name; None: all sparse recipes). With `tune`, schemes that
+    have a recipe's fusion and come near the best of their kind are tried with others,
+    too. `refuse` says why a scheme cannot be used (empty: it can). Raises ValueError for a network of one rank.
+    """
+    if network.size < 2:
+        raise ValueError("one rank has nobody to average with: plan for 2 or more")
+    asked = {**DENSE, **(sparse_recipes() if schemes is None else schemes)}
+    choices = [
+        Choice(name, scheme, simulate(trace, scheme, network))
+        for name, scheme in asked.items()
+    ]
+    dense = {wire(DENSE[c.name].collective): c for c in choices if c.name in DENSE}
+    choices = [
+        replace(
+            c, refused=refuse(c.scheme) or _refusal(c, trace, network, dense)
+        )
+        for c in choices
+    ]
+    if tune:
+        choices = [
+            _tuned(choice, trace, network, simulate) if near else choice
+            for choice, near in zip(choices, _near(choices), strict=True)
+        ]
+    return in_order(choices)
+
+
+def in_order(choices: Iterable[Choice]) -> list[Choice]:
+    """The fastest first; of equals, and of what is refused, the first given first."""
+    usable, refused = [], []
+    for choice in choices:
+        (refused if choice.refused else usable).append(choice)
+    return sorted(usable, key=lambda choice: choice.step) + refused
+
+
+def _refusal(
+    choice: Choice,
+    trace: StepTrace,
+    network: Network,
+    dense: Mapping[str | None, Choice],
+) -> str:
+    scheme = choice.scheme
+    if choice.name in DENSE:
+        return ""
+    # fp16 sends what bf16 does.
+    other = dense[wire(scheme.collective) and "bf16"].prediction.sent_bytes
+    here = choice.prediction.sent_bytes
+    return refusal(scheme, trace, network.size, here, other)
+
+
+def _near(choices: Sequence[Choice]) -> list[bool]:
+    """Whether tuning could make the choice the best of its kind."""
+    best: dict[Kind, float] = {}
+    for choice in choices:
+        if not choice.refused:
+            best[choice.kind] = min(best.get(choice.kind, choice.step), choice.step)
+    return [not c.refused and c.step <= NEAR * best[c.kind] for c in choices]
+
+
+def _tuned(
+    choice: Choice, trace: StepTrace, network: Network, simulate: Simulate
+) -> Choice:
+    """The choice with the fusion that is clearly better, if there is one."""
+    best = choice
+    for fusion in fusions(choice.scheme.fusion):
+        scheme = replace(choice.scheme, fusion=fusion)
+        other = replace(
+            choice, scheme=scheme, prediction=simulate(trace, scheme, network)
+        )
+        if other.step < best.step:
+            best = other
+    return best if best.step * TUNED <= choice.step else choice
+
+
+def fusions(own: Fusion) -> list[Fusion]:
+    """What to try in place of a recipe's own fusion; nothing in place of a user's."""
+    if own not in {recipe.fusion for recipe in RECIPES.values()}:
+        return []
+    assert isinstance(own, BySize)
+    # As the recipe has them: few large buckets, or small ones at both ends.
+    few = own.ends == own.megabytes
+    sizes: list[Fusion] = [
+        BySize(mb, mb, own.pieces) if few else replace(own, megabytes=mb)
+        for mb in _MEGABYTES
+    ]
+    return [fusion for fusion in sizes if fusion != own]

@@ -1,0 +1,414 @@
+"""`auto` begins as wfbp, decides once, and changes nothing that it need not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import gradtide
+from gradtide.auto import decision, pilot
+from gradtide.auto.decision import Seen
+from gradtide.auto.hands import Hands
+from gradtide.collectives import Auto, Warmup
+from gradtide.plan.network import Network
+from gradtide.plan.search import DENSE, Choice, in_order
+from gradtide.plan.trace import StepTrace, Unit
+from gradtide.plan.virtual import Prediction
+from gradtide.scheme import RECIPES, Scheme, parse
+from tests.ranks import run_ranks
+from tests.test_replicate import data, plain
+
+STEPS = 5  # until it decides
+AUTO = f"auto(steps={STEPS})"
+SMALL = "fusion=BySize(0.004, 0.001, 1)"
+Plan = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked ranks measure no network."""
+    ideal = Network.ideal(2, 1, 1e9)
+    monkeypatch.setattr(decision, "measure", lambda transport, budget: ideal)
+
+
+def decide_for(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    text = repr(parse(scheme))
+    monkeypatch.setattr(decision, "plan", lambda *_: (text, f"{scheme} is best"))
+
+
+class Log(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        logging.getLogger("gradtide").addHandler(self)
+        logging.getLogger("gradtide").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def train(
+    scheme: str,
+    steps: int = 2 * STEPS,
+    between: Callable[[gradtide.Replica], object] = lambda _: None,
+    saved: Any = None,
+) -> tuple[list[Tensor], gradtide.Replica, list[str]]:
+    """Weights after some steps, the replica, and what was logged."""
+    torch.manual_seed(7)
+    log, model = Log(), plain()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sync = gradtide.replicate(model, opt, scheme)
+    if saved is not None:
+        sync.load_state_dict(saved)
+    for step in range(steps):
+        x, y = data(step)
+        cross_entropy(model(x), y).backward()
+        between(sync)
+        opt.step()
+        opt.zero_grad()
+    sync.flush()
+    return [p.detach().clone() for p in model.parameters()], sync, log.lines
+
+
+def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize(
+    ("size", "chosen"),
+    [(1, "wfbp"), (2, "wfbp"), (4, "wfbp"), (3, f"Scheme(Dense(), {SMALL}, schedule=DEAR)")],
+)
+def test_the_same_numbers_as_wfbp(
+    size: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide_for(monkeypatch, chosen)
+
+    def work() -> list[str]:
+        expected, _, _ = train("wfbp")
+        got, sync, lines = train(AUTO)
+        assert same(got, expected)
+        assert sync.scheme == parse(chosen)
+        return lines
+
+    first, *others = run_ranks(size, work)
+    assert [line for line in first if "best" in line] == [f"INFO auto: {chosen} is best"]
+    assert not any(others)
+
+
+def raising(rank: int, name: str) -> Callable[..., Any]:
+    """`decision.<name>`, which raises on one rank."""
+    whole = getattr(decision, name)
+
+    def work(*args: Any) -> Any:
+        if torch.distributed.get_rank() == rank:
+            raise ZeroDivisionError("of all things")
+        return whole(*args)
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("rank", "name"), [(1, "measure"), (0, "measure"), (0, "plan"), (2, "Seen")]
+)
+def test_whatever_is_raised_on_a_rank_all_stay(
+    rank: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide_for(monkeypatch, "dear")
+    where = pilot if name == "Seen" else decision
+    monkeypatch.setattr(where, name, raising(rank, name))
+
+    def work() -> list[str]:
+        expected, _, _ = train("wfbp")
+        got, sync, lines = train(AUTO)
+        assert same(got, expected)
+        assert sync.scheme == RECIPES["wfbp"]
+        return lines
+
+    first, *others = run_ranks(3, work)
+    assert len(first) == 1
+    assert first[0].startswith("WARNING auto: stays with wfbp")
+    assert f"rank {rank} raised ZeroDivisionError: of all things" in first[0]
+    assert not any(others)
+
+
+def test_what_cannot_be_adopted_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide_for(monkeypatch, "Scheme(Dense(), Cuts((1, 2)))")
+
+    def work() -> list[str]:
+        _, sync, lines = train(AUTO)
+        assert sync.scheme == RECIPES["wfbp"]
+        return lines
+
+    assert "plan for this model" in run_ranks(2, work)[0][0]
+
+
+def test_lossy_schemes_are_adopted_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide_for(monkeypatch, "topk(0.1)")
+    lossy = f"auto(lossy=True, steps={STEPS})"
+
+    def work() -> None:
+        straight, _, _ = train(lossy)
+        _, sync, _ = train(lossy, STEPS + 2)
+        state = sync.state_dict()
+        assert sync.scheme == parse("topk(0.1)")
+        _, again, lines = train(lossy, 0, saved=state)
+        assert again.scheme == sync.scheme
+        assert again.state_dict().keys() == state.keys()
+        for name, left in sync.state_dict()[key()]["remainders"].items():
+            assert torch.equal(again.state_dict()[key()]["remainders"][name], left)
+        assert len(lines) == (torch.distributed.get_rank() == 0)
+        assert all("as it was saved" in line for line in lines)
+        assert straight
+
+    run_ranks(2, work)
+
+
+def key() -> str:
+    return f"rank{torch.distributed.get_rank()}"
+
+
+def test_what_was_saved_undecided_is_decided_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decide_for(monkeypatch, "dear")
+
+    def work() -> None:
+        _, sync, _ = train(AUTO, STEPS - 1)
+        assert sync.scheme == parse(AUTO)
+        _, again, _ = train(AUTO, STEPS, saved=sync.state_dict())
+        assert again.scheme == RECIPES["dear"]
+        other = {**again.state_dict(), "world_size": 1}
+        other["rank0"] = other[key()]
+        _, fresh, _ = train(AUTO, 0, saved=other)
+        assert fresh.scheme == parse(AUTO)  # for another number of ranks
+
+    run_ranks(2, work)
+
+
+def test_a_user_may_decide_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide_for(monkeypatch, "dear")
+
+    def work() -> list[str]:
+        torch.manual_seed(7)
+        model, log = plain(), Log()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, opt, AUTO)
+        sync.adopt("wfbp-bf16")
+        for step in range(STEPS + 1):
+            x, y = data(step)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        assert sync.scheme == RECIPES["wfbp-bf16"]
+        with pytest.raises(ValueError, match="decided scheme"):
+            sync.adopt("auto")
+        return log.lines
+
+    assert run_ranks(2, work) == [[], []]
+
+
+def hooks(sync: gradtide.Replica) -> list[int]:
+    model, opt = sync.model, sync.optimizer
+    return [
+        len(opt._optimizer_step_pre_hooks),
+        len(opt._optimizer_step_post_hooks),
+        *(len(m._forward_pre_hooks) for m in model.modules()),
+        *(len(m._forward_hooks) for m in model.modules()),
+        *(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()),
+    ]
+
+
+def test_no_hook_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide_for(monkeypatch, "wfbp")
+
+    def work() -> None:
+        _, plain_sync, _ = train("wfbp")
+        _, sync, _ = train(AUTO)
+        assert hooks(sync) == hooks(plain_sync)
+        _, early, _ = train(AUTO, 2)
+        early.remove()
+        assert set(hooks(early)) == {0}
+
+    run_ranks(2, work)
+
+
+# - What a training loop allows ---------------------------------------------------------
+
+
+def scale(sync: gradtide.Replica) -> None:
+    nn.utils.clip_grad_norm_(sync.model.parameters(), 0.1)
+
+
+def clip(sync: gradtide.Replica) -> None:
+    sync.clip_grad_norm_(0.1)
+
+
+def swap(sync: gradtide.Replica) -> None:
+    for p in sync.model.parameters():
+        p.grad = None if p.grad is None else p.grad * 2
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        (lambda _: None, ""),
+        (clip, ""),
+        (scale, "changed between"),
+        (swap, "changed between"),
+    ],
+)
+def test_deferred_updates_need_gradients_left_alone(
+    between: Callable[[gradtide.Replica], object],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[Sequence[Seen]] = []
+
+    def plan(auto: Auto, seen: Sequence[Seen], network: Network) -> tuple[str, str]:
+        heard.append(seen)
+        return "wfbp", "because"
+
+    monkeypatch.setattr(decision, "plan", plan)
+
+    def work() -> list[str]:
+        train(AUTO, between=between)
+        return [seen.obstacle for seen in heard[0]] if heard else []
+
+    obstacles = run_ranks(2, work)[0]
+    assert len(obstacles) == 2
+    assert all(words in obstacle and bool(words) == bool(obstacle) for obstacle in obstacles)
+
+
+def test_a_closure_is_an_obstacle() -> None:
+    model = plain()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    hands = Hands(model, opt)
+    opt.step(lambda: torch.zeros(()))
+    assert "closure" in hands.obstacle
+
+
+# - The plan ---------------------------------------------------------------------------
+
+
+def trace(name: str, seconds: float) -> StepTrace:
+    return StepTrace(name, (Unit("w", 1000, 4, seconds, seconds, 0.0),), 0.0)
+
+
+def ranked(steps: dict[str, float]) -> Callable[..., list[Choice]]:
+    """As `rank`, with these seconds of a step; half of each exposed."""
+
+    def rank(
+        trace: StepTrace,
+        network: Network,
+        schemes: dict[str, Scheme],
+        *,
+        refuse: Callable[[Scheme], str],
+    ) -> list[Choice]:
+        assert trace.name == "slow"
+        choices = []
+        for name in DENSE.keys() | schemes:
+            step = steps.get(name, 1.0)
+            told = Prediction(
+                step=step,
+                forward=step / 4,
+                backward=step / 4,
+                select=0.0,
+                exchange=step,
+                apply=0.0,
+                exposed=step / 2,
+                sent_bytes=1e6,
+                limit=step,
+                buckets=1,
+            )
+            scheme = RECIPES[name]
+            choices.append(Choice(name, scheme, told, refuse(scheme)))
+        return in_order(choices)
+
+    return rank
+
+
+SEEN = (Seen(trace("fast", 0.1), ""), Seen(trace("slow", 0.2), ""))
+TIMES = {"dear": 0.8, "wfbp-bf16": 0.75, "topk": 0.3, "oktopk-dear": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("auto", "seen", "expected"),
+    [
+        (Auto(), SEEN, "wfbp-bf16"),
+        (Auto(lossy=True), SEEN, "oktopk-dear"),
+        (Auto(lossy=True), (replace(SEEN[0], obstacle="no"), SEEN[1]), "topk"),
+        (Auto(lossy=True, margin=3.0), SEEN, "wfbp-bf16"),
+    ],
+)
+def test_what_is_chosen(
+    auto: Auto, seen: Sequence[Seen], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision, "rank", ranked(TIMES))
+    text, words = decision.plan(auto, seen, Network.ideal(4, 2, 1e9))
+    assert parse(text) == RECIPES[expected]
+    assert words.startswith(f"{expected}, ")
+    assert "4 hosts x 2 ranks" in words
+
+
+def test_the_log_names_what_would_win_and_its_break_even(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decision, "rank", ranked(TIMES))
+    _, words = decision.plan(Auto(), SEEN, Network.ideal(4, 2, 1e9))
+    assert "oktopk-dear would take 250 ms" in words
+    assert "less than 200 % more steps" in words
+    assert "auto(lossy=True)" in words
+    assert "\n" not in words
+
+
+def test_lossy_schemes_are_warmed_up_if_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decision, "rank", ranked(TIMES))
+    auto = Auto(lossy=True, warmup=400)
+    text, _ = decision.plan(auto, SEEN, Network.ideal(4, 2, 1e9))
+    chosen = parse(text)
+    assert isinstance(chosen.collective, Warmup)
+    assert chosen.collective.steps == 100
+    assert chosen.fusion == RECIPES["oktopk-dear"].fusion
+
+
+# - Its name ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "auto"),
+    [
+        ("auto", Auto()),
+        ("auto(lossy=True)", Auto(lossy=True)),
+        ("auto(lossy=True, warmup=160)", Auto(lossy=True, warmup=160)),
+        ("auto(deferred=False, steps=30)", Auto(deferred=False, steps=30)),
+    ],
+)
+def test_it_is_a_scheme_like_others(text: str, auto: Auto) -> None:
+    scheme = parse(text)
+    assert scheme == Scheme(auto)
+    assert parse(repr(scheme)) == scheme
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("auto(steps=1)", "at least 4 steps"),
+        ("auto(warmup=100)", "lossy=True"),
+        ("auto(margin=-1)", "0 or more"),
+        ("auto(colour=1)", "colour"),
+    ],
+)
+def test_what_is_wrong_with_it_is_said(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse(text)
