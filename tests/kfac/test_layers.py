@@ -160,6 +160,7 @@ CONVOLUTIONS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("module", CONVOLUTIONS, ids=str)
 def test_rows_give_the_gradient_of_each_sample(

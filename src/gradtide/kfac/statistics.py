@@ -188,7 +188,7 @@ class Statistics:
         rows = output.numel() // watch.layer.weight.shape[0]
         self._add(watch, "A", rows, lambda: watch.layer.inputs(module, x.detach()))
         hook = partial(self._after_gradient, watch)
-        output.register_hook(hook)  # type: ignore[no-untyped-call]
+        _base(output).register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _after_gradient(self, watch: _Watch, g: Tensor) -> None:
         if not self.armed:
@@ -246,6 +246,18 @@ class Statistics:
         if self._scale is None:
             self._scale = self._ask_scale()
         return self._scale
+
+
+def _base(output: Tensor) -> Tensor:
+    """What to hook for the gradient of an output, in this or another shape.
+
+    Linear returns a view where its input has more than two dimensions. An operation in
+    place behind it (ReLU) cuts the view's own node out of the graph, but not the base's.
+    """
+    base = output._base
+    if base is None or base.numel() != output.numel() or not base.requires_grad:
+        return output
+    return base
 
 
 def _in_backward() -> bool:
