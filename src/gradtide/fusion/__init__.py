@@ -5,7 +5,11 @@ from gradtide.fusion.mgwfbp import MgWfbp, overlapped
 from gradtide.fusion.search import Bayesian, BinarySearch, Search, Trial, best, search
 from gradtide.fusion.sizes import BySize, Cuts, PerTensor
 
+# In the order in which they are listed; the parser finds them here.
+FUSIONS = (BySize, PerTensor, Cuts, MgWfbp, BinarySearch, Bayesian)
+
 __all__ = [
+    "FUSIONS",
     "Bayesian",
     "BinarySearch",
     "BySize",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -10,20 +12,28 @@ EXPLORE = 0.01  # improvement, in units of the targets, that is not worth a tria
 NOISE = 1e-3  # variance of a target beside the spread of all: jumps at bucket bounds
 
 
+def require() -> None:
+    """Raise ValueError if the library is not there; it is not loaded yet."""
+    if "bayes_opt" in sys.modules:
+        found = sys.modules["bayes_opt"] is not None
+    else:
+        found = importlib.util.find_spec("bayes_opt") is not None
+    if not found:
+        raise ValueError(
+            "Bayesian() needs the library bayesian-optimization: "
+            "pip install 'gradtide[tune]', or use BinarySearch()"
+        )
+
+
 def suggest(
     low: float, high: float, tried: Sequence[tuple[float, float]], seed: int
 ) -> float:
     """Where between `low` and `high` (logarithms of MB) to try next.
 
-    `tried` are sizes in MB and seconds. Raises ValueError without the library.
+    `tried` are sizes in MB and seconds.
     """
-    try:
-        from bayes_opt import BayesianOptimization, acquisition
-    except ImportError:
-        raise ValueError(
-            "Bayesian() needs the library bayesian-optimization: "
-            "pip install 'gradtide[tune]', or use BinarySearch()"
-        ) from None
+    from bayes_opt import BayesianOptimization, acquisition
+
     optimizer = BayesianOptimization(
         None,
         {"size": (low, high)},

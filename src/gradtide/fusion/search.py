@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from gradtide.fusion.base import Cost, Fusion, Trace
+from gradtide.fusion.bayesian import require, suggest
 from gradtide.fusion.mgwfbp import overlapped
 from gradtide.fusion.sizes import BySize
 
@@ -72,8 +73,8 @@ def search(
 class BinarySearch:
     """TopKA2A's search for the size of buckets (Li, ICPP 2024, algorithm 2).
 
-    The interval is halved, or nearly: a little to the left and to the right of its
-    middle a step is timed, and the slower side is given up. What counts in the end is
+    The interval is halved: a little to the left and to the right of its middle a step
+    is timed, and the half on the slower side is given up. What counts in the end is
     the fastest of all trials. A trial that would repeat an earlier one is not made.
 
     Called without times to go by, as when training begins, it cuts at the first size.
@@ -113,13 +114,15 @@ def _halving(low: float, high: float) -> Generator[float, float, None]:
     a, b = math.log(low), math.log(high)
     while True:
         middle, shift = (a + b) / 2, SHIFT * (b - a)
-        left, right = _rounded(middle - shift), _rounded(middle + shift)
+        left = _rounded(math.exp(middle - shift))
+        right = _rounded(math.exp(middle + shift))
         if left == right:
+            yield left
             return
         if (yield left) <= (yield right):
-            b = middle + shift
+            b = middle
         else:
-            a = middle - shift
+            a = middle
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class Bayesian:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        require()  # before a training begins
         _check(self, self.trials, self.steps, self.smallest, self.ends)
 
     def at(self, megabytes: float) -> BySize:
@@ -169,8 +173,6 @@ def _expected(
     low: float, high: float, tried: Sequence[Trial], seed: int
 ) -> float | None:
     """Where the library expects most; if it was there already, beside the best."""
-    from gradtide.fusion.bayesian import suggest
-
     size = _rounded(math.exp(suggest(math.log(low), math.log(high), tried, seed)))
     known = sorted(trial.megabytes for trial in tried)
     if size not in known:
