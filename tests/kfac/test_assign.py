@@ -17,13 +17,7 @@ from gradtide.kfac.assign import (
     sequence,
     whole_layers,
 )
-from gradtide.kfac.partition import arrivals, contiguous, finish
-
-
-def draws(n: int, seed: int) -> list[float]:
-    """Costs like those of inversions: a few are much larger than the others."""
-    dice = random.Random(100 * n + seed)
-    return [dice.uniform(0.1, 2) ** 3 for _ in range(n)]
+from gradtide.kfac.partition import arrivals, finish
 
 
 def all_cuts(n: int, most: int) -> list[list[slice]]:
@@ -43,30 +37,6 @@ def test_the_sequence_is_forward_then_backward() -> None:
     assert sequence(2) == [(0, "A"), (1, "A"), (1, "G"), (0, "G")]
     for i, (layer, kind) in enumerate(sequence(5)):
         assert position(layer, kind, 5) == i
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("n", "size"), [(1, 1), (2, 4), (4, 4), (8, 3), (9, 4)])
-@pytest.mark.parametrize("waiting", [False, True])
-def test_contiguous_equals_brute_force(
-    n: int, size: int, seed: int, waiting: bool
-) -> None:
-    costs = draws(n, seed)
-    late = sorted(random.Random(seed).uniform(0, sum(costs)) for _ in costs)
-    ready = late if waiting else [0.0] * n
-    found = contiguous(costs, size, ready)
-    best = min(latest(costs, cuts, ready) for cuts in all_cuts(n, size))
-    assert latest(costs, found, ready) == pytest.approx(best, rel=1e-12)
-    assert len(found) == min(n, size)
-    assert [i for cut in found for i in range(n)[cut]] == list(range(n))
-
-
-def test_one_huge_factor_has_a_rank_of_its_own() -> None:
-    assert contiguous([1, 1, 1, 100, 1, 1], 3) == [
-        slice(0, 3),
-        slice(3, 4),
-        slice(4, 6),
-    ]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradtide.kfac.factors import RunningFactor
 from gradtide.kfac.invert import (
     Eigens,
     Inverses,
@@ -21,7 +20,6 @@ from gradtide.kfac.invert import (
     write_back,
 )
 from gradtide.kfac.layers import supported
-from gradtide.kfac.packing import pack
 
 DAMPING = 0.03
 
@@ -113,35 +111,6 @@ def test_factor_is_not_changed_by_inversion() -> None:
     assert torch.equal(factor, before)
 
 
-# - Running averages -------------------------------------------------------------------
-
-
-def layer_of(inputs: int = 3, outputs: int = 2) -> tuple[nn.Linear, RunningFactor]:
-    module = nn.Linear(inputs, outputs)
-    return module, RunningFactor(supported(module)[0], "A")
-
-
-def test_running_average_decays_and_starts_with_the_first_factor() -> None:
-    _, running = layer_of()
-    factors = [definite(1, 4, seed) for seed in range(3)]
-    for factor in factors:
-        assert running.update(pack(factor, torch.empty(10)), 0.9)
-    expected = 0.9 * (0.9 * factors[0] + 0.1 * factors[1]) + 0.1 * factors[2]
-    torch.testing.assert_close(running.full(), expected)
-    torch.testing.assert_close(running.traces(), expected[0].trace()[None])
-
-
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_what_is_not_finite_does_not_enter_the_average(bad: float) -> None:
-    _, running = layer_of()
-    good = pack(definite(1, 4), torch.empty(10))
-    running.update(good, 0.9)
-    spoiled = definite(1, 4)
-    spoiled[0, 2, :] = spoiled[0, :, 2] = bad
-    assert not running.update(pack(spoiled, torch.empty(10)), 0.9)
-    assert torch.equal(running.value, good)
-
-
 # - KL clipping and gradients ----------------------------------------------------------
 
 
@@ -157,8 +126,7 @@ def test_kl_clipping_limits_the_step_and_leaves_short_ones_alone() -> None:
 
 
 def test_gradients_are_overwritten_in_place_with_the_scaled_ones() -> None:
-    module, _ = layer_of()
-    layer = supported(module)[0]
+    layer = supported(nn.Linear(3, 2))[0]
     weight, bias = torch.randn(2, 3), torch.randn(2)
     gradient, result = precondition(layer, weight, bias, lambda v: 2 * v)
     assert torch.equal(gradient, torch.cat([weight, bias[:, None]], 1)[None])

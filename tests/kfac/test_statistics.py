@@ -134,16 +134,6 @@ def test_positions_are_rows_and_samples_what_the_loss_averages(
         close(log.factors[name, "G"], wanted[1])
 
 
-def test_tokens_of_integers() -> None:
-    assert tokens((torch.zeros(3, 5, dtype=torch.long),), {}) == 15
-    assert batch((), {"ids": torch.zeros(3, 5)}) == 3
-
-
-def test_a_model_without_tensors_needs_a_function() -> None:
-    with pytest.raises(ValueError, match="samples="):
-        batch((), {"name": "x"})
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_micro_batches_equal_one_batch(steps: int) -> None:
     model, (x, y) = net(), data(12)

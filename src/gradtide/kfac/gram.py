@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 256  # rows computed at once on a CPU; less => less of the lower triangle
@@ -25,9 +26,15 @@ def add_gram(
         width = rows.shape[2]
         _add_products(out[:, :width, :width], rows, alpha, beta)
         if bias:
-            out[:, :width, width].mul_(beta).add_(rows.sum(1), alpha=alpha)
-            out[:, width, width].mul_(beta).add_(alpha * rows.shape[1])
+            _add_sums(out[..., width], rows, alpha, beta)
         beta = 1.0
+
+
+def _add_sums(column: Tensor, rows: Tensor, alpha: float, beta: float) -> None:
+    """The products [groups, d] of all rows with the 1 at their end."""
+    sums = alpha * F.pad(rows.sum(1), (0, 1), value=rows.shape[1])
+    # With beta = 0 the column may hold NaNs.
+    column.copy_(sums + beta * column if beta else sums)
 
 
 def _add_products(out: Tensor, rows: Tensor, alpha: float, beta: float) -> None:

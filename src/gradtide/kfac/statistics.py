@@ -3,10 +3,9 @@
 A = E[a a^T] and G = E[g g^T] (Martens and Grosse, 2015; for convolutions Grosse and
 Martens, 2016), where g is the gradient of one sample's loss:
 
-- The loss is a mean over N samples, so autograd's gradients are 1 / N of g. With all
-  rows r (samples, and positions of each) G = N * sum_r g_r g_r^T and
-  A = 1 / rows * sum_r a_r a_r^T: positions are treated as independent, and their
-  contributions to a sample's gradient add up.
+- The loss is a mean over N samples, so what autograd gives, d, is g / N. Over all rows
+  (samples, and positions of each) A = sum a a^T / rows and G = N sum d d^T: positions
+  are treated as independent, and their contributions to a sample's gradient add up.
 - Several forwards and backwards, of one layer or one step, are one larger batch: rows
   and samples are added up. The loss has to be divided accordingly, as always.
 - A is taken in the forward and G in the backward, when they are in the cache; nothing
@@ -25,10 +24,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gradtide.kfac.gram import add_gram
 from gradtide.kfac.layers import KINDS, Kind, Layer
+from gradtide.kfac.samples import batch as batch
+from gradtide.kfac.samples import tokens as tokens
 
 
 class Ready(Protocol):
@@ -39,21 +39,6 @@ class Ready(Protocol):
     """
 
     def __call__(self, layer: Layer, kind: Kind, factor: Tensor) -> None: ...
-
-
-def batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Samples that the loss is a mean over: rows of the model's first tensor."""
-    return _first(args, kwargs).shape[0]
-
-
-def tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of a loss that is a mean over the positions of all sequences (language models).
-
-    The first tensor given to the model is [batch, length] of integers, or of floats
-    [batch, length, features].
-    """
-    x = _first(args, kwargs)
-    return x.numel() // x.shape[-1] if x.is_floating_point() else x.numel()
 
 
 @dataclass
@@ -251,8 +236,8 @@ class Statistics:
 def _base(output: Tensor) -> Tensor:
     """What to hook for the gradient of an output, in this or another shape.
 
-    Linear returns a view where its input has more than two dimensions. An operation in
-    place behind it (ReLU) cuts the view's own node out of the graph, but not the base's.
+    Linear returns a view where its input has more than two dimensions. An operation
+    in place behind it (ReLU) cuts the view's node out of the graph, not the base's.
     """
     base = output._base
     if base is None or base.numel() != output.numel() or not base.requires_grad:
@@ -263,13 +248,3 @@ def _base(output: Tensor) -> Tensor:
 def _in_backward() -> bool:
     """Whether a forward runs inside a backward: activation checkpointing."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf
-    raise ValueError(
-        "the model's forward was given no tensor to count samples by: pass KFAC a "
-        "function samples=(args, kwargs) -> int"
-    )
