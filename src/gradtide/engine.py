@@ -29,7 +29,7 @@ RECORDED = 1 << 16  # entries kept: more than the lab reads at once, 16 MB at mo
 
 
 class Record(NamedTuple):
-    """A request that travelled: payload bytes sent, seconds of time.perf_counter()."""
+    """A request that travelled: payload bytes sent, seconds of the engine's clock."""
 
     bucket: str
     request: str
@@ -58,13 +58,16 @@ class Engine:
     """Launches buckets, holds them at their cut, releases and finishes them.
 
     All methods are called from the training thread, by every rank in the same order.
+    `clock` tells seconds; a virtual transport brings its own.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(
+        self, transport: Transport, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.transport, self.clock = transport, clock
         self.flying: dict[str, Flight] = {}  # in launch order
         self.records: deque[Record] = deque(maxlen=RECORDED)
-        # Deferred updates: when each began and ended, time.perf_counter().
+        # Deferred updates: when each began and ended, seconds of the clock.
         self.applied: deque[tuple[float, float]] = deque(maxlen=RECORDED)
         self.exposed_seconds = 0.0  # that the training thread waited for the lane
         self.select_seconds = 0.0  # that flows took up to their first request
@@ -166,13 +169,13 @@ class Engine:
         self._wait(flight.ticket)
 
     def _wait(self, ticket: Ticket) -> None:
-        start = time.perf_counter()
+        start = self.clock()
         ticket.join()
-        self.exposed_seconds += time.perf_counter() - start
+        self.exposed_seconds += self.clock() - start
 
     def _resume(self, flight: Flight, answer: Any = None) -> None:
         """Run a flow to what it asks for next, and start that (on the lane)."""
-        start = time.perf_counter()
+        start = self.clock()
         try:
             asked = flight.flow.send(answer)
         except StopIteration as stop:
@@ -180,7 +183,7 @@ class Engine:
             return
         if not flight.begun:
             flight.begun = True
-            self.select_seconds += time.perf_counter() - start
+            self.select_seconds += self.clock() - start
         flight.asked = asked
         if not isinstance(asked, Cut):
             with record_function(f"gradtide::{flight.name}::{_label(asked)}::issue"):
@@ -202,13 +205,13 @@ class Engine:
         """Wait for what a flow asked for, and record it."""
         asked, pending = flight.asked, flight.pending
         flight.pending = None
-        label, start = _label(asked), time.perf_counter()
+        label, start = _label(asked), self.clock()
         with record_function(f"gradtide::{flight.name}::{label}"):
             answers = tuple(self.transport.wait(p) for p in pending)
         ops = _ops(asked)
         if not all(isinstance(op, ToHost) for op in ops):
             sent = sum(map(self.transport.sends, ops))
-            end = time.perf_counter()
+            end = self.clock()
             self.records.append(
                 Record(flight.name, label, sent, start, end, flight.turned)
             )
