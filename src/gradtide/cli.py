@@ -14,6 +14,7 @@ import typer
 
 from gradtide.lab.cli import app as lab
 from gradtide.profile.cli import app as profile
+from gradtide.simulate.cli import simulate
 
 app = typer.Typer(
     help="Data-parallel PyTorch training over networks that cannot keep up.",
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.add_typer(lab, name="lab")
 app.add_typer(profile, name="profile")
+app.command()(simulate)
 
 
 def _version(wanted: bool) -> None:
@@ -121,6 +123,66 @@ def compare(
     except LabError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command()
+def plan(
+    trace: Annotated[
+        Path, typer.Option(help="A step's times: gradtide profile trace makes it.")
+    ],
+    network: Annotated[
+        Path | None,
+        typer.Option(help="Made by gradtide profile network. Without: an ideal one."),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Number of all ranks.")] = None,
+    ranks_per_host: Annotated[
+        int | None, typer.Option(help="Behind one network card.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Of each host's link, such as 10gbit.")
+    ] = None,
+    schemes: Annotated[
+        str | None,
+        typer.Option(help="To rank beside the dense ones; without: all sparse recipes."),
+    ] = None,
+    margin: Annotated[
+        float,
+        typer.Option(help="Share of more steps that a lossy scheme has to be worth."),
+    ] = 0.25,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the plan for programs, too.")
+    ] = None,
+) -> None:
+    """Rank schemes by the time of a step that they would take, and say why.
+
+    Nothing is exchanged: the engine runs on a virtual clock.
+    """
+    from rich.console import Console
+
+    from gradtide.lab.rate import parse_rate
+    from gradtide.lab.spec import split_schemes
+    from gradtide.plan.advice import advise
+    from gradtide.plan.network import load as load_network
+    from gradtide.plan.report import dumps, show
+    from gradtide.plan.search import rank
+    from gradtide.plan.trace import load as load_trace
+    from gradtide.plan.whatif import imagine
+    from gradtide.scheme import parse
+
+    try:
+        step = load_trace(trace)
+        measured = None if network is None else load_network(network)
+        bits = None if rate is None else parse_rate(rate)
+        there = imagine(measured, ranks, ranks_per_host, bits)
+        names = None if schemes is None else split_schemes(schemes)
+        asked = None if names is None else {name: parse(name) for name in names}
+        advice = advise(rank(step, there, asked), there.size, margin)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    Console().print(show(advice, step, there), highlight=False)
+    if json is not None:
+        json.write_text(dumps(advice, step, there), encoding="utf-8")
 
 
 def _ranks(

@@ -43,11 +43,11 @@ from gradtide.testing import answer
 
 LOCKSTEP = 8  # ranks up to which all flows run
 ENTRIES = 128  # that a rank has for every other, where a script is continued
-FEWEST = 16
+FEWEST = 8
 FIRST = 64  # elements for every rank up to which a bucket is rehearsed as it is
 LONGEST = 1 << 15  # of a rank's part: indices in it take 16 bits, also if it is uneven
 MOST = 1 << 21  # elements of all flows together, as far as FEWEST allows
-STEPS = 3  # that are rehearsed: the first is unlike the others
+STEPS = 3  # that are rehearsed: the first is unlike the others, which may alternate
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -89,7 +89,7 @@ class Sharp:
 def scripts(
     collective: Collective, numel: int, dtype: torch.dtype, shapes: Shapes, size: int
 ) -> Sequence[Script]:
-    """The exchanges of a bucket of `numel` elements in the first STEPS steps.
+    """The exchanges of a bucket of `numel` elements in the first two or three steps.
 
     `shapes` are those of its parts, for collectives that work on matrices. Raises
     ValueError where a collective cannot be run without its peers.
@@ -101,8 +101,8 @@ def scripts(
 
 
 def script_of(played: Sequence[Script], step: int) -> Script:
-    """That of any step: the last two rehearsed in turn."""
-    return played[step] if step < len(played) else played[-1 - (step - len(played)) % 2]
+    """That of any step: after the first, the others in turn."""
+    return played[0 if step == 0 else 1 + (step - 1) % (len(played) - 1)]
 
 
 def settled(collective: Any) -> Any:
@@ -119,9 +119,16 @@ def _scripts(
     selector = type(getattr(collective, "select", None)).__name__
     if isinstance(collective, Agreed):
         selector = "Threshold"
-    if isinstance(collective, Dense | ACPSGD | PowerSGD):
+    group = Group(0, size)
+    if isinstance(collective, ACPSGD | PowerSGD):
         noted = _by_shapes(collective, numel, dtype, shapes, size)
-        return tuple(_script(n, numel, dtype, "", Group(0, size)) for n in noted)
+        return tuple(_script(n, numel, dtype, "", group) for n in noted)
+    if isinstance(collective, Dense):
+        one, two = (
+            _by_shapes(collective, n, dtype, (), size) for n in (size, 2 * size)
+        )
+        straight = between(one[0], two[0], numel / size - 2, numel / (2 * size))
+        return (_script(straight, numel, dtype, "", group),) * 2
     low, high = _rungs(collective, numel, size)
     noted = _by_numbers(collective, high, dtype, size)
     if low < high:
@@ -132,7 +139,7 @@ def _scripts(
             for a, b in zip(before, noted, strict=True)
         ]
     scanned = numel / size if isinstance(collective, Agreed) else numel
-    return tuple(_script(n, scanned, dtype, selector, Group(0, size)) for n in noted)
+    return tuple(_script(n, scanned, dtype, selector, group) for n in noted)
 
 
 def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:
@@ -197,7 +204,7 @@ def _by_shapes(
         begin += -(-n // size) * size
     load, steps = Payload(flat, parts or [flat]), []
     with _believing():
-        for _ in range(STEPS):
+        for _ in range(1 if isinstance(collective, Dense) else STEPS):
             load.flat, load.alarm = flat, 0.0
             flow, noted = collective.reduce(load, group), []
             for asked in _asked(flow, lambda op: shaped(op, group)):
@@ -237,7 +244,7 @@ def _by_numbers(
     loads = [Payload(flat, [flat]) for flat in flats]
     steps = []
     with torch.no_grad():
-        for _ in range(STEPS):
+        for _ in range(2):
             for draw, flat in zip(draws, flats, strict=True):
                 fresh = torch.randn(numel, generator=draw, dtype=torch.float32)
                 flat += fresh.pow_(3).to(dtype)

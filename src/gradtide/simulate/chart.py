@@ -1,0 +1,114 @@
+"""A grid as pictures: how schemes scale, and which wins where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from gradtide.simulate.grid import Grid, rate_name
+
+# Okabe and Ito, then Paul Tol's muted ones: told apart by colour-blind readers.
+COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#332288",
+    "#88CCEE",
+    "#117733",
+    "#882255",
+    "#999933",
+    "#AA4499",
+    "#44AA99",
+    "#DDCC77",
+    "#666666",
+)
+MARKERS = "os^Dv<>pPX*hd8"
+COLUMNS = 3
+
+
+def draw_efficiency(grid: Grid, path: Path) -> None:
+    """A panel a rate: the efficiency of every scheme over the number of ranks."""
+    count = len(grid.rates)
+    columns = min(COLUMNS, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(4 * columns + 1, 3.2 * rows + 1), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    for axes, rate in zip(panels.flat, grid.rates, strict=False):
+        for i, name in enumerate(grid.schemes):
+            cells = [c for c in grid.cells if (c.scheme, c.rate) == (name, rate)]
+            axes.plot(
+                [cell.ranks for cell in cells],
+                [100 * cell.efficiency for cell in cells],
+                color=COLOURS[i % len(COLOURS)],
+                marker=MARKERS[i % len(MARKERS)],
+                label=name if axes is panels.flat[0] else None,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(grid.ranks), [str(n) for n in grid.ranks], rotation=45)
+        axes.set_ylim(0, 105)
+        axes.set_title(rate_name(rate), fontsize=10)
+        _plain(axes)
+    for axes in panels.flat[count:]:
+        axes.set_visible(False)
+    figure.supxlabel("ranks")
+    figure.supylabel("scaling efficiency, % of one rank alone")
+    figure.suptitle(f"{grid.trace.name}: a rank's step without exchange, over its step")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def draw_crossovers(grid: Grid, path: Path) -> None:
+    """A field for every cluster, in the colour of the scheme that is the fastest.
+
+    The numbers say how many times as long the first scheme takes.
+    """
+    names = list(grid.schemes)
+    winners = [[grid.fastest(n, rate) for n in grid.ranks] for rate in grid.rates]
+    numbers = [[names.index(cell.scheme) for cell in row] for row in winners]
+    size = (2.5 + 0.9 * len(grid.ranks), 2.4 + 0.6 * len(grid.rates))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
+    axes.imshow(
+        numbers,
+        cmap=ListedColormap(colours),
+        vmin=-0.5,
+        vmax=len(names) - 0.5,
+        aspect="auto",
+        origin="lower",
+        alpha=0.75,
+    )
+    for y, (rate, row) in enumerate(zip(grid.rates, winners, strict=True)):
+        for x, (ranks, cell) in enumerate(zip(grid.ranks, row, strict=True)):
+            slower = grid.at(ranks, rate)[0].prediction.step / cell.prediction.step
+            axes.text(x, y, f"{slower:.2f}", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(grid.ranks)), [str(n) for n in grid.ranks])
+    axes.set_yticks(range(len(grid.rates)), [rate_name(rate) for rate in grid.rates])
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("rate of a host's link")
+    axes.set_title(
+        f"{grid.trace.name}: the fastest, and {names[0]}'s step over its own"
+    )
+    axes.title.set_fontsize(9)
+    present = sorted({number for row in numbers for number in row})
+    figure.legend(
+        handles=[Patch(color=colours[i], label=names[i], alpha=0.75) for i in present],
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _plain(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)

@@ -1,0 +1,80 @@
+"""`gradtide simulate`: options and exit codes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SCHEMES = "wfbp,dear,wfbp-bf16,topk,gtopk,topka2a,oktopk,powersgd"
+
+
+def simulate(
+    trace: Annotated[
+        str, typer.Option(help="What is trained: a file, or such as replay:resnet50.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")],
+    network: Annotated[
+        str, typer.Option(help="Where: a network profile, or a rate such as 10gbit.")
+    ] = "10gbit",
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of ranks, with commas between.")
+    ] = "4,8,16,32,64",
+    rates: Annotated[
+        str | None,
+        typer.Option(help="Rates of hosts' links to try; else the network's own."),
+    ] = None,
+    ranks_per_host: Annotated[
+        int | None, typer.Option(help="Ranks on each host, if not as in the profile.")
+    ] = None,
+    schemes: Annotated[
+        str, typer.Option(help="Which: `gradtide schemes` lists them.")
+    ] = SCHEMES,
+    step_ms: Annotated[
+        float | None,
+        typer.Option(help="Milliseconds of compute of a step; for a replay."),
+    ] = None,
+) -> None:
+    """Predict steps on clusters that are not there, on a virtual clock.
+
+    A table, JSON, curves of scaling efficiency and a map of the fastest schemes.
+    """
+    from rich.console import Console
+
+    from gradtide.lab.rate import parse_rate
+    from gradtide.lab.spec import split_schemes
+    from gradtide.scheme import parse
+    from gradtide.simulate import grid, report
+
+    try:
+        there = grid.read_network(network, ranks_per_host or 1)
+        if ranks_per_host is not None:
+            there = there.scaled(ranks_per_host=ranks_per_host)
+        tried = [parse_rate(rate) for rate in rates.split(",")] if rates else []
+        if None in tried:
+            raise ValueError("--rates none: a link without a limit cannot be simulated")
+        found = grid.run(
+            grid.read_trace(trace, step_ms),
+            there,
+            {name: parse(name) for name in split_schemes(schemes)},
+            _numbers(ranks),
+            [rate for rate in tried if rate is not None],
+        )
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    console = Console()
+    report.show(found, console)
+    for path in report.write(found, out, sys.argv):
+        console.print(str(path), soft_wrap=True)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--ranks {text}: write numbers with commas between, such as 4,8,16"
+        ) from None

@@ -1,0 +1,145 @@
+"""Schemes x ranks x rates: one prediction each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from gradtide.lab.rate import format_rate, parse_rate
+from gradtide.lab.workloads.replay import STEP_MS
+from gradtide.lab.workloads.shapes import ARCHITECTURES, units
+from gradtide.lab.workloads.timing import by_work
+from gradtide.plan import network as networks
+from gradtide.plan import trace as traces
+from gradtide.plan.network import Network
+from gradtide.plan.trace import StepTrace, Unit
+from gradtide.plan.virtual import Prediction, simulate
+from gradtide.scheme import Scheme
+
+MOST = 4096  # ranks
+_FIELDS = {field.name for field in fields(Unit)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One scheme among so many ranks, with hosts' links of one rate (bits/s)."""
+
+    scheme: str
+    ranks: int
+    rate: float | None
+    prediction: Prediction
+    efficiency: float  # of one rank alone: its step, divided by this one
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All cells, and what they were made of."""
+
+    trace: StepTrace
+    network: Network
+    ranks: Sequence[int]
+    rates: Sequence[float | None]
+    schemes: Mapping[str, Scheme]
+    cells: Sequence[Cell]
+
+    def at(self, ranks: int, rate: float | None) -> list[Cell]:
+        """The cells of one cluster, in the order of the schemes."""
+        return [c for c in self.cells if (c.ranks, c.rate) == (ranks, rate)]
+
+    def fastest(self, ranks: int, rate: float | None) -> Cell:
+        """Of equals, the scheme that was named first."""
+        return min(self.at(ranks, rate), key=lambda cell: cell.prediction.step)
+
+
+def run(
+    trace: StepTrace,
+    network: Network,
+    schemes: Mapping[str, Scheme],
+    ranks: Sequence[int],
+    rates: Sequence[float] = (),
+) -> Grid:
+    """Simulate every scheme on every cluster.
+
+    Without `rates` hosts' links stay as they are. Raises ValueError for numbers of
+    ranks that do not fill hosts, and for schemes that cannot be simulated.
+    """
+    for size in ranks:
+        if not 2 <= size <= MOST or size % network.ranks_per_host:
+            raise ValueError(
+                f"{size} ranks: give 2 to {MOST}, in multiples of the "
+                f"{network.ranks_per_host} ranks of a host"
+            )
+    asked: Sequence[float | None] = rates or [network.rate]
+    cells = []
+    for size in ranks:
+        hosts = size // network.ranks_per_host
+        for rate in asked:
+            there = network.scaled(hosts=hosts, rate=rate if rates else None)
+            for name, scheme in schemes.items():
+                found = simulate(trace, scheme, there)
+                alone = trace.compute / found.step
+                cells.append(Cell(name, size, rate, found, alone))
+    return Grid(trace, network, ranks, asked, schemes, cells)
+
+
+def read_trace(text: str, step_ms: float | None = None) -> StepTrace:
+    """The trace in a file, or that of a replay workload such as replay:resnet50."""
+    if not text.startswith("replay:"):
+        if step_ms is not None:
+            raise ValueError(f"{text} says how long a step takes: leave out --step-ms")
+        return traces.load(Path(text))
+    name = text.removeprefix("replay:")
+    if name not in ARCHITECTURES:
+        known = ", ".join(f"replay:{a}" for a in ARCHITECTURES)
+        raise ValueError(f"no workload {text!r}: choose one of {known}, or a file")
+    return replayed(name, STEP_MS[name] if step_ms is None else step_ms)
+
+
+def replayed(architecture: str, step_ms: float) -> StepTrace:
+    """A replay workload's step: forward and backward by the work of its units.
+
+    The optimizer takes no time: what it takes depends on the device alone.
+    """
+    parts = units(architecture)
+    groups: list[list[Unit]] = []  # the tensors of every layer, in forward order
+    for part, timing in zip(parts, by_work(parts, step_ms), strict=True):
+        if part.shapes:
+            groups.append([_unit(part.name, *shape) for shape in part.shapes])
+        # Work without a tensor, as of a tied head, belongs to the layer before.
+        group = groups[-1]
+        # Read at once, and ready at once: see gradtide.plan.trace, [Note: Whose time].
+        group[-1] = replace(group[-1], forward=group[-1].forward + timing.forward)
+        group[0] = replace(group[0], backward=group[0].backward + timing.backward)
+    ready = [unit for group in reversed(groups) for unit in group]
+    place = {unit.name: i for i, unit in enumerate(ready)}
+    return StepTrace(
+        name=f"replay:{architecture}",
+        units=tuple(ready),
+        optimizer=0.0,
+        forward_order=tuple(place[unit.name] for group in groups for unit in group),
+    )
+
+
+def _unit(layer: str, name: str, shape: tuple[int, ...]) -> Unit:
+    more: dict[str, Any] = {"shape": shape} if "shape" in _FIELDS else {}
+    return Unit(f"{layer}.{name}", math.prod(shape), 4, 0.0, 0.0, 0.0, **more)
+
+
+def read_network(text: str, ranks_per_host: int = 1) -> Network:
+    """The network in a profile, or an ideal one of a rate such as 10gbit."""
+    if Path(text).suffix == ".json" or Path(text).exists():
+        return networks.load(Path(text))
+    rate = parse_rate(text)
+    if rate is None:
+        raise ValueError(
+            "a network without a limit has nothing to simulate: say 10gbit"
+        )
+    return Network.ideal(2, ranks_per_host, rate)
+
+
+def rate_name(rate: float | None) -> str:
+    """As people write it."""
+    return "as measured" if rate is None else format_rate(rate)

@@ -1,0 +1,75 @@
+"""A grid as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradtide.simulate.grid import Grid, rate_name
+
+FORMAT, VERSION = "gradtide simulation", 1
+
+
+def show(grid: Grid, console: Console) -> None:
+    """A table for every rate: milliseconds a step, and the efficiency in percent."""
+    for rate in grid.rates:
+        table = Table(
+            title=f"{grid.trace.name}, {rate_name(rate)} a host: ms a step (efficiency)",
+            box=None,
+            header_style="bold",
+            title_justify="left",
+        )
+        table.add_column("scheme", no_wrap=True)
+        for ranks in grid.ranks:
+            table.add_column(f"{ranks} ranks", justify="right", no_wrap=True)
+        for name in grid.schemes:
+            table.add_row(name, *(_entry(grid, name, n, rate) for n in grid.ranks))
+        console.print(table)
+
+
+def _entry(grid: Grid, name: str, ranks: int, rate: float | None) -> str:
+    cell = next(c for c in grid.at(ranks, rate) if c.scheme == name)
+    text = f"{1e3 * cell.prediction.step:.4g} ({100 * cell.efficiency:.0f} %)"
+    return f"[bold]{text}[/bold]" if cell == grid.fastest(ranks, rate) else text
+
+
+def record(grid: Grid, command: list[str]) -> dict[str, Any]:
+    """Everything, for JSON: seconds, bytes, bits/s."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "command": command,
+        "trace": grid.trace.name,
+        "compute_seconds": grid.trace.compute,
+        "gradient_bytes": grid.trace.nbytes,
+        "network": asdict(grid.network),
+        "schemes": {name: repr(scheme) for name, scheme in grid.schemes.items()},
+        "cells": [
+            {
+                "scheme": cell.scheme,
+                "ranks": cell.ranks,
+                "rate": cell.rate,
+                "efficiency": cell.efficiency,
+                **asdict(cell.prediction),
+            }
+            for cell in grid.cells
+        ],
+    }
+
+
+def write(grid: Grid, folder: Path, command: list[str]) -> list[Path]:
+    """The JSON and both pictures; returns where they are."""
+    from gradtide.simulate.chart import draw_crossovers, draw_efficiency
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / n for n in ("simulate.json", "efficiency.png", "crossover.png")]
+    text = json.dumps(record(grid, command), indent=1) + "\n"
+    paths[0].write_text(text, encoding="utf-8")
+    draw_efficiency(grid, paths[1])
+    draw_crossovers(grid, paths[2])
+    return paths
