@@ -18,8 +18,9 @@ FORMAT, VERSION = "gradtide simulation", 1
 def show(grid: Grid, console: Console) -> None:
     """A table for every rate: milliseconds a step, and the efficiency in percent."""
     for rate in grid.rates:
+        name = grid.trace.name
         table = Table(
-            title=f"{grid.trace.name}, {rate_name(rate)} a host: ms a step (efficiency)",
+            title=f"{name}, {rate_name(rate)} a host: ms a step (efficiency)",
             box=None,
             header_style="bold",
             title_justify="left",
@@ -27,8 +28,8 @@ def show(grid: Grid, console: Console) -> None:
         table.add_column("scheme", no_wrap=True)
         for ranks in grid.ranks:
             table.add_column(f"{ranks} ranks", justify="right", no_wrap=True)
-        for name in grid.schemes:
-            table.add_row(name, *(_entry(grid, name, n, rate) for n in grid.ranks))
+        for scheme in grid.schemes:
+            table.add_row(scheme, *(_entry(grid, scheme, n, rate) for n in grid.ranks))
         console.print(table)
 
 

@@ -1,0 +1,158 @@
+"""Published iteration times against those of the virtual clock.
+
+    python benchmarks/published.py --published ../shared/published --out FILE.json
+
+The rows are those of ddl-benchmarks (2020-05-29): hosts of 4 V100 (PCIe), NCCL's ring
+all-reduce under Horovod. Known are the time of one GPU alone, and the tensors. One
+(alpha, beta) stands for each network and one for PCIe, which both have inside their
+hosts, and one number for the software; nothing is fitted to a row. BSP is SEQUENTIAL
+with one bucket, un-fused WFBP is PerTensor(), MG-WFBP is MgWfbp().
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gradtide.collectives import Dense
+from gradtide.fusion import BySize, MgWfbp, PerTensor
+from gradtide.plan.network import Device, Line, Link, Network
+from gradtide.plan.trace import StepTrace
+from gradtide.plan.virtual import simulate
+from gradtide.schedule import SEQUENTIAL, WFBP
+from gradtide.scheme import Scheme
+from gradtide.simulate.grid import replayed
+
+GPUS = 4  # a host
+# Seconds of one GPU alone, and of these the forward's share: 1/3.
+ALONE = {
+    "resnet50-bs64": ("resnet50", 0.2529),
+    "bert-large-bs8-seq64": ("bert-large", 0.1633),
+}
+PCIE = Link.of(5.2e-6, 2.11e-10)
+LINKS = {
+    "10GbE": Link.of(38e-6, 1.08 / 1.25e9),
+    "100Gb-IB": Link.of(5.2e-6, 1 / 12.5e9),
+}
+# What a request takes before it is on any wire: half of the 0.12 ms that an all-reduce
+# takes beyond 2 (P - 1) alpha, on both networks alike (Horovod's, and a launch).
+REQUEST = 6e-5
+# Seconds per element of SGD with momentum and weight decay, one operation at a time: 11
+# times 4 bytes through the memory of a V100, at 750 of its 900 GB/s.
+OPTIMIZER = 11 * 4 / 750e9
+DEVICE = Device(request=REQUEST, optimizer=Line(each=OPTIMIZER))
+SCHEMES = {
+    "BSP": Scheme(Dense(), BySize(1e6, ends=1e6, pieces=1), SEQUENTIAL),
+    "WFBP-unfused": Scheme(Dense(), PerTensor(), WFBP),
+    "MG-WFBP": Scheme(Dense(), MgWfbp(), WFBP),
+}
+ALLOWED = {"BSP": 0.05, "WFBP-unfused": 0.12, "MG-WFBP": 0.12}
+NOISE = 0.02  # methods that were published closer than this have no order
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of an iteration."""
+
+    network: str
+    workload: str
+    method: str
+    gpus: int
+    published: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        return self.simulated / self.published - 1
+
+
+def network(name: str, gpus: int) -> Network:
+    """The cluster: NCCL knows no one-hop messages, and the device costs nothing."""
+    hosts = max(gpus // GPUS, 1)
+    local = min(gpus, GPUS)
+    return Network(hosts, local, LINKS[name], PCIE, DEVICE, one_hop_ranks=0)
+
+
+def trace(workload: str) -> StepTrace:
+    """One GPU alone: what the optimizer leaves of its time is forward and backward."""
+    architecture, alone = ALONE[workload]
+    optimizer = OPTIMIZER * replayed(architecture, 1.0).numel
+    computed = replayed(architecture, 1e3 * (alone - optimizer))
+    return replace(computed, optimizer=optimizer)
+
+
+def rows(folder: Path) -> list[Row]:
+    """Every published row that there is a scheme for."""
+    found = []
+    with (folder / "ddl-benchmarks.csv").open() as file:
+        for line in csv.DictReader(file):
+            gpus, scheme = int(line["num_gpus"]), SCHEMES[line["method"]]
+            there = network(line["network"], gpus)
+            step = simulate(trace(line["workload"]), scheme, there).step
+            published = float(line["seconds_per_iteration"])
+            key = (line["network"], line["workload"], line["method"], gpus)
+            found.append(Row(*key, published, step))
+    return found
+
+
+def disordered(found: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Pairs of methods in the other order than published."""
+    return [
+        (a, b)
+        for a, b in combinations(found, 2)
+        if (a.network, a.workload, a.gpus) == (b.network, b.workload, b.gpus)
+        and abs(a.published / b.published - 1) > NOISE
+        and (a.published < b.published) != (a.simulated < b.simulated)
+    ]
+
+
+def main(
+    published: Annotated[Path, typer.Option(help="Folder with ddl-benchmarks.csv.")],
+    out: Annotated[Path | None, typer.Option(help="Write JSON there.")] = None,
+) -> None:
+    """Print published and simulated seconds, and whether the bar is met."""
+    found = rows(published)
+    table = Table(box=None, header_style="bold")
+    for name in ("network", "workload", "method", "GPUs", "published", "simulated"):
+        table.add_column(name, justify="left" if name in "network method" else "right")
+    table.add_column("error", justify="right")
+    for r in found:
+        mark = "" if abs(r.error) <= ALLOWED[r.method] else " !"
+        text = (r.network, r.workload, r.method, str(r.gpus))
+        seconds = (f"{r.published:.4f}", f"{r.simulated:.4f}")
+        table.add_row(*text, *seconds, f"{100 * r.error:+.1f} %{mark}")
+    console = Console()
+    console.print(table)
+    worst = {m: max(abs(r.error) for r in found if r.method == m) for m in SCHEMES}
+    wrong = disordered(found)
+    for name, error in worst.items():
+        console.print(f"{name}: at most {error:.1%} off (allowed {ALLOWED[name]:.0%})")
+    for a, b in wrong:
+        place = f"{a.network} {a.workload} {a.gpus}"
+        console.print(f"{place}: {a.method} and {b.method} in another order")
+    met = not wrong and all(worst[m] <= ALLOWED[m] for m in SCHEMES)
+    console.print(f"pairs in another order: {len(wrong)}; met: {met}")
+    if out is not None:
+        record = {
+            "command": " ".join(sys.argv),
+            "links": {n: repr(v) for n, v in {**LINKS, "PCIe": PCIE}.items()},
+            "worst": worst,
+            "disordered": len(wrong),
+            "met": met,
+            "rows": [{**vars(r), "error": r.error} for r in found],
+        }
+        out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
