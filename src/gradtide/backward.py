@@ -6,7 +6,7 @@ means is for the updates to know.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from gradtide.engine import Engine
 from gradtide.layout import LARGE, GradientBucket, Slot
 from gradtide.placement import Placement
+from gradtide.preconditioning import Launchable, Preconditioning
 from gradtide.updates import Updates
 
 
@@ -24,10 +25,14 @@ class Backward:
         self, engine: Engine, placement: Placement, updates: Updates, eager: bool
     ) -> None:
         self.engine, self.placement, self.updates = engine, placement, updates
+        self.second: Preconditioning | None = None
         self.quiet = False  # inside no_sync()
         self.open = False  # between a backward's first gradient and its end
         self.eager = eager  # buckets leave as they get full
-        self._cursor = 0  # buckets launched in this backward
+        self._cursor = 0  # buckets launched in this step
+        self._plan: tuple[object, Sequence[Launchable]] = (None, ())
+        self._forwards = 0  # of the model, in this step
+        self._ahead = False  # factors leave in the forward, before backward begins
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -41,6 +46,8 @@ class Backward:
             # All follow the order in which rank 0's gradients got ready.
             orders = self.engine.transport.gather_objects(self.placement.recorded)
             self.placement.follow(orders[0])
+            if self.second is not None:
+                self.second.follow()
         self.open = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -76,12 +83,41 @@ class Backward:
     @torch.no_grad()
     def _launch_full(self) -> None:
         """Send the buckets that are full and have nothing unsent before them."""
-        buckets = self.placement.buckets
-        while self._cursor < len(buckets) and not buckets[self._cursor].missing:
+        plan = self._planned()
+        while self._cursor < len(plan) and not plan[self._cursor].missing:
             self._launch()
 
+    def _planned(self) -> Sequence[Launchable]:
+        """What leaves in this step, in order."""
+        if self.second is None:
+            return self.placement.buckets
+        key = self.placement.buckets, self.second.kfac.step
+        if self._plan[0] != key:
+            self._plan = key, self.second.plan()
+        return self._plan[1]
+
+    def forward(self) -> None:
+        """A forward of the model begins whose factors count.
+
+        What the ranks send between two forwards must not depend on what each of them
+        has, so all factors leave that are to leave in the first.
+        """
+        self._forwards += 1
+        if self._forwards == 2 and self._ahead:
+            plan = self._planned()
+            while self._cursor < len(plan) and not isinstance(
+                plan[self._cursor], GradientBucket
+            ):
+                self._launch()
+            self._ahead = False
+
+    def launch_factors(self) -> None:
+        """A bucket of factors is full."""
+        if self.eager and (self.open or self._ahead):
+            self._launch_full()
+
     def _take_again(self, home: GradientBucket, slot: Slot) -> None:
-        if self.placement.buckets.index(home) < self._cursor:
+        if self._planned().index(home) < self._cursor:
             raise RuntimeError(
                 f"{slot.name} got a second gradient in one backward pass after its "
                 "bucket had left: use checkpoint(..., use_reentrant=False), or a "
@@ -92,12 +128,15 @@ class Backward:
 
     def _launch(self) -> None:
         """Send the next bucket in plan order."""
-        home = self.placement.buckets[self._cursor]
-        self.updates.before_launch(home)
-        home.take_in()
-        # What leaves last is read first: its second half has nothing to hide behind.
-        last = self._cursor == len(self.placement.buckets) - 1
-        home.bucket.hold = self.updates.deferring and not last
+        home = self._planned()[self._cursor]
+        if isinstance(home, GradientBucket):
+            self.updates.before_launch(home)
+            home.take_in()
+            # What leaves last is read first: nothing hides its second half.
+            last = home is self.placement.buckets[-1]
+            home.bucket.hold = self.updates.deferring and not last
+        elif self.second is not None:
+            self.second.kfac.leave(home)
         self.engine.launch(home.bucket)
         self._cursor += 1
 
@@ -109,12 +148,18 @@ class Backward:
         arrived = [slot.arrived for home in buckets for slot in home.slots]
         if not any(arrived):
             return  # torch.autograd.grad(): nothing was accumulated
-        while self._cursor < len(buckets):
+        if self.second is not None:
+            self.second.kfac.collect()
+        while self._cursor < len(self._planned()):
             self._launch()
         self._cursor = 0
         self.updates.ask_used(arrived)
         for home in buckets:
             home.rearm()
+        if self.second is not None:
+            self.second.kfac.invert(self.updates.deferring)
+            self._ahead = self._forwards == 1 and self.placement.recorded is None
+            self._forwards = 0
         if self.updates.deferring:
             self.updates.hold()
         else:

@@ -25,9 +25,12 @@ from gradtide.auto import Pilot, start, undecided
 from gradtide.backward import Backward
 from gradtide.engine import Engine
 from gradtide.fusion import BySize, Search
+from gradtide.kfac.costs import admitted
+from gradtide.kfac.preconditioner import Preconditioner
 from gradtide.ops import Broadcast
 from gradtide.owners import clip
 from gradtide.placement import Placement
+from gradtide.preconditioning import Preconditioning
 from gradtide.scheme import Scheme, check, parse
 from gradtide.state import StateDict
 from gradtide.transport import ProcessGroup, Transport, connect
@@ -45,6 +48,7 @@ def replicate(
     *,
     process_group: ProcessGroup | None = None,
     buffers: Buffers = "broadcast",
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Replica:
     """Average the gradients of `model` over all ranks of `process_group` (None: all).
 
@@ -53,7 +57,8 @@ def replicate(
     parameters and buffers are overwritten with rank 0's. The module and the optimizer
     stay the user's: train as on one machine. With `buffers="broadcast"` every training
     forward begins with rank 0's buffers, as in DDP; with "local" each rank keeps its
-    own.
+    own. A scheme with K-FAC has to know the `grad_scaler` that multiplies the loss, if
+    there is one: its factors are squares of gradients.
 
     Raises RuntimeError when torch.distributed is not initialised, and ValueError, on
     every rank, where the model, the optimizer or the scheme cannot be used or differ
@@ -65,6 +70,8 @@ def replicate(
     def prepare() -> tuple[Scheme, Signature]:
         chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
         admit(model, optimizer, chosen.schedule, buffers)
+        if chosen.preconditioner is not None:
+            admitted(model, chosen.preconditioner)
         return chosen, describe(model, chosen)
 
     try:
@@ -72,7 +79,7 @@ def replicate(
     except (ValueError, TypeError):
         transport.close()
         raise
-    return Replica(model, optimizer, chosen, transport, buffers)
+    return Replica(model, optimizer, chosen, transport, buffers, grad_scaler)
 
 
 class Replica:
@@ -88,6 +95,7 @@ class Replica:
         scheme: Scheme,
         transport: Transport,
         buffers: Buffers,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model, self.optimizer, self.scheme = model, optimizer, scheme
         self.engine = Engine(transport)
@@ -105,22 +113,45 @@ class Replica:
         self._handles: list[Any] = []
         self._update_handles: list[Any] = []  # of the hooks that the schedule needs
         _broadcast(self.engine, [*model.parameters(), *model.buffers()])
+        self.kfac = self._prepare_kfac(grad_scaler)
         self._attach()
         self._attach_update(in_forward)
         auto = undecided(scheme)
         self._pilot = None if auto is None else Pilot(self, auto)
         self.tuning = self._search()
 
+    def _prepare_kfac(
+        self, grad_scaler: torch.amp.GradScaler | None
+    ) -> Preconditioner | None:
+        if self.scheme.preconditioner is None:
+            return None
+        kfac = Preconditioner(
+            self.model,
+            self.scheme.preconditioner,
+            self.engine,
+            self._backward.launch_factors,
+            (lambda: 1.0) if grad_scaler is None else grad_scaler.get_scale,
+        )
+        second = Preconditioning(self._placement, kfac)
+        self._backward.second = self._updates.second = second
+        return kfac
+
     # - The user's side ----------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally, in `.grad`, without exchanging them."""
-        quiet, self._backward.quiet = self._backward.quiet, True
+        quiet = self._backward.quiet
+        self._be_quiet(True)
         try:
             yield
         finally:
-            self._backward.quiet = quiet
+            self._be_quiet(quiet)
+
+    def _be_quiet(self, quiet: bool) -> None:
+        self._backward.quiet = quiet
+        if self.kfac is not None:
+            self.kfac.statistics.quiet = quiet
 
     def clip_grad_norm_(
         self, max_norm: float, *, error_if_nonfinite: bool = False
@@ -172,6 +203,11 @@ class Replica:
             if undecided(chosen) is not None:
                 raise ValueError("adopt() takes a decided scheme: replicate with auto")
             admit_optimizer(self.model, self.optimizer, chosen.schedule)
+            if chosen.preconditioner != self.scheme.preconditioner:
+                raise ValueError(
+                    f"adopt({chosen!r}): the preconditioner stays as it is; call "
+                    "remove() and replicate() for another one"
+                )
             return chosen, {"scheme": repr(chosen)}
 
         if self.tuning is not None:
@@ -181,6 +217,8 @@ class Replica:
 
     def _adopt(self, scheme: Scheme) -> None:
         """`adopt` what all ranks have agreed on, when nothing is on its way."""
+        if self.kfac is not None:
+            self.kfac.finish()
         self._placement.adopt(scheme)
         self._backward.eager = scheme.schedule.launch == "ready"
         in_forward = scheme.schedule.update == "forward"
@@ -193,7 +231,7 @@ class Replica:
     def _search(self) -> Tuner | None:
         """Begin to search for a fusion, if the scheme's is one that is searched for."""
         fusion = self.scheme.fusion
-        if not isinstance(fusion, Search):
+        if not isinstance(fusion, Search) or undecided(self.scheme) is not None:
             return None
         flats = [home.bucket.load.flat for home in self._placement.buckets]
         whole = sum(flat.nbytes for flat in flats)
@@ -266,6 +304,9 @@ class Replica:
             self.tuning.settle()
         if self._pilot is not None:
             self._pilot.remove()
+        if self.kfac is not None:
+            self.kfac.finish()
+            self.kfac.close()
         for handle in (*self._handles, *self._update_handles):
             handle.remove()
         self._handles, self._update_handles = [], []
@@ -293,7 +334,7 @@ class Replica:
         updates, self._update_handles = self._updates, []
         keep = self._update_handles.append
         if not in_forward:
-            keep(self.optimizer.register_step_pre_hook(lambda *_: updates.stepping()))
+            keep(self.optimizer.register_step_pre_hook(lambda *a: self._stepping(*a)))
             return
 
         def flush(*_: Any) -> None:
@@ -315,6 +356,8 @@ class Replica:
                 "rank and replicate() again"
             )
         training = self.model.training and torch.is_grad_enabled()
+        if training and self.kfac is not None and not self._backward.quiet:
+            self._backward.forward()
         if self._buffered and training and not self._backward.quiet:
             own = [buffer for m in self._buffered for buffer in m.buffers(False)]
             _broadcast(self.engine, own)
@@ -331,7 +374,7 @@ class Replica:
                     leaf.register_hook(lambda _: self._backward.begin())  # type: ignore[no-untyped-call]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(a is not None for a in (*args[1:], kwargs.get("closure"))):
+        if _closes(args, kwargs):
             raise RuntimeError(
                 "step(closure) evaluates the model inside the step, which a deferred "
                 "update cannot: call step() without a closure, or use 'wfbp'"
@@ -341,6 +384,19 @@ class Replica:
     def _after_step(self) -> None:
         if self.tuning is not None:
             self.tuning.stepped()
+
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.kfac is not None and _closes(args, kwargs):
+            raise RuntimeError(
+                "step(closure) makes gradients inside the step, after K-FAC has "
+                "preconditioned: call step() without a closure"
+            )
+        self._updates.stepping(optimizer)
+
+
+def _closes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether step() was given a closure; `args` begin with the optimizer."""
+    return any(a is not None for a in (*args[1:], kwargs.get("closure")))
 
 
 def _broadcast(engine: Engine, tensors: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Schemes: what is exchanged, in which buckets, and when.
+"""Schemes: what is exchanged, in which buckets, when, and what is made of it.
 
 A scheme's name is its constructor call, so the command line, the log, the record and
 the test say the same: `parse(repr(scheme)) == scheme`.
@@ -33,18 +33,29 @@ from gradtide.collectives import (
     TopkDSA,
     Warmup,
 )
-from gradtide.fusion import BySize, Fusion, PerTensor
+from gradtide.fusion import FUSIONS, BySize, Fusion
+from gradtide.kfac import DISTRIBUTIONS, KFAC
 from gradtide.schedule import DEAR, SEQUENTIAL, WFBP, Schedule
 from gradtide.select import SELECTORS
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A complete way to average gradients; `collective` is applied to every bucket."""
+    """A complete way to average gradients; `collective` is applied to every bucket.
+
+    With a `preconditioner` the optimizer gets what that makes of the averages.
+    """
 
     collective: Collective = Dense()  # noqa: RUF009  (frozen: cannot be shared by mistake)
     fusion: Fusion = BySize()  # noqa: RUF009
     schedule: Schedule = WFBP
+    preconditioner: KFAC | None = None
+
+    def __repr__(self) -> str:
+        named = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)]
+        if self.preconditioner is None:  # as most have none
+            named.pop()
+        return f"Scheme({', '.join(named)})"
 
 
 _WIRED = {"": Dense(), "-bf16": Dense("bf16"), "-fp16": Dense("fp16")}
@@ -80,11 +91,18 @@ RECIPES: dict[str, Scheme] = {
         for name, collective in _SPARSE.items()
         for suffix, schedule in (("", WFBP), ("-dear", DEAR))
     },
+    **{
+        f"{name}_kfac{suffix}": Scheme(
+            schedule=schedule, preconditioner=KFAC(cast(Any, name))
+        )
+        for name in DISTRIBUTIONS
+        for suffix, schedule in (("", WFBP), ("-dear", DEAR))
+    },
 }
 
 NAMES: dict[str, Any] = {
     **{cls.__name__: cls for cls in (*COLLECTIVES, *WRAPPERS, *PARTITIONS, *SELECTORS)},
-    **{cls.__name__: cls for cls in (Auto, Scheme, Schedule, BySize, PerTensor)},
+    **{cls.__name__: cls for cls in (Auto, Scheme, Schedule, *FUSIONS, KFAC)},
     **{name.upper(): schedule for name, schedule in _SCHEDULES.items()},
 }
 
@@ -94,8 +112,9 @@ def parse(text: str) -> Scheme:
 
     A call may use constants, the names in NAMES, and dotted paths to frozen dataclasses
     of the user's own. A bare collective stands for a scheme with default fusion and
-    schedule; a recipe may be called with hyper-parameters of its collective, and with
-    `warmup`, a number of steps (RAMP). Raises ValueError naming what is wrong and what
+    schedule; a recipe may be called with hyper-parameters of its preconditioner if it
+    has one, otherwise with those of its collective and `warmup`, a number of steps
+    (RAMP). Raises ValueError naming what is wrong and what
     is known.
     """
     if text in RECIPES:
@@ -123,6 +142,8 @@ def check(scheme: Scheme) -> Scheme:
         raise ValueError(
             f"{scheme.schedule!r} is not a Schedule (SEQUENTIAL, WFBP, DEAR)"
         )
+    if not isinstance(scheme.preconditioner, KFAC | None):
+        raise ValueError(f"{scheme.preconditioner!r} is not a KFAC(...) or None")
     return scheme
 
 
@@ -136,7 +157,7 @@ def _named(text: str) -> str:
     def spell(match: re.Match[str]) -> str:
         return match[0].replace("-", "_") if match[0] in RECIPES else match[0]
 
-    return re.sub(r"[a-z0-9-]+(?=\()", spell, text)
+    return re.sub(r"[a-z0-9_-]+(?=\()", spell, text)
 
 
 def _build(node: ast.expr) -> Any:
@@ -165,8 +186,14 @@ def _build(node: ast.expr) -> Any:
 def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
     """The recipe with other hyper-parameters of its collective: oktopk(0.001).
 
-    With `warmup=N` the first N steps go down to the collective's density by RAMP.
+    Or of its preconditioner: spd_kfac(damping=0.01). With `warmup=N` the first
+    N steps go down to the collective's density by RAMP.
     """
+    kfac = recipe.preconditioner
+    if kfac is not None:
+        if args:
+            raise TypeError("K-FAC's hyper-parameters are given by name")
+        return replace(recipe, preconditioner=replace(kfac, **named))
     names = [f.name for f in fields(cast(Any, recipe.collective))]
     if len(args) > len(names):
         raise TypeError(f"{recipe.collective!r} has {len(names)} hyper-parameters")

@@ -22,6 +22,7 @@ from gradtide.layout import GradientBucket, Slot
 from gradtide.ops import AllReduce
 from gradtide.owners import unscale
 from gradtide.placement import Placement, Watch
+from gradtide.preconditioning import Preconditioning
 from gradtide.promise import Promise
 
 
@@ -35,6 +36,7 @@ class Updates:
         self._step: DeferredStep | None = None
         self._used: Callable[[], Any] | None = None
         self.alarm = Alarm(placement, engine.transport)
+        self.second: Preconditioning | None = None
         self.delivered = False  # means are in `.grad`, and step() has not been called
         self._in_forward = in_forward
         # In a list: a tensor's hash is slow for what runs once a parameter and step.
@@ -105,6 +107,8 @@ class Updates:
 
     def abandon(self) -> None:
         """Drop means that no step() wanted: a GradScaler skipped it, or zero_grad()."""
+        if self.second is not None:
+            self.second.kfac.settle()
         if not self.held:
             return
         for _, p, promise in self._promises:
@@ -124,17 +128,23 @@ class Updates:
 
     # - After step() -------------------------------------------------------------------
 
-    def stepping(self) -> None:
+    @torch.no_grad()
+    def stepping(self, optimizer: Optimizer) -> None:
         """An ordinary step begins: refuse what would destroy the model."""
-        self.delivered = False
+        fresh, self.delivered = self.delivered, False
         self.alarm.refuse()
+        if self.second is not None and fresh:
+            homes = self.placement.homes
+            self.second.precondition(
+                optimizer, lambda p: p.grad if p in homes else None
+            )
 
     @torch.no_grad()
     def defer(self, optimizer: Optimizer) -> None:
         """Note what step() would do now, and let the second halves go."""
         self.flush()
         if not self.held:
-            self.stepping()
+            self.stepping(optimizer)
             return
         self._step = DeferredStep(optimizer)
         for slot, p, promise in self._promises:
@@ -142,10 +152,28 @@ class Updates:
             if here:
                 slot.wanted = not promise.zeroed
                 p.grad = None
-        self.engine.release(home.bucket for home in reversed(self.held))
+        self._release(optimizer)
         self.due, self.held = set(self.held), []
         if self._watch is not None:
             self._watch.on(self.placement.reads)
+
+    def _release(self, optimizer: Optimizer) -> None:
+        """Let the second halves go, in forward order."""
+        if self.second is None:
+            self.engine.release(home.bucket for home in reversed(self.held))
+            return
+        flights = {home: self.engine.flying[home.bucket.name] for home in self.held}
+
+        def read(p: nn.Parameter) -> Tensor:
+            """A mean, when its second half is through (on the lane)."""
+            cell = self.placement.homes[p]
+            mean: Tensor = flights[cell.home].mean
+            return cell.slot.of(mean)
+
+        self.second.defer(optimizer)
+        for home in reversed(self.held):
+            self.engine.release([home.bucket])
+            self.second.release(home, read)
 
     def before_read(self, module: nn.Module) -> None:
         """A module is about to run: what it reads must be up to date."""
@@ -182,12 +210,14 @@ class Updates:
             return
         assert self._step is not None
         self.due.remove(home)
-        self.engine.finish(home.bucket)
+        self._arrive(home)
         self._learn_used()
         if self.alarm.ranks:
             for other in self.due:  # to name the parameter
-                self.engine.finish(other.bucket)
+                self._arrive(other)
             self.alarm.refuse()
+        if self.second is not None:
+            self._precondition(home, self.second)
         start = time.perf_counter()
         updates = [(s.param, mean) for s, mean in home.delivered() if s.wanted]
         device = home.bucket.load.flat.device.type
@@ -205,6 +235,27 @@ class Updates:
                 p.grad = grad
         self._rest(home)
         self.engine.applied.append((start, time.perf_counter()))
+
+    def _arrive(self, home: GradientBucket) -> None:
+        """Wait for a bucket that is due; it may have been needed before its turn."""
+        if home.bucket.name in self.engine.flying:
+            self.engine.finish(home.bucket)
+
+    def _precondition(self, home: GradientBucket, second: Preconditioning) -> None:
+        """Precondition the layers of a bucket, with what other buckets hold of them."""
+        groups = second.needed(home)
+        if not groups:
+            return
+        homes = second.homes(groups)
+        for other in homes:
+            self._arrive(other)
+        gradients = {
+            slot.param: mean
+            for other in homes
+            for slot, mean in other.delivered()
+            if slot.wanted
+        }
+        second.apply(groups, gradients.get)
 
     def _rest(self, home: GradientBucket) -> None:
         """Watch no longer for what was up to date once this bucket was."""

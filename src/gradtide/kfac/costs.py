@@ -1,0 +1,86 @@
+"""What inversions and gathers cost here, and on that who does what: once, at set-up.
+
+Ranks measure different times, and the same one more than one: all go by rank 0's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+from gradtide.engine import Engine
+from gradtide.kfac.config import KFAC
+from gradtide.kfac.layers import KINDS, Layer, left_out, supported
+from gradtide.kfac.timing import estimate_inverses
+from gradtide.ops import AllGather
+
+PROBES = (1 << 8, 1 << 16)  # elements of a rank's part
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of inversions by rows, and of a gather of n elements of all ranks."""
+
+    inverses: dict[int, float]
+    start: float = 1e-3
+    per_element: float = 4e-8  # at 1 Gb/s, without a probe
+
+    def inverse(self, rows: int) -> float:
+        return self.inverses[rows]
+
+    def send(self, numel: int) -> float:
+        return self.start + self.per_element * numel
+
+
+def admitted(model: nn.Module, config: KFAC) -> list[Layer]:
+    """The layers to precondition; raises ValueError where there is none."""
+    layers = supported(model, config.max_dim)
+    if not layers:
+        reasons = left_out(model, config.max_dim)
+        listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        raise ValueError(
+            "K-FAC preconditions Linear and convolution layers, and this model has "
+            f"none that it could: leave the preconditioner out ({listed})"
+        )
+    devices = {layer.weight.device for layer in layers}
+    if len(devices) > 1:
+        raise ValueError(
+            f"K-FAC's layers are on {', '.join(sorted(map(str, devices)))}: it works "
+            "on one device; move the model to one, or leave the preconditioner out"
+        )
+    return layers
+
+
+def measure(config: KFAC, layers: Sequence[Layer], engine: Engine) -> Costs:
+    """The same on all ranks; a collective call."""
+    dims = sorted({layer.dim(kind) for layer in layers for kind in KINDS})
+    if config.placement == "cubic" or engine.transport.group.size == 1:
+        return Costs({d: 2e-5 + d**3 / 3e10 for d in dims})
+    probes = (0.0, 0.0)
+    if config.distribution == "spd":
+        probes = _probe(engine, PROBES[0]), _probe(engine, PROBES[1])
+    inverses: dict[int, float] = {}
+    # The others wait: on shared cores they would slow what is measured.
+    if engine.transport.group.rank == 0:
+        inverses = estimate_inverses(dims, layers[0].weight.device, config.form)
+    size = engine.transport.group.size
+    slope = max(0.0, probes[1] - probes[0]) / ((PROBES[1] - PROBES[0]) * size)
+    costs: list[Costs] = engine.transport.gather_objects(
+        Costs(inverses, probes[0], slope)
+    )
+    return costs[0]
+
+
+def _probe(engine: Engine, numel: int) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        engine.ask("kfac.probe", AllGather(torch.zeros(numel)))()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds)

@@ -1,0 +1,328 @@
+"""K-FAC in a model and an engine: from hooks to preconditioned gradients.
+
+Factors get ready in forward and backward and are packed into buckets, which the
+backward pass launches between those of gradients. When a layer's factors have been
+summed, those who own it average and invert them, beside the training thread and the
+lane. Inverses (or preconditioned gradients) are handed out in groups of layers, which
+follow the buckets of gradients. Knows nothing of how gradients are averaged, nor of
+when the optimizer steps.
+
+[Note: order of factors] Factors leave in the plan's order, never in the order of
+arrival: a bucket that is full waits for those before it, also for the gradients. What a
+rank did not have in the last step is not waited for: where nobody has it, it stays so,
+and where it comes after its bucket has left, it is left out of this step.
+
+[Note: new inverses] New inverses are used from the moment at which the training thread
+takes delivery of them, not from when they are there: what is still to be updated with
+the old ones would otherwise depend on the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gradtide.engine import Engine
+from gradtide.kfac import assign, buckets, costs, invert
+from gradtide.kfac.buckets import Factor, FactorBucket
+from gradtide.kfac.config import KFAC
+from gradtide.kfac.costs import Costs
+from gradtide.kfac.curvature import Curvature
+from gradtide.kfac.distributions import assignment, servers
+from gradtide.kfac.layers import KINDS, Kind, Layer
+from gradtide.kfac.packing import pack
+from gradtide.kfac.sharing import LayerGroup, Read, Roles, Shared, gradients, matrix
+from gradtide.kfac.statistics import Statistics, batch, tokens
+from gradtide.kfac.worker import Worker
+
+SAMPLES = {"batch": batch, "tokens": tokens}
+
+
+class Preconditioner:
+    """The state of K-FAC on one rank. `launch` is called when a bucket gets full.
+
+    A step, as the training thread sees it: factors arrive by hooks; `collect` when
+    backward has ended; all buckets of `factors` are launched by whoever launches;
+    `invert`; then `release` if inverses are held back, and `apply`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: KFAC,
+        engine: Engine,
+        launch: Callable[[], None],
+        scale: Callable[[], float],
+    ) -> None:
+        layers = costs.admitted(model, config)
+        self.config, self.layers, self.engine = config, list(layers), engine
+        self.step = 0  # backward passes that were exchanged
+        self.groups: list[LayerGroup] = []
+        self.factors: list[FactorBucket] = []
+        self.early = config.distribution in ("spd", "pad")  # factors leave when ready
+        self._launch = launch
+        self._local = config.distribution == "dp"
+        self._rank, self._size = engine.transport.group
+        self.device = layers[0].weight.device
+        self.worker = Worker(self.device)
+        self._absent: set[Factor] = set()  # in the last step, on this rank
+        self._arrived: set[Factor] = set()
+        self._open = False  # buffers are in use by this step
+        self._inverting = False  # what is summed now is to be inverted
+        self._homes: dict[Factor, FactorBucket] = {}
+        self.place(costs.measure(config, layers, engine))
+        mine = [layer for layer in layers if self._measures(layer)]
+        samples = SAMPLES[config.samples]
+        self.statistics = Statistics(
+            model, mine, self._ready, samples=samples, scale=scale
+        )
+        if mine:
+            self.statistics.arm()
+
+    def place(self, known: Costs) -> None:
+        """Place factors by their costs, and begin with no curvature at all."""
+        self.costs = known
+        self.placed = assignment(
+            self.config, self.layers, self._size, known.inverse, known.send
+        )
+        self.curvatures = {
+            layer: Curvature(layer, self.config, self._inverted(layer))
+            for layer in self.layers
+        }
+        self.lay_out(self.layers[::-1], [self.layers])
+
+    def _inverted(self, layer: Layer) -> list[Kind]:
+        everywhere = (self._rank, assign.EVERYWHERE)
+        return [kind for kind in KINDS if self._owner((layer, kind)) in everywhere]
+
+    def _owner(self, factor: Factor) -> int:
+        return self.placed.owner(self.layers.index(factor[0]), factor[1])
+
+    def _measures(self, layer: Layer) -> bool:
+        return not self._local or bool(self.curvatures[layer].running)
+
+    # - Layout -------------------------------------------------------------------------
+
+    def lay_out(
+        self, ready: Sequence[Layer], groups: Sequence[Sequence[Layer]]
+    ) -> None:
+        """Cut buckets of factors for layers whose gradients get ready in this order.
+
+        `groups` are the layers whose inverses travel together, in the same order. What
+        has arrived in this step comes along; nothing may be on its way.
+        """
+        before, count = self._homes, lambda layer: self.curvatures[layer].numbers()
+        self.finish()
+        if self._local:
+            mine = [layer for layer in ready if self._measures(layer)]
+            self.factors, kept = [], buckets.local(mine, count)
+        else:
+            # With an owner for each factor sums need not go to everybody.
+            owned = self.config.distribution == "pad"
+            self.factors = kept = [
+                bucket
+                for kind, layers in (("A", ready[::-1]), ("G", ready))
+                for bucket in buckets.lay_out(
+                    kind,  # type: ignore[arg-type]
+                    layers,
+                    self.config,
+                    self._owner if owned else None,
+                    self._size,
+                    count,
+                    self._summed,
+                )
+            ]
+        self._homes = {(la, home.kind): home for home in kept for la in home.views}
+        for factor in self._arrived:
+            self._carry(factor, before)
+        self._rearm()
+        roles = {layer: self._roles(layer) for layer in self.layers}
+        group = self.engine.transport.group
+        self.groups = [
+            LayerGroup(i, members, roles, self.curvatures, self.worker, group)
+            for i, members in enumerate(groups)
+            if members
+        ]
+
+    def _roles(self, layer: Layer) -> Roles:
+        a, g = (self._owner((layer, kind)) for kind in KINDS)
+        workers = self.placed.workers[self.layers.index(layer)]
+        return Roles((a, g), servers(workers, self._size))
+
+    def _carry(self, factor: Factor, before: Mapping[Factor, FactorBucket]) -> None:
+        layer = factor[0]
+        self._homes[factor].views[layer].copy_(before[factor].views[layer])
+        row = self._homes[layer, "G"].rows[layer]
+        row.copy_(before[layer, "G"].rows[layer])
+
+    def _rearm(self) -> None:
+        for home in set(self._homes.values()):
+            home.rearm(self._absent)
+        for layer, kind in self._arrived - self._absent:
+            self._homes[layer, kind].missing -= 1
+
+    # - Factors ------------------------------------------------------------------------
+
+    @property
+    def measuring(self) -> bool:
+        """Whether this step has factors."""
+        return self.step % self.config.factor_every == 0
+
+    def _ready(self, layer: Layer, kind: Kind, factor: Tensor) -> None:
+        """A factor of this rank is complete: fp32 [groups, d, d], upper triangle."""
+        self._begin()
+        home = self._homes[layer, kind]
+        if home.left:
+            return
+        view = pack(factor, home.views[layer])
+        self.curvatures[layer].measured(kind, view, self._homes[layer, "G"].rows[layer])
+        self._arrived.add((layer, kind))
+        home.missing -= (layer, kind) not in self._absent
+        if self._local:
+            if {(layer, "A"), (layer, "G")} <= self._arrived:
+                self._average([layer], 1)
+        elif not home.missing:
+            self._launch()
+
+    def _begin(self) -> None:
+        """The first factor of a step: buffers may be used again."""
+        if self._open:
+            return
+        self._open, self._inverting = True, self._inverts
+        for home in self._homes.values():
+            self._finish(home)
+            if home.flow.numbers is not None:
+                home.flow.numbers.zero_()
+
+    def _finish(self, home: FactorBucket | Shared) -> None:
+        if home.bucket.name in self.engine.flying:
+            self.engine.finish(home.bucket)
+
+    def leave(self, home: FactorBucket) -> None:
+        """A bucket is about to be launched: called by whoever launches it."""
+        self._begin()
+        home.clear_absent(self._arrived)
+        home.left = True
+
+    def collect(self) -> None:
+        """Backward has ended: take what hooks have not handed out yet."""
+        if self.statistics.armed:
+            absent = set(self.statistics.finish())
+            self._absent = absent
+
+    def _summed(self, layers: Sequence[Layer]) -> None:
+        """The sums of both factors of some layers are there (on the lane)."""
+        self._average(layers, self._size)
+
+    @torch.no_grad()
+    def _average(self, layers: Sequence[Layer], size: int) -> None:
+        """Take sums into the averages, and have new inverses made if it is time."""
+        for layer in layers:
+            curvature = self.curvatures[layer]
+            sums = {kind: self._homes[layer, kind].views[layer] for kind in KINDS}
+            numbers = self._homes[layer, "G"].rows[layer]
+            curvature.average(numbers, sums, size)
+            if self._inverting and curvature.running:
+                self.worker.submit(layer, curvature.invert)
+
+    # - Inverses -----------------------------------------------------------------------
+
+    @property
+    def _inverts(self) -> bool:
+        return self.step % self.config.inverse_every == 0
+
+    def invert(self, hold: bool) -> None:
+        """All factors of this step have left: let inverses follow, or hold them back.
+
+        The step is over for factors; the next one is prepared for.
+        """
+        if self._inverts:
+            for group in self.groups:
+                shared = group.inverses
+                self._finish(shared)
+                shared.bucket.hold = hold
+                self.engine.launch(shared.bucket)
+                shared.held = hold
+        if self.measuring:
+            # From what is launched on the lane: after the flags of this step were read.
+            self._open, self._arrived = False, set()
+            self._rearm()
+        self.step += 1
+        if self.measuring and any(map(self._measures, self.layers)):
+            self.statistics.arm()
+
+    def settle(self) -> None:
+        """Let go of what was held for a step that nobody took."""
+        for group in self.groups:
+            self._release(group)
+
+    def _release(self, group: LayerGroup) -> None:
+        if group.inverses.held:
+            group.inverses.held = False
+            self.engine.release([group.inverses.bucket])
+
+    def finish(self) -> None:
+        """Wait for all that is on its way."""
+        self.settle()
+        for home in self.factors:
+            self._finish(home)
+        for group in self.groups:
+            self._adopt(group)
+
+    def _adopt(self, group: LayerGroup) -> None:
+        """Take delivery of a group's inverses: see [Note: new inverses]."""
+        self._finish(group.inverses)
+
+    # - Gradients ----------------------------------------------------------------------
+
+    def release(self, group: LayerGroup, read: Read) -> None:
+        """Let a group's inverses travel, and what is made of its gradients.
+
+        `read` gives gradients on the lane when it comes to that.
+        """
+        self._release(group)
+        if group.products is not None:
+            self._finish(group.products)
+            group.read = read
+            group.products.bucket.hold = False
+            self.engine.launch(group.products.bucket)
+
+    @torch.no_grad()
+    def apply(
+        self,
+        groups: Sequence[LayerGroup],
+        read: Read,
+        rate: Callable[[nn.Parameter], float],
+    ) -> None:
+        """Precondition the gradients of some released groups in place.
+
+        `rate` is a parameter's learning rate. With `kl_clip` these are all groups.
+        """
+        made: list[tuple[Layer, Tensor]] = []
+        parts: list[Tensor] = []
+        for group in groups:
+            self._adopt(group)
+            if group.products is not None:
+                self._finish(group.products)
+            for layer in group.layers:
+                gradient = matrix(layer, read)
+                if gradient is None:
+                    continue
+                product = group.product(layer, gradient)
+                made.append((layer, product))
+                if self.config.kl_clip is not None:
+                    lr = rate(layer.weight)
+                    parts.append(invert.kl_part(gradient, product, lr))
+        scale: Tensor | float = 1.0
+        if parts and self.config.kl_clip is not None:
+            scale = invert.kl_scale(invert.total(parts), self.config.kl_clip)
+        for layer, product in made:
+            weight, bias = gradients(layer, read)
+            assert weight is not None
+            invert.write_back(layer, product, weight, bias, scale)
+
+    def close(self) -> None:
+        self.statistics.disarm()
+        self.worker.close()

@@ -1,0 +1,132 @@
+"""Where factors stand between gradients: K-FAC in terms of gradient buckets.
+
+Knows the layout of gradients and the preconditioner; nothing of hooks or of when
+anything leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradtide.kfac.buckets import FactorBucket
+from gradtide.kfac.layers import Layer
+from gradtide.kfac.preconditioner import Preconditioner
+from gradtide.kfac.sharing import LayerGroup, Read
+from gradtide.layout import GradientBucket
+from gradtide.placement import Placement
+
+Launchable: TypeAlias = GradientBucket | FactorBucket
+
+
+class Preconditioning:
+    """What leaves in which order, and which layers go with which bucket of gradients.
+
+    A group of layers belongs to the bucket that is the last to arrive in forward order
+    of those that hold a gradient of it: a layer may be cut between its weight and bias.
+    """
+
+    def __init__(self, placement: Placement, kfac: Preconditioner) -> None:
+        self.kfac, self._placement = kfac, placement
+        self.groups: dict[GradientBucket, LayerGroup] = {}
+        self._followed: Sequence[GradientBucket] = ()
+        self._pending: set[LayerGroup] = set()  # released, and not preconditioned yet
+        self._rates: dict[int, float] = {}  # by id of a parameter
+        self.follow()
+
+    def follow(self) -> None:
+        """Lay factors out as the buckets of gradients are now."""
+        homes = self._placement.buckets
+        if self._followed is homes:
+            return
+        self._followed = homes
+        ready = sorted(self.kfac.layers, key=self._position)
+        number = {home: i for i, home in enumerate(homes)}
+        members: list[list[Layer]] = [[] for _ in homes]
+        for layer in ready:
+            members[min(number[home] for home in self._homes(layer))].append(layer)
+        self.kfac.lay_out(ready, [group for group in members if group])
+        owners = [home for home, group in zip(homes, members, strict=True) if group]
+        self.groups = dict(zip(owners, self.kfac.groups, strict=True))
+
+    def plan(self) -> list[Launchable]:
+        """All that is to be launched in this step, in order."""
+        self.follow()
+        homes: list[Launchable] = list(self._placement.buckets)
+        factors = self.kfac.factors if self.kfac.measuring else []
+        if not self.kfac.early:
+            return [*homes, *factors]
+        a = [bucket for bucket in factors if bucket.kind == "A"]
+        g = [bucket for bucket in factors if bucket.kind == "G"]
+        # A layer's G is there just before its gradient; sorting keeps equals in order.
+        return [*a, *sorted([*g, *homes], key=self._ready_at)]
+
+    def _ready_at(self, bucket: Launchable) -> int:
+        if isinstance(bucket, GradientBucket):
+            return max(slot.position for slot in bucket.slots)
+        return max(map(self._position, bucket.views))
+
+    def _position(self, layer: Layer) -> int:
+        return max(self._placement.homes[p].slot.position for p in layer.params)
+
+    def _homes(self, layer: Layer) -> set[GradientBucket]:
+        return {self._placement.homes[p].home for p in layer.params}
+
+    # - Steps --------------------------------------------------------------------------
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Note learning rates: LR schedulers run before a deferred update."""
+        # A fused optimizer unscales gradients itself: they are larger by this here.
+        scale = getattr(optimizer, "grad_scale", None)
+        by = 1.0 if scale is None else float(scale)
+        self._rates = {
+            id(p): float(group.get("lr", 1.0)) / by
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+
+    def _rate(self, p: nn.Parameter) -> float:
+        return self._rates.get(id(p), 0.0)
+
+    def precondition(self, optimizer: Optimizer, read: Read) -> None:
+        """Precondition all gradients at once."""
+        self.note(optimizer)
+        groups = list(self.groups.values())
+        for group in groups:
+            self.kfac.release(group, read)
+        self.kfac.apply(groups, read, self._rate)
+
+    def defer(self, optimizer: Optimizer) -> None:
+        """Gradients will be preconditioned a bucket at a time."""
+        self.note(optimizer)
+        self._pending = set(self.groups.values())
+
+    def release(self, home: GradientBucket, read: Read) -> None:
+        """Let go of what a bucket that was just released needs. `read`: on the lane."""
+        if home in self.groups:
+            self.kfac.release(self.groups[home], read)
+
+    def needed(self, home: GradientBucket) -> list[LayerGroup]:
+        """The groups to precondition before the update of a bucket: all, if K-FAC clips
+        by a sum over all layers."""
+        if self.kfac.config.kl_clip is not None:
+            return [g for g in self.groups.values() if g in self._pending]
+        return [
+            group
+            for group in self.groups.values()
+            if group in self._pending
+            and any(home in self._homes(layer) for layer in group.layers)
+        ]
+
+    def homes(self, groups: Iterable[LayerGroup]) -> set[GradientBucket]:
+        """The buckets that hold gradients of some groups."""
+        layers = (layer for group in groups for layer in group.layers)
+        return {home for layer in layers for home in self._homes(layer)}
+
+    def apply(self, groups: Sequence[LayerGroup], read: Read) -> None:
+        """Precondition the gradients of some groups, once."""
+        self._pending.difference_update(groups)
+        self.kfac.apply(groups, read, self._rate)
