@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -228,6 +229,23 @@ def test_factors_get_ready_in_forward_and_in_backward() -> None:
     assert len(log.order) == 4
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_only_the_last_micro_batch_completes_a_factor(number: int) -> None:
+    model, (x, y) = net(), data(8)
+    log = Log(model)
+    loss = loss_of(model, x, y)
+    log.step(loss, loss)
+    log.order = []
+    log.statistics.arm()
+    for i in range(number):
+        assert log.order == []
+        log.statistics.quiet = i < number - 1
+        last = loss()
+        assert bool(log.order) == (i == number - 1)
+        last.backward()
+    assert log.order == [("0", "A"), ("2", "A"), ("2", "G"), ("0", "G")]
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_layer_that_is_called_twice(steps: int) -> None:
     torch.manual_seed(0)
@@ -324,7 +342,13 @@ def test_activation_checkpointing_counts_once(reentrant: bool) -> None:
 def test_submodules_that_are_called_directly_count_samples() -> None:
     model, (x, y) = net(), data(8)
     log, bare = Log(model), Log(model)
-    log.step(lambda: F.cross_entropy(model[2](model[1](model[0](x))), y))
+    halves = [(x[:4], y[:4]), (x[4:], y[4:])]
+    log.step(
+        *[
+            lambda x=x, y=y: F.cross_entropy(model[2](model[1](model[0](x))), y) / 2
+            for x, y in halves
+        ]
+    )
     bare.step(loss_of(model, x, y))
     for key, factor in bare.factors.items():
         close(log.factors[key], factor)
@@ -358,6 +382,22 @@ def test_no_activation_outlives_the_step() -> None:
         log.step(loss_of(model, x, y))
     gc.collect()
     assert [ref() for ref in seen] == [None, None]
+
+
+def test_copies_of_an_armed_model_do_not_count() -> None:
+    model, (x, y) = net(), data(8)
+    log, bare = Log(model), Log(model)
+
+    def loss() -> Tensor:
+        twin = copy.deepcopy(model)
+        loss_of(twin, x - 1, y)().backward()
+        return loss_of(model, x, y)()
+
+    for _ in range(2):
+        log.step(loss)
+        bare.step(loss_of(model, x, y))
+        for key, factor in bare.factors.items():
+            assert torch.equal(log.factors[key], factor)
 
 
 def test_arming_anew_drops_an_abandoned_forward() -> None:

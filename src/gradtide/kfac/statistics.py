@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gradtide.kfac.autograd import hookable, in_backward
 from gradtide.kfac.gram import add_gram
 from gradtide.kfac.layers import KINDS, Kind, Layer
 from gradtide.kfac.samples import batch as batch
@@ -113,10 +114,14 @@ class Statistics:
         keep = self._handles.append
         for watch in self._watches:
             for module in watch.layer.modules:
-                hook = partial(self._after_layer, watch)
+                hook = self._layer_hook(watch, module)
                 keep(module.register_forward_hook(hook, with_kwargs=True))
+        model, before = self._model, self._before_model
         keep(
-            self._model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+            model.register_forward_pre_hook(
+                lambda m, *given: before(*given) if m is model else None,
+                with_kwargs=True,
+            )
         )
 
     def disarm(self) -> None:
@@ -151,8 +156,17 @@ class Statistics:
 
     # - Hooks --------------------------------------------------------------------------
 
-    def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._model.training and torch.is_grad_enabled() and not _in_backward():
+    def _layer_hook(self, watch: _Watch, original: nn.Module) -> Callable[..., None]:
+        """A plain function: a copy of the module shares it, and does not count."""
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            if module is original:
+                self._after_layer(watch, module, args, kwargs, output)
+
+        return hook
+
+    def _before_model(self, args: Any, kwargs: Any) -> None:
+        if self._model.training and torch.is_grad_enabled() and not in_backward():
             self._samples += self._ask_samples(args, kwargs)
             self._counted = True
 
@@ -162,7 +176,7 @@ class Statistics:
         """A forward of the module is over: take A, and wait for its gradient."""
         if not (module.training and output.requires_grad and output.numel()):
             return
-        again = _in_backward()
+        again = in_backward()
         if again and watch.seen:
             return
         watch.seen = watch.seen or not again
@@ -173,7 +187,7 @@ class Statistics:
         rows = output.numel() // watch.layer.weight.shape[0]
         self._add(watch, "A", rows, lambda: watch.layer.inputs(module, x.detach()))
         hook = partial(self._after_gradient, watch)
-        _base(output).register_hook(hook)  # type: ignore[no-untyped-call]
+        hookable(output).register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _after_gradient(self, watch: _Watch, g: Tensor) -> None:
         if not self.armed:
@@ -231,20 +245,3 @@ class Statistics:
         if self._scale is None:
             self._scale = self._ask_scale()
         return self._scale
-
-
-def _base(output: Tensor) -> Tensor:
-    """What to hook for the gradient of an output, in this or another shape.
-
-    Linear returns a view where its input has more than two dimensions. An operation
-    in place behind it (ReLU) cuts the view's node out of the graph, not the base's.
-    """
-    base = output._base
-    if base is None or base.numel() != output.numel() or not base.requires_grad:
-        return output
-    return base
-
-
-def _in_backward() -> bool:
-    """Whether a forward runs inside a backward: activation checkpointing."""
-    return bool(torch._C._current_graph_task_id() != -1)
