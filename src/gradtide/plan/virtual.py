@@ -185,6 +185,11 @@ class Run:
             self._apply(self.trace.optimizer)
         self.count += 1
 
+    def flush(self) -> None:
+        """Apply what is due, from the last bucket to the first."""
+        for home in reversed(self.homes):
+            self._before_read(home)
+
     def _forward(self) -> None:
         for place in self.trace.forward_order:
             self._before_read(self._home[place])

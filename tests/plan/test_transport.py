@@ -1,0 +1,157 @@
+"""Two times: the training thread's and the lane's, and how they meet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradtide.bucket import Bucket, Payload
+from gradtide.collectives import Dense
+from gradtide.engine import Engine
+from gradtide.ops import AllReduce, Flow, Group, Swap
+from gradtide.plan.network import Link, Network
+from gradtide.plan.transport import VirtualTransport, stretched
+
+N = 10**6  # elements of a bucket
+SECOND = Network(2, 1, Link.of(0.0, 1 / (4.0 * N)))  # a swap of N takes one second
+
+
+class Asking:
+    """Works, then swaps, `times` times over."""
+
+    def __init__(self, transport: VirtualTransport, work: float, times: int) -> None:
+        self.transport, self.work, self.times = transport, work, times
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        for _ in range(self.times):
+            self.transport.work(self.work)
+            yield Swap(load.flat, 1)
+        return load.flat
+
+
+def engine_of(transport: VirtualTransport) -> Engine:
+    return Engine(transport, transport.clock)
+
+
+def bucket(name: str, collective: object) -> Bucket:
+    flat = torch.empty(N, device="meta")
+    return Bucket(name, Payload(flat, [flat]), collective, lambda _: None)  # type: ignore[arg-type]
+
+
+def spans(engine: Engine) -> list[tuple[str, float, float]]:
+    return [
+        (r.bucket, pytest.approx(r.start), pytest.approx(r.end)) for r in engine.records
+    ]
+
+
+def test_the_lane_works_while_the_training_thread_computes() -> None:
+    transport = VirtualTransport(SECOND)
+    engine, one = engine_of(transport), bucket("a", Asking(transport, 0.25, 1))
+    transport.compute(2.0)
+    engine.launch(one)
+    assert transport.clock() == 2.0
+    transport.compute(1.0)
+    engine.finish(one)
+    assert transport.clock() == 3.25
+    assert engine.exposed_seconds == 0.25
+    assert engine.select_seconds == 0.25
+    assert spans(engine) == [("a", 2.25, 3.25)]
+
+
+def test_an_errand_begins_while_the_one_before_waits() -> None:
+    """Selection hides behind the wire, and requests follow each other on it."""
+    transport = VirtualTransport(SECOND)
+    engine = engine_of(transport)
+    both = [bucket(name, Asking(transport, 0.5, 1)) for name in "ab"]
+    for one in both:
+        engine.launch(one)
+    for one in both:
+        engine.finish(one)
+    # a selects until .5, travels until 1.5; b selects until 1, and waits for the wire.
+    assert transport.clock() == 2.5
+
+
+def test_an_errand_that_comes_later_begins_then() -> None:
+    transport = VirtualTransport(SECOND)
+    engine = engine_of(transport)
+    both = [bucket(name, Asking(transport, 0.5, 1)) for name in "ab"]
+    engine.launch(both[0])
+    transport.compute(1.25)  # a is on the wire until 1.5
+    engine.launch(both[1])
+    engine.finish(both[0])
+    assert transport.clock() == 1.75  # the lane selects for b until then
+    engine.finish(both[1])
+    assert transport.clock() == 2.75
+
+
+def test_what_begins_early_delays_the_rest_of_the_one_before() -> None:
+    transport = VirtualTransport(SECOND)
+    engine = engine_of(transport)
+    first = bucket("a", Asking(transport, 0.5, 2))
+    second = bucket("b", Asking(transport, 0.5, 1))
+    engine.launch(first)
+    engine.launch(second)
+    engine.finish(first)
+    # a's second swap queues behind b's first: .5 + 1 + 1 + .5 + 1.
+    assert transport.clock() == 4.0
+    engine.finish(second)
+    assert transport.clock() == 4.0
+
+
+def test_a_collective_of_gloo_starts_only_in_its_turn() -> None:
+    transport = VirtualTransport(SECOND)
+    engine = engine_of(transport)
+    answer = engine.ask("flags", AllReduce(torch.empty(N, device="meta")))
+    engine.launch(bucket("a", Asking(transport, 0.5, 1)))
+    answer()
+    # The lane looks for b when the all-reduce starts, which is when it came.
+    assert transport.clock() == 1.0
+
+
+def test_real_flows_run_on_tensors_without_memory() -> None:
+    transport = VirtualTransport(Network(4, 1, Link.of(0.0, 1 / (4.0 * N))))
+    engine, one = engine_of(transport), bucket("a", Dense())
+    one.hold = True
+    engine.launch(one)
+    part, _ = engine.held(one)
+    assert part is not None
+    assert part.numel() == N // 4
+    assert transport.clock() == pytest.approx(0.75)
+    engine.release([one])
+    engine.finish(one)
+    assert transport.clock() == pytest.approx(1.5)
+    assert transport.payload_bytes == 2 * 3 * N
+
+
+@pytest.mark.parametrize(("factor", "end"), [(1.0, 3.0), (2.0, 4.0)])
+def test_compute_is_slower_while_the_lane_is_busy(factor: float, end: float) -> None:
+    network = Network(2, 1, SECOND.inter, interference=factor)
+    transport = VirtualTransport(network)
+    engine = engine_of(transport)
+    engine.launch(bucket("a", Asking(transport, 1.0, 1)))
+    transport.compute(3.0)  # the lane is busy for 2 seconds, half of which are lost
+    assert transport.clock() == end
+
+
+def test_two_lanes_share_the_wire() -> None:
+    network = Network(2, 1, SECOND.inter, contention=2.0)
+    first = VirtualTransport(network)
+    second = VirtualTransport(network, beside=first)
+    one, two = engine_of(first), engine_of(second)
+    a, b = bucket("a", Asking(first, 0.0, 1)), bucket("b", Asking(second, 0.0, 1))
+    one.launch(a)
+    first.compute(0.5)
+    two.launch(b)
+    two.finish(b)
+    # Half a second at half the rate, then .75 alone.
+    assert first.clock() == second.clock() == 1.75
+
+
+@pytest.mark.parametrize(
+    ("start", "seconds", "end"),
+    [(0, 1, 1), (0, 2, 2), (0, 3, 4), (0, 4, 6), (0, 5, 7), (3, 1, 5), (9, 1, 10)],
+)
+def test_work_is_stretched_while_something_else_is_busy(
+    start: float, seconds: float, end: float
+) -> None:
+    assert stretched(start, seconds, [(2, 6)], 2.0) == end
