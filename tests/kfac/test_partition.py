@@ -36,7 +36,8 @@ def test_contiguous_equals_brute_force(
     n: int, size: int, seed: int, waiting: bool
 ) -> None:
     costs = draws(n, seed)
-    late = sorted(random.Random(seed).uniform(0, sum(costs) / size) for _ in costs)
+    dice = random.Random(seed)
+    late = sorted(dice.uniform(0, sum(costs)) for _ in costs)
     ready = late if waiting else [0.0] * n
     found = contiguous(costs, size, ready)
     best = min(latest(costs, cuts, ready) for cuts in all_cuts(n, size))
