@@ -21,7 +21,6 @@ from gradtide.kfac.invert import (
     inverse,
     kl_part,
     kl_scale,
-    precondition,
     total,
     write_back,
 )
@@ -466,7 +465,8 @@ def test_a_step_equals_the_textbook(kl_clip: float) -> None:
             inverse(a.full(), pair[0], layer.name),
             inverse(g.full(), pair[1], layer.name),
         )
-        results.append(precondition(layer, layer.weight.grad, layer.bias.grad, both))
+        gradient = layer.matrix(layer.weight.grad, layer.bias.grad)
+        results.append((gradient, both(gradient)))
     nu = kl_scale(total(kl_part(v, p, lr) for v, p in results), kl_clip)
     for layer, (_, p), expect in zip(layers, results, wanted, strict=True):
         write_back(layer, p, layer.weight.grad, layer.bias.grad, nu)

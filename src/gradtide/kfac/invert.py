@@ -133,14 +133,6 @@ def eigen(factor: Tensor, name: str) -> Eigen:
     return Eigen(values.clamp_(min=0), vectors)
 
 
-def precondition(
-    layer: Layer, weight: Tensor, bias: Tensor | None, with_: Preconditioner
-) -> tuple[Tensor, Tensor]:
-    """The gradient of a layer and what it becomes, as fp32 [groups, g_dim, a_dim]."""
-    gradient = layer.matrix(weight, bias)
-    return gradient, with_(gradient)
-
-
 # - KL clipping ------------------------------------------------------------------------
 
 

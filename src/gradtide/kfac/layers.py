@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from gradtide.kfac.packing import packed_numel
 from gradtide.kfac.patches import patches
 
 Kind: TypeAlias = Literal["A", "G"]  # covariance of inputs, of output gradients
@@ -37,10 +38,6 @@ class Layer:
     weight: nn.Parameter
     bias: nn.Parameter | None
     groups: int  # [Note: groups]
-
-    @property
-    def module(self) -> nn.Module:
-        return self.modules[0]
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
@@ -70,8 +67,7 @@ class Layer:
 
     def numel(self, kind: Kind) -> int:
         """Elements of a packed factor (`packing`): what travels of it."""
-        d = self.dim(kind)
-        return self.groups * d * (d + 1) // 2
+        return packed_numel(self.groups, self.dim(kind))
 
     @property
     def factor_numel(self) -> int:
