@@ -9,7 +9,7 @@ test_times_add_up_to_the_whole.)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -62,6 +62,40 @@ def typical(
     read += [i for p, i in places.items() if p not in forward]
     loss = median(s.loss for s in steps)
     return StepTrace(name, units, optimizer, loss, tuple(read))
+
+
+def across(traces: Sequence[StepTrace]) -> StepTrace:
+    """The median of several ranks' traces of one model, in the first one's order.
+
+    Raises ValueError where they are not of the same parameters.
+    """
+    first, *others = traces
+    sizes = {unit.name: unit.numel for unit in first.units}
+    for rank, other in enumerate(others, 1):
+        if {unit.name: unit.numel for unit in other.units} != sizes:
+            raise ValueError(
+                f"rank {rank} traced other parameters than rank 0: build the same model"
+                " on every rank"
+            )
+    by_name = [{unit.name: unit for unit in trace.units} for trace in traces]
+    units = tuple(
+        _middle([found[unit.name] for found in by_name]) for unit in first.units
+    )
+    return replace(
+        first,
+        units=units,
+        optimizer=median(trace.optimizer for trace in traces),
+        loss=median(trace.loss for trace in traces),
+    )
+
+
+def _middle(units: Sequence[Unit]) -> Unit:
+    return replace(
+        units[0],
+        forward=median(unit.forward for unit in units),
+        backward=median(unit.backward for unit in units),
+        optimizer=median(unit.optimizer for unit in units),
+    )
 
 
 def _moments(

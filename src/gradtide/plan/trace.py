@@ -48,7 +48,8 @@ class StepTrace:
 
     `units` are in the order in which their gradients get ready. `forward_order` holds
     the indices into `units` in the order in which parameters are first read; without
-    it, that is the opposite order. All times are in seconds.
+    it, that is the opposite order. All times are in seconds. Where the forward and the
+    backward are `replayed`, they are waits, which a busy processor does not slow down.
     """
 
     name: str
@@ -56,6 +57,7 @@ class StepTrace:
     optimizer: float  # of one whole optimizer step
     loss: float = 0.0  # between the forward of the last unit and the first backward
     forward_order: tuple[int, ...] = ()
+    replayed: bool = False
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -96,7 +98,11 @@ class StepTrace:
 
     def fusion(self) -> Trace:
         """What a fusion is told."""
-        return Trace([unit.nbytes for unit in self.units])
+        return Trace(
+            [unit.nbytes for unit in self.units],
+            [unit.forward for unit in self.units],
+            [unit.backward for unit in self.units],
+        )
 
     def save(self, path: Path) -> None:
         """Write JSON."""
@@ -134,6 +140,7 @@ def load(path: Path) -> StepTrace:
         optimizer=_number(found, "optimizer", str(path)),
         loss=_number(found, "loss", str(path)),
         forward_order=_order(found["forward_order"], str(path)),
+        replayed=bool(found["replayed"]),
     )
 
 

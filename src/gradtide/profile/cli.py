@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -77,6 +80,159 @@ def selection(
     record = run(plan, sys.argv, lambda rows, dense: console.print(table(rows, dense)))
     if out is not None:
         write(out, record)
+
+
+@app.command()
+def trace(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="package.module:function, which returns (model, optimizer, loss); or"
+            " a workload of the lab, such as replay:resnet50."
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option(help="File for the trace, JSON.")] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps.")] = 10,
+    warmup: Annotated[int, typer.Option(help="Steps before the first timed one.")] = 3,
+    ranks: Annotated[
+        int,
+        typer.Option(help="Copies at once: what ranks that share this machine see."),
+    ] = 1,
+    threads: Annotated[
+        int | None, typer.Option(help="That torch may use. Default: its own choice.")
+    ] = None,
+    step_ms: Annotated[
+        float | None,
+        typer.Option(help="Milliseconds of compute of a step; for a replay."),
+    ] = None,
+    times: Annotated[
+        Path | None, typer.Option(help="JSON with the times of layers; for a replay.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples of a rank; for a computed workload.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Of the table: the slowest tensors.")] = 20,
+) -> None:
+    """Time a model's own step: when parameters are read and gradients get ready.
+
+    Under torchrun all ranks take part, and rank 0 reports.
+    """
+    from rich.console import Console
+
+    from gradtide.profile.trace.report import summary, table
+    from gradtide.profile.trace.run import Effort, among, copies, here
+    from gradtide.profile.trace.subject import Wanted
+
+    with _told():
+        if ranks < 1:
+            raise ValueError(f"--ranks {ranks}: at least 1 is needed")
+        where = None if times is None else str(times.absolute())
+        wanted = Wanted(what, step_ms, where, batch_size)
+        effort = Effort(steps, warmup, threads)
+        if out is not None:
+            _check_file(out)
+        if "RANK" in os.environ:
+            if ranks > 1:
+                raise ValueError("torchrun has started the ranks: leave out --ranks")
+            found = among(wanted, effort)
+        elif ranks > 1:
+            found = copies(wanted, effort, ranks)
+        else:
+            found = here(wanted, effort)
+        if found is None:
+            return
+        console = Console()
+        console.print(summary(found), highlight=False)
+        console.print(table(found, rows))
+        if out is not None:
+            found.save(out)
+
+
+@app.command()
+def network(
+    out: Annotated[
+        Path | None, typer.Option(help="File for the profile, JSON.")
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="File for a picture of points and fits, PNG.")
+    ] = None,
+    hosts: Annotated[
+        int | None, typer.Option(help="Emulated hosts. Not under torchrun.")
+    ] = None,
+    ranks_per_host: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Of each host's link: emulated; under torchrun, nominal."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="To spend, about; slow links may need more.")
+    ] = 60.0,
+    device: Annotated[str, typer.Option(help="Where gradients are: cpu or cuda.")] = (
+        "cpu"
+    ),
+) -> None:
+    """Time requests over sizes between ranks, and fit them to start-up and rate.
+
+    --hosts and --rate emulate a cluster; under torchrun, its ranks are used.
+    """
+    from rich.console import Console
+
+    from gradtide.lab.rate import parse_rate
+    from gradtide.profile.network import report
+    from gradtide.profile.network.chart import draw
+    from gradtide.profile.network.run import Plan, among, emulated
+
+    with _told():
+        for file in (out, chart):
+            if file is not None:
+                _check_file(file)
+        bits = None if rate is None else parse_rate(rate)
+        if "RANK" in os.environ:
+            if hosts is not None:
+                raise ValueError("torchrun has started the ranks: leave out --hosts")
+            size = int(os.environ["WORLD_SIZE"])
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            found = among(Plan(size // local, local, bits, seconds, device))
+        else:
+            if hosts is None or rate is None:
+                raise ValueError(
+                    "say what to measure: --hosts 8 --rate 100mbit emulates a cluster "
+                    "(--rate none: loopback); or start this command with torchrun"
+                )
+            found = emulated(Plan(hosts, ranks_per_host, bits, seconds, device))
+        if found is None:
+            return
+        console = Console()
+        console.print(report.fits(found), report.device(found.network))
+        for line in report.notes(found):
+            console.print(line, highlight=False)
+        if out is not None:
+            found.network.save(out)
+        if chart is not None:
+            draw(found, chart)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What a user can put right is told in a line, without a traceback."""
+    from gradtide.lab.failure import LabError
+
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except LabError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _check_file(out: Path) -> None:
+    """ValueError where the file cannot be written, before anything is measured."""
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise ValueError(
+            f"--out {out} cannot be written: name a file in a folder that is there"
+        )
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -1,0 +1,124 @@
+"""Measures the network of a running job, on the job's own transport.
+
+A collective call: every rank makes it while nothing else is on its way, and every rank
+gets the same `Network`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+
+from gradtide.plan.fit import Fit, Point, beyond_burst, fit
+from gradtide.plan.network import Link, Network, Rate
+from gradtide.plan.points import Bench, kinds, sweep
+from gradtide.plan.workbench import device as workbench
+from gradtide.plan.workbench import interference
+from gradtide.transport import Transport
+
+HURRIED = 15.0  # seconds of budget below which not every kind of request is timed
+BUSY_BYTES = 4e6  # of the tensors that keep the lane busy
+SHARES = (0.75, 0.15, 0.1)  # of the budget: links, processor, interference
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one way of travelling: the points, and the line through them.
+
+    Points that a shaped link let pass after a pause are `dropped`. Rows without a
+    field are for comparison: the fit is of the ring that stands for the request.
+    """
+
+    field: str
+    fit: Fit
+    points: tuple[Point, ...]
+    dropped: tuple[Point, ...] = ()
+
+
+def measure(
+    transport: Transport,
+    budget: float = 60.0,
+    device: torch.device | None = None,
+    *,
+    rate: float | None = None,
+) -> Network:
+    """The network among the transport's ranks, in about `budget` seconds.
+
+    `device` is where the gradients are (None: the CPU), `rate` the nominal bits/s of a
+    host's link, if known. What links within hosts take is not told apart from what
+    those between hosts do. With a small budget or a slow link it takes longer: each
+    kind of request is timed at two sizes at the least.
+    """
+    bench = Bench(transport, device or torch.device("cpu"))
+    hosts, local = layout(transport)
+    like = Network(hosts, local, Link.of(0.0, 0.0))
+    inter, _ = measure_link(bench, like, SHARES[0] * budget)
+    return finish(bench, replace(like, inter=inter, rate=rate), budget)
+
+
+def measure_link(bench: Bench, like: Network, budget: float) -> tuple[Link, list[Row]]:
+    """The link that joins the ranks, in about `budget` seconds.
+
+    The ranks are laid out on hosts as `like` says; `like.intra` is None where what
+    travels within a host is free.
+    """
+    wanted = kinds(bench, budget < HURRIED * SHARES[0])
+    points = {kind: sweep(bench, kind, budget / len(wanted), like) for kind in wanted}
+    rows = []
+    for field in dict.fromkeys(kind.field for kind in wanted if kind.field):
+        own = [p for kind in wanted if kind.field == field for p in points[kind]]
+        kept, dropped = beyond_burst(own)
+        rows.append(Row(field, fit(kept), tuple(kept), tuple(dropped)))
+    found = {row.field: row for row in rows}
+    for kind in wanted:
+        if not kind.field:
+            rows.append(Row("", found["ring"].fit, tuple(points[kind])))
+    return link(rows), rows
+
+
+def link(rows: Sequence[Row]) -> Link:
+    """The rates of the rows; trees that were not timed are made of swaps."""
+    found = {
+        row.field: Rate(row.fit.alpha, row.fit.beta, row.fit.residual)
+        for row in rows
+        if row.field
+    }
+    return Link(**{f.name: found.get(f.name, found["swap"]) for f in fields(Link)})
+
+
+def finish(bench: Bench, network: Network, budget: float) -> Network:
+    """The network, with what its ranks' processors can do measured."""
+    ring, size = network.inter.ring, bench.group.size
+    exchange = ring.alpha * (size - 1) + ring.beta * BUSY_BYTES
+    return replace(
+        network,
+        device=workbench(bench, SHARES[1] * budget),
+        interference=interference(bench, BUSY_BYTES, exchange, SHARES[2] * budget),
+    )
+
+
+def layout(transport: Transport) -> tuple[int, int]:
+    """Hosts, and ranks on each.
+
+    Ranks that all share one host, or are not numbered host by host in equal numbers,
+    count as so many hosts.
+    """
+    names = transport.gather_objects(_host())
+    size = len(names)
+    hosts = len(set(names))
+    local = size // hosts
+    even = [names[rank // local * local] for rank in range(size)]
+    if hosts == 1 or hosts * local != size or even != names:
+        return size, 1
+    return hosts, local
+
+
+def _host() -> str:
+    """What ranks have in common that share a network card."""
+    space = Path("/proc/self/ns/net")
+    return f"{socket.gethostname()} {os.readlink(space) if space.exists() else ''}"

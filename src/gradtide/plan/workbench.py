@@ -1,0 +1,143 @@
+"""What an exchange costs a rank's own processor, with all ranks at work at once.
+
+[Note: Means] Ranks that share cores are stopped for a while now and then. The median of
+short calls would not see that; so calls are made for a fixed time, on all ranks at
+once, and their mean counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from gradtide.bucket import Payload
+from gradtide.ops import ReduceScatter, Swap
+from gradtide.plan.fit import Point, fit
+from gradtide.plan.network import Device, Line
+from gradtide.plan.points import Bench
+from gradtide.select import SELECTORS, Selector
+
+DENSITY = 0.01
+SIZES = (1 << 14, 1 << 18, 1 << 21)  # elements
+WIDTH = 192  # of the matrices whose product is the computing that is slowed down
+REQUESTS = 50
+Work = Callable[[], object]
+
+
+def device(bench: Bench, budget: float) -> Device:
+    """The lines of all the work that an exchange brings; about `budget` seconds."""
+    each = budget / (len(SIZES) * (3 + len(SELECTORS)) + 1)
+    return Device(
+        take_in=_line(bench, _copy, SIZES, each),
+        select={
+            selector.__name__: _line(bench, _select(selector()), SIZES, each)
+            for selector in SELECTORS
+        },
+        scatter=_line(bench, _scatter, [n // 100 for n in SIZES], each),
+        optimizer=_line(bench, _step, SIZES, each),
+        request=_request(bench),
+    )
+
+
+def interference(bench: Bench, nbytes: float, exchange: float, budget: float) -> float:
+    """The factor by which computing slows down while the lane is busy.
+
+    Computes for half of the budget (seconds) alone, and for half of it while tensors of
+    `nbytes` are reduced, which takes `exchange` seconds each.
+    """
+    a = torch.rand(WIDTH, WIDTH, device=bench.device)
+    alone = _mean(bench, lambda: a @ a, budget / 2)
+    x = bench.empty(nbytes)
+    bench.meet()
+    count = max(1, round(budget / 2 / max(exchange, 1e-6)))
+    joins = [bench.ask(ReduceScatter(x)) for _ in range(min(count, 1000))]
+    busy = _spent(bench, lambda: a @ a, budget / 2)
+    for join in joins:
+        join()
+    bench.now()
+    return max(1.0, bench.middle([busy])[0] / alone)
+
+
+def _line(
+    bench: Bench,
+    make: Callable[[Bench, int], Work],
+    sizes: Sequence[int],
+    seconds: float,
+) -> Line:
+    """A line through the mean times of work on so many elements."""
+    points = []
+    for n in sizes:
+        taken = _mean(bench, make(bench, n), seconds)
+        points.append(Point(make.__name__, n, 1.0, n, taken))
+    found = fit(points)
+    return Line(found.alpha, found.beta)
+
+
+def _mean(bench: Bench, work: Work, seconds: float) -> float:
+    """Seconds of a call while all ranks make such calls; the median over ranks."""
+    work()
+    bench.meet()
+    return bench.middle([_spent(bench, work, seconds)])[0]
+
+
+def _spent(bench: Bench, work: Work, seconds: float) -> float:
+    begin, calls = bench.now(), 0
+    while True:
+        work()
+        calls += 1
+        passed = bench.now() - begin
+        if passed >= seconds:
+            return passed / calls
+
+
+def _copy(bench: Bench, n: int) -> Work:
+    bucket, gradient = (torch.zeros(n, device=bench.device) for _ in range(2))
+    return lambda: bucket.copy_(gradient)
+
+
+def _step(bench: Bench, n: int) -> Work:
+    p = nn.Parameter(torch.zeros(n, device=bench.device))
+    p.grad = torch.zeros_like(p)
+    optimizer = SGD([p], lr=0.1, foreach=True)
+    return optimizer.step
+
+
+def _scatter(bench: Bench, n: int) -> Work:
+    """The entries of a selection, added where they belong."""
+    flat = torch.zeros(round(n / DENSITY), device=bench.device)
+    where = torch.arange(n, device=bench.device) * (len(flat) // n)
+    values = torch.ones(n, device=bench.device)
+    return lambda: flat.index_add_(0, where, values)
+
+
+def _select(selector: Selector) -> Callable[[Bench, int], Work]:
+    def select(bench: Bench, n: int) -> Work:
+        gradient = torch.randn(n, device=bench.device)
+        load, k = Payload(gradient.clone(), []), max(1, round(DENSITY * n))
+
+        def work() -> Tensor:
+            where = selector(load.flat, k, load.state)
+            taken = load.take(where)
+            load.flat[where] = gradient[where]  # the next round selects as many
+            return taken
+
+        work()  # thresholds settle
+        return work
+
+    return select
+
+
+def _request(bench: Bench) -> float:
+    """Seconds of a request that does not travel.
+
+    As many on every rank: messages are known by the number of their request.
+    """
+    x = torch.zeros(1, device=bench.device)
+    bench.meet()
+    begin = bench.now()
+    for _ in range(REQUESTS):
+        bench.ask(Swap(x, bench.group.rank))()
+    return bench.middle([(bench.now() - begin) / REQUESTS])[0]

@@ -1,0 +1,1 @@
+"""What requests take between the ranks of a cluster, and beside them."""

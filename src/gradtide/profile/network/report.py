@@ -1,0 +1,92 @@
+"""What a profile of a network shows: fits with their residuals, and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from gradtide.lab.rate import format_rate
+from gradtide.lab.record import milliseconds
+from gradtide.plan.fit import Point
+from gradtide.plan.measure import Row
+from gradtide.plan.network import Line, Network
+from gradtide.profile.network.run import Found
+
+LINKS = {"inter": "between hosts", "intra": "within a host"}
+
+
+def fits(found: Found) -> Table:
+    """A row for each kind of request on each link."""
+    grid = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("link", "travels", "request"):
+        grid.add_column(heading, no_wrap=True)
+    headings = ("bytes", "points", "alpha ms", "rate", "residual", "worst")
+    for heading in headings:
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for name, rows in found.rows.items():
+        for row in rows:
+            for request in dict.fromkeys(point.name for point in row.points):
+                points = [point for point in row.points if point.name == request]
+                grid.add_row(
+                    LINKS[name], row.field or "as ring", request, *_cells(row, points)
+                )
+        grid.add_section()
+    return grid
+
+
+def notes(found: Found) -> list[str]:
+    """What the tables do not say: what was left out, and what is far off."""
+    told = [
+        "alpha: seconds of a start; rate: 8 / beta; residual: root mean square of the "
+        "relative errors of the fit of all requests that travel alike; worst: the "
+        "largest of a request's own."
+    ]
+    for name, rows in found.rows.items():
+        for row in rows:
+            if row.dropped:
+                sizes = sorted({point.nbytes for point in row.dropped})
+                told.append(
+                    f"{LINKS[name]}, {row.field}: {len(row.dropped)} points of "
+                    f"{sizes[0]:,} to {sizes[-1]:,} bytes were left out: faster than "
+                    "the link's rate, they had passed in a burst."
+                )
+    return told
+
+
+def device(network: Network) -> Table:
+    """The costs beside the wire."""
+    grid = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("on this device, all ranks at once", no_wrap=True)
+    for heading in ("us a call", "ns an element"):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    found = network.device
+    lines = {
+        "take in a gradient": found.take_in,
+        **{f"select by {name}": line for name, line in found.select.items()},
+        "add an entry that arrived": found.scatter,
+        "optimizer (SGD)": found.optimizer,
+        "post a request": Line(found.request, 0.0),
+    }
+    for name, line in lines.items():
+        grid.add_row(name, f"{line.call * 1e6:.1f}", f"{line.each * 1e9:.3g}")
+    grid.caption = (
+        f"computing takes {network.interference:.2f} x as long while requests are "
+        "answered"
+    )
+    return grid
+
+
+def _cells(row: Row, points: Sequence[Point]) -> list[str]:
+    sizes = sorted({point.nbytes for point in points})
+    errors = [abs(row.fit(point) / point.seconds - 1) for point in points]
+    rate = format_rate(float(f"{8 / row.fit.beta:.3g}")) if row.fit.beta else "free"
+    return [
+        f"{sizes[0]:.1e} - {sizes[-1]:.1e}",
+        str(len(points)),
+        milliseconds(row.fit.alpha),
+        rate,
+        f"{row.fit.residual:.1%}" if row.field else "",
+        f"{max(errors):.1%}",
+    ]

@@ -1,0 +1,1 @@
+"""How long the parts of a model's own step take."""

@@ -1,0 +1,96 @@
+"""Measuring in a running job: all ranks get the same numbers, and they are sensible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+
+from gradtide.ops import AllToAll, Broadcast, Group, Op, ReduceScatter, Swap
+from gradtide.plan.fit import Fit, Point
+from gradtide.plan.measure import Row, layout, link, measure
+from gradtide.plan.network import Link, Network, load
+from gradtide.plan.points import Bench, shape
+from gradtide.select import SELECTORS
+from gradtide.transport import connect
+
+
+def _measure() -> Network:
+    transport = connect(None, torch.device("cpu"))
+    try:
+        return measure(transport, 0.5, rate=1e9)
+    finally:
+        transport.close()
+
+
+def test_all_ranks_get_the_same_network(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _measure)
+    assert first == second
+    assert (first.hosts, first.ranks_per_host, first.rate) == (2, 1, 1e9)
+    for rate in (first.inter.ring, first.inter.direct, first.inter.swap):
+        assert rate.alpha + rate.beta > 0
+    assert first.inter.broadcast == first.inter.swap
+    assert set(first.device.select) == {s.__name__ for s in SELECTORS}
+    for line in (first.device.take_in, first.device.scatter, first.device.optimizer):
+        assert line(1e6) > 0
+    assert first.device.request > 0
+    assert first.interference >= 1
+    first.save(tmp_path / "network.json")
+    assert load(tmp_path / "network.json") == first
+
+
+class Named:
+    """A transport whose ranks say where they are."""
+
+    def __init__(self, hosts: str) -> None:
+        self.hosts = list(hosts)
+        self.group = Group(0, len(hosts))
+
+    def gather_objects(self, value: object) -> list[str]:
+        return self.hosts
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("aabb", (2, 2)),
+        ("abcd", (4, 1)),
+        ("aaaa", (4, 1)),  # one host: the network is what joins its ranks
+        ("abab", (4, 1)),  # not host by host
+        ("aab", (3, 1)),
+        ("aaab", (4, 1)),
+    ],
+)
+def test_layout(hosts: str, expected: tuple[int, int]) -> None:
+    assert layout(Named(hosts)) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("op", "starts", "carried"),
+    [
+        (lambda x: ReduceScatter(x), 3, 3e6),
+        (lambda x: AllToAll(x, [250_000] * 4, [250_000] * 4), 3, 3e6),
+        (lambda x: Swap(x, 3), 1, 4e6),
+        (lambda x: Broadcast(x, 0), 2, 8e6),
+    ],
+)
+def test_the_model_that_is_fitted_is_that_of_costs(
+    op: object, starts: float, carried: float
+) -> None:
+    bench = Bench(Named("abcd"), torch.device("cpu"))  # type: ignore[arg-type]
+    made: Op = op(torch.zeros(1_000_000))  # type: ignore[operator]
+    charged = shape(Network(4, 1, Link.of(0.0, 0.0)))(made, bench)
+    assert charged == pytest.approx((starts, carried))
+
+
+def test_a_link_from_rows() -> None:
+    point = Point("x", 1, 1.0, 1.0, 1.0)
+    rows = [
+        Row(field, Fit(alpha, 2.0, 0.1), (point,))
+        for field, alpha in (("ring", 1.0), ("direct", 3.0), ("swap", 4.0), ("", 9.0))
+    ]
+    found = link(rows)
+    assert (found.ring.alpha, found.direct.alpha, found.swap.alpha) == (1.0, 3.0, 4.0)
+    assert found.broadcast == found.swap
