@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # else every rank imports it with its first optimizer
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -92,8 +93,8 @@ def test_dense_runs_do_not_change_by_a_bit(size: int) -> None:
 def _dense_product() -> None:
     walk = list(itertools.product(FUSIONS, SCHEDULES))
     walk = [walk[4 * i % len(walk)] for i in range(len(walk))]  # both change at once
-    product = list(itertools.product((1, 2), (None, 0.3), (True, False)))
-    for case in product if dist.get_world_size() == 2 else product[::3]:
+    product = [(1, None, True), (2, None, False), (2, 0.3, True)]
+    for case in product if dist.get_world_size() == 2 else product[1:2]:
         moving = train([dense(*place) for place in walk], *case)
         still = train([dense(FUSIONS[1], "WFBP")] * len(walk), *case)
         assert len({tuple(row) for row in everybodys(moving.tolist())}) == 1
@@ -296,6 +297,37 @@ def _saved() -> None:
         go(other, other_opt, range(3, 6))
         fresh.flush()
         assert all(map(torch.equal, model.parameters(), other.parameters())), switch
+
+
+def test_a_resumed_run_defers_by_modules_again() -> None:
+    run_ranks(2, _resumed)
+
+
+def _resumed() -> None:
+    scheme = "Scheme(OkTopk(0.05), PerTensor(), DEAR)"
+
+    def go(run: Any, steps: range) -> None:
+        model, opt, _ = run
+        for step in steps:
+            model(batch(step)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    one = build(scheme)
+    go(one, range(4))
+    for steps in (1, 3):  # saved again when the modules are not known yet
+        saved = [_copied(part.state_dict()) for part in one]
+        go(one, range(4, 4 + steps))
+        one[2].flush()
+        other = build(scheme)
+        for part, state in zip(other, saved, strict=True):
+            part.load_state_dict(state)
+        go(other, range(4, 4 + steps))
+        other[2].flush()
+        pairs = zip(one[0].parameters(), other[0].parameters(), strict=True)
+        assert all(torch.equal(p, q) for p, q in pairs)
+        one = other
+    assert len(one[2]._placement.reads[one[0].body[0]]) == 2  # type: ignore[index, operator]
 
 
 def _copied(state: Any) -> Any:

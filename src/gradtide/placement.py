@@ -35,7 +35,8 @@ class Placement:
         self.homes: dict[nn.Parameter, Home] = {}
         self.reads: dict[nn.Module, list[GradientBucket]] = {}
         self.readers: dict[GradientBucket, list[nn.Module]] = {}
-        self.recorded: list[str] | None = []  # None: the buckets follow the real order
+        self.recorded: list[str] | None = []  # of a step under way; None: known
+        self.ordered = False  # the buckets follow the real order
         self.called: set[nn.Module] = set()
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._memory: dict[Kind, Tensor] = {}
@@ -43,12 +44,24 @@ class Placement:
 
     def follow(self, order: Sequence[str]) -> None:
         """Lay the buckets out anew, in the order in which gradients got ready."""
-        self.recorded = None
+        self.recorded, self.ordered = None, True
         place = {name: i for i, name in enumerate(order)}
         ready = sorted(self._named, key=lambda n: place.get(n[0], len(place)))
         self._memory = {}
         self._lay_out(ready, self._scheme)
         self._find_reads()
+
+    def resume(self, order: Sequence[str]) -> None:
+        """`follow` an order that another run has recorded.
+
+        Which modules ran, it did not tell: if that matters, the next step is recorded.
+        """
+        self.follow(order)
+        self._record_modules()
+
+    def _record_modules(self) -> None:
+        if self._scheme.schedule.update == "forward" and not self.called:
+            self.recorded = []
 
     def adopt(self, scheme: Scheme) -> None:
         """Cut the buckets anew, for another scheme; no gradient is moved.
@@ -59,8 +72,7 @@ class Placement:
         ValueError, and has changed nothing, for a fusion whose cuts do not fit.
         """
         self._lay_out(self._named, scheme)
-        if scheme.schedule.update == "forward" and not self.called:
-            self.recorded = []
+        self._record_modules()
         if self.recorded is None:
             self._find_reads()
 

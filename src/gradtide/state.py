@@ -25,7 +25,7 @@ StateDict = dict[str, Any]
 
 def save(placement: Placement, scheme: object, group: Group) -> StateDict:
     """This rank's state; the tensors are copies."""
-    order = [s.name for s in _slots(placement)] if placement.recorded is None else None
+    order = [s.name for s in _slots(placement)] if placement.ordered else None
     return {
         "scheme": repr(scheme),
         "world_size": group.size,
@@ -70,7 +70,7 @@ def load(
     remainders = _sum([state[_key(rank)]["remainders"] for rank in ranks])
     _check(placement, remainders)
     if state["order"] is not None:
-        placement.follow(state["order"])
+        placement.resume(state["order"])
     for home in placement.buckets:
         home.bucket.load.flat.zero_()
         home.clean = True
