@@ -32,10 +32,12 @@ from gradtide.collectives import (
     Agreed,
     Corrected,
     Dense,
+    Leader,
     OkTopk,
     PowerSGD,
     Warmup,
 )
+from gradtide.collectives.leader import SMALL as LEADER_SMALL
 from gradtide.ops import Cut, Flow, Group, Op, ToHost, payload_bytes
 from gradtide.plan.answers import reflected, shaped
 from gradtide.plan.sketch import Request, between, built, sketched
@@ -151,6 +153,8 @@ def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:
     room = MOST // min(size, LOCKSTEP)
     entries = max(FEWEST, min(ENTRIES, int(room * density / size)))
     rung, most = first, min(entries / density, LONGEST) * size
+    if isinstance(collective, Leader):  # sends a few values in another way than many
+        most = max(most, 3 * LEADER_SMALL / (density * 4))
     while rung < min(numel, most):
         rung *= 2
     return rung // 2, rung

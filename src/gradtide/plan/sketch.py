@@ -35,8 +35,8 @@ class Request(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Elements that leave, and stay, in one call."""
-        return sum(self.send) if self.send else self.numel
+        """Elements of this rank's own."""
+        return sum(self.send) if self.kind == "AllToAll" else self.numel
 
     @property
     def received(self) -> int:

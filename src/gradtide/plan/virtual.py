@@ -152,7 +152,7 @@ class Run:
         self.transport = VirtualTransport(network)
         self.engine = Engine(self.transport, self.transport.clock)
         self.homes = buckets(trace, scheme, network)
-        self.count, self.spent = 0, Spent()
+        self.count, self.spent = 1, Spent()  # as if it had gone on for long
         self._deferring = scheme.schedule.update == "forward"
         self._eager = scheme.schedule.launch == "ready"
         self._dense = isinstance(settled(scheme.collective), Dense)
