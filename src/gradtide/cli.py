@@ -143,7 +143,7 @@ def plan(
     ] = None,
     schemes: Annotated[
         str | None,
-        typer.Option(help="To rank beside the dense ones; without: all sparse recipes."),
+        typer.Option(help="To rank beside the dense ones. Without: sparse recipes."),
     ] = None,
     margin: Annotated[
         float,

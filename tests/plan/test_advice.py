@@ -12,7 +12,9 @@ from gradtide.scheme import parse
 COMPUTE = 0.100  # seconds of forward, backward and update
 
 
-def choice(name: str, exposed: float, *, more: float = 0.0, refused: str = "") -> Choice:
+def choice(
+    name: str, exposed: float, *, more: float = 0.0, refused: str = ""
+) -> Choice:
     """A scheme whose step is COMPUTE, `more` seconds of selection, and `exposed`."""
     told = Prediction(
         step=COMPUTE + more + exposed,
@@ -44,9 +46,7 @@ def names(found: Advice) -> set[str]:
 
 
 def test_where_overlap_hides_the_exchange_nothing_is_compressed() -> None:
-    found = advice(
-        *dense(0.004, 0.004, 0.002, 0.002), choice("topk", 0.0), margin=0.0
-    )
+    found = advice(*dense(0.004, 0.004, 0.002, 0.002), choice("topk", 0.0), margin=0.0)
     assert found.recommended.name == "wfbp"
     assert "overlap suffices" in names(found)
     rule = found.rules[0]
@@ -103,7 +103,7 @@ def test_reasons_follow_from_the_prediction() -> None:
     slow, fast = choice("topk", 0.1, more=0.15), choice("oktopk", 0.001, more=0.05)
     found = advice(*rows, slow, fast, choice("leader", 0.2))
     told = {row.name: "; ".join(found.reasons(row)) for row in found.choices}
-    assert "300 ms of 350 ms of exchange exposed, 75 % of the step" in told["wfbp"]
+    assert "waits 300 ms, 75 % of the step" in told["wfbp"]
     assert "2.6 % above its limit: only fewer bytes help" in told["wfbp"]
     assert "all but 2 ms of 52 ms" in told["dear"]
     assert "limit" not in told["dear"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradtide.fusion import BySize, PerTensor
+from gradtide.fusion import BySize, Cuts, PerTensor
 from gradtide.plan.network import Network
 from gradtide.plan.search import DENSE, fusions, kind, rank, sparse_recipes
 from gradtide.plan.trace import StepTrace, Unit
@@ -80,9 +80,7 @@ def test_a_scheme_that_saves_no_bytes_is_refused_with_its_condition() -> None:
 
 def test_a_narrow_wire_is_held_against_a_narrow_wire() -> None:
     schemes = {"a": parse("topk(wire='bf16')"), "b": parse("topk")}
-    ranked = rank(
-        trace(), NETWORK, schemes, tune=False, simulate=Fake({"TopK": 3.95})
-    )
+    ranked = rank(trace(), NETWORK, schemes, tune=False, simulate=Fake({"TopK": 3.95}))
     refused = {choice.name: choice.refused for choice in ranked if choice.refused}
     assert "dense exchange 2 MB" in refused["a"]
     assert "dense exchange 4 MB" in refused["b"]
@@ -95,14 +93,23 @@ def test_factors_need_shapes() -> None:
 
 def test_fusions_of_recipes_are_tuned_and_those_of_users_are_not() -> None:
     mine = Scheme(RECIPES["topk"].collective, PerTensor())
-    ranked = rank(trace(), NETWORK, {"mine": mine, "topk": parse("topk")}, simulate=Fake())
+    ranked = rank(
+        trace(), NETWORK, {"mine": mine, "topk": parse("topk")}, simulate=Fake()
+    )
     tuned = {choice.name: choice.scheme.fusion for choice in ranked}
     assert tuned["mine"] == PerTensor()
     assert tuned["topk"] == BySize(5.0, ends=5.0, pieces=1)  # 20 ms better
     assert tuned["wfbp"] == BySize()  # 5 ms of 500 are not worth another fusion
-    assert fusions(BySize(3.0)) == []
-    assert BySize(25.0) in fusions(BySize())
-    assert BySize() not in fusions(BySize())
+    assert fusions(Scheme(fusion=BySize(3.0)), trace(), NETWORK) == []
+    tried = fusions(RECIPES["dear"], trace(), NETWORK)
+    assert BySize(25.0) in tried
+    assert BySize() not in tried
+
+
+@pytest.mark.parametrize(("alpha", "ends"), [(1e-6, (1, 2, 3, 4)), (1.0, (4,))])
+def test_merged_buckets_are_cut_in_advance(alpha: float, ends: tuple[int, ...]) -> None:
+    network = Network.ideal(8, 1, 1e9, alpha=alpha)
+    assert Cuts(ends) in fusions(RECIPES["wfbp"], trace(), network)
 
 
 def test_what_is_far_behind_is_not_tuned() -> None:
@@ -110,7 +117,9 @@ def test_what_is_far_behind_is_not_tuned() -> None:
     schemes = {"topk": parse("topk"), "oktopk": parse("oktopk")}
     rank(trace(), NETWORK, schemes, simulate=fake)
     assert fake.asked.count(parse("oktopk")) == 1
-    assert len([s for s in fake.asked if s.collective == parse("oktopk").collective]) == 1
+    assert (
+        len([s for s in fake.asked if s.collective == parse("oktopk").collective]) == 1
+    )
 
 
 def test_one_rank_has_nothing_to_plan() -> None:

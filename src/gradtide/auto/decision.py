@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
+
 from gradtide.collectives import Auto
-from gradtide.plan.advice import Advice, advise, ms, percent
+from gradtide.plan.advice import Advice, advise, more, ms
+from gradtide.plan.measure import measure
 from gradtide.plan.network import Network
 from gradtide.plan.search import Choice, rank
 from gradtide.plan.trace import StepTrace
@@ -25,12 +28,6 @@ BUDGET = 3.0  # seconds of measuring the network
 SPARSE = tuple(f"{n}{d}" for n in ("topk", "topka2a", "oktopk") for d in ("", "-dear"))
 
 T = TypeVar("T")
-
-
-def measure(transport: Transport, budget: float) -> Network:
-    from gradtide.plan.measure import measure
-
-    return measure(transport, budget)
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,21 @@ def stay(why: str) -> Decision:
     return Decision(RECIPES["wfbp"], why, failed=True)
 
 
-def decide(transport: Transport, auto: Auto, see: Callable[[], Seen]) -> Decision:
-    """What all ranks are to train with; the same on each, see [Note: Together]."""
+def decide(
+    transport: Transport, auto: Auto, see: Callable[[], Seen], device: torch.device
+) -> Decision:
+    """What all ranks are to train with; the same on each, see [Note: Together].
+
+    `device` is where the gradients are.
+    """
+    if transport.group.size == 1:
+        return Decision(RECIPES["wfbp"], "wfbp: one rank has nobody to average with")
     seen, error = _attempt(see)
     everyone = transport.gather_objects((error, seen))
     failed = _failed([error for error, _ in everyone])
     if failed is not None:
         return failed
-    network, error = _attempt(lambda: measure(transport, BUDGET))
+    network, error = _attempt(lambda: measure(transport, BUDGET, device))
     said: tuple[str, str] | None = None
     if network is not None and transport.group.rank == 0:
         heard = [seen for _, seen in everyone]
@@ -123,7 +127,7 @@ def _words(advice: Advice, chosen: Choice, network: Network) -> str:
     if other is not chosen:
         words += (
             f"; {other.name} would take {ms(other.step)}, worth it only if it needs "
-            f"less than {percent(advice.break_even(other))} more steps: "
+            f"less than {more(advice.break_even(other))}: "
             "auto(lossy=True) allows it"
         )
     return f"{words}; {chosen.scheme!r}"

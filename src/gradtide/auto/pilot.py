@@ -77,7 +77,7 @@ class Pilot:
         return self._replica.scheme is not self._asked
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Follow the decision in a replica's state, if it was made for as many ranks."""
+        """Follow the decision in a replica's state, if it is one for as many ranks."""
         transport = self._replica.engine.transport
         text = saved["scheme"]
         if self.done or not text or saved["world_size"] != transport.group.size:
@@ -103,7 +103,8 @@ class Pilot:
         self._steps += 1
         if self._steps == self._auto.steps and not self.done:
             transport = self._replica.engine.transport
-            self._follow(decide(transport, self._auto, self._see))
+            device = next(self._replica.model.parameters()).device
+            self._follow(decide(transport, self._auto, self._see, device))
 
     def _see(self) -> Seen:
         trace = self._watch.trace(type(self._replica.model).__name__)

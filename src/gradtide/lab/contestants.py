@@ -7,7 +7,7 @@ Knows how each is set up and asked; knows nothing of timing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from gradtide.lab.hooks import casting
 from gradtide.lab.workloads import Workload
 from gradtide.replicate import replicate
 from gradtide.schedule import WFBP, Schedule
-from gradtide.scheme import RECIPES, parse
+from gradtide.scheme import RECIPES, Scheme, parse
 
 # Name: what it is, and the type in which its gradients travel (None: their own).
 BASELINES: dict[str, tuple[str, torch.dtype | None]] = {
@@ -45,7 +45,22 @@ class Contestant:
     leave: Callable[[], None]  # give back what was opened; every rank must call this
     engine: Engine | None = None  # None: what was sent and waited for is not counted
     sparse: bool = False  # some of the gradient stays behind
+    scheme: Callable[[], Scheme] | None = None  # of now: `auto` becomes another one
     payload_bytes: float = 0.0  # sent per rank and step, where there is no engine
+
+    def settled(self) -> Contestant:
+        """The same contestant as it is now, after its warm-up."""
+        if self.scheme is None:
+            return self
+        now = self.scheme()
+        sparse = not isinstance(now.collective, Dense)
+        return replace(self, schedule=now.schedule, sparse=sparse)
+
+    @property
+    def became(self) -> str | None:
+        """What it trains with now, if that is not what it was called."""
+        now = self.scheme and self.scheme()
+        return None if not now or parse(self.name) == now else repr(now)
 
 
 def check_scheme(name: str) -> None:
@@ -78,6 +93,7 @@ def enter(name: str, workload: Workload, size: int) -> Contestant:
         leave=sync.remove,
         engine=sync.engine,
         sparse=not isinstance(sync.scheme.collective, Dense),
+        scheme=lambda: sync.scheme,
     )
 
 

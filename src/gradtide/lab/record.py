@@ -39,7 +39,9 @@ class Result:
     limit_seconds: float | None = None
     density: float | None = None
     final_loss: float | None = None
-    evaluation: dict[str, float] | None = None  # left out of the record where None
+    # Left out of the record where None:
+    evaluation: dict[str, float] | None = None
+    became: str | None = None  # the scheme that `auto` decided on
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class Record:
     def dumps(self) -> str:
         fields: dict[str, Any] = asdict(self)
         for result in fields["results"]:
-            if result["evaluation"] is None:
-                del result["evaluation"]
+            for name in ("evaluation", "became"):
+                if result[name] is None:
+                    del result[name]
         return json.dumps(fields, indent=2) + "\n"
 
 

@@ -124,6 +124,7 @@ def preface(record: Record, common: Facts) -> list[str]:
         f"{record.workload} on {record.hosts} hosts x {record.ranks_per_host} ranks, "
         f"{links}; medians of {record.steps} steps; bytes and CPU per rank and step",
         compute,
+        *(f"{row.scheme} became {row.became}" for row in record.results if row.became),
     ]
 
 

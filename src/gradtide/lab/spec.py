@@ -10,10 +10,14 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gradtide.auto import undecided
 from gradtide.lab import workloads
-from gradtide.lab.contestants import check_scheme
+from gradtide.lab.contestants import BASELINES, check_scheme
 from gradtide.lab.workloads.shapes import units
 from gradtide.lab.workloads.timing import by_work, from_trace
+from gradtide.scheme import parse
+
+SETTLE = 3  # steps after a change of schemes: buckets and thresholds are new
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ def check(spec: Spec) -> None:
         raise ValueError(f"--schemes names {twice[0]} twice: once is enough")
     for name in spec.schemes:
         check_scheme(name)
+        _check_decided(name, spec.warmup)
     if spec.warmup < 1:
         raise ValueError(
             f"--warmup {spec.warmup}: give 1 or more, DDP settles its buckets there"
@@ -87,6 +92,16 @@ def check(spec: Spec) -> None:
     if spec.size < 2:
         raise ValueError("one rank has nobody to average with: use 2 or more")
     _check_workload(spec)
+
+
+def _check_decided(name: str, warmup: int) -> None:
+    """`auto` must have decided, and its scheme have settled, when time is taken."""
+    auto = None if name in BASELINES else undecided(parse(name))
+    if auto is not None and warmup < auto.steps + SETTLE:
+        raise ValueError(
+            f"--warmup {warmup}: {name} decides after {auto.steps} steps, so give "
+            f"{auto.steps + SETTLE} or more"
+        )
 
 
 def _check_workload(spec: Spec) -> None:

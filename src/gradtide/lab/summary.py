@@ -115,6 +115,7 @@ def summarise(
         ),
         final_loss=None if common.replayed else loss,
         evaluation=trials[0].evaluation,
+        became=contestant.became,
     )
 
 

@@ -169,6 +169,7 @@ def compete(
     for runner in runners:
         name = runner.contestant.name
         runner.steps(warmup, lambda name=name: report(name))  # type: ignore[misc]
+        runner.contestant = runner.contestant.settled()
     gc.collect()
     gc.freeze()
     for index, num_timed in enumerate(blocks):

@@ -68,6 +68,7 @@ def measure(spec: Spec, report: Report) -> Outcome | None:
         Clock(_interface()),
         report if dist.get_rank() == 0 else quiet,
     )
+    contestants = [contestant.settled() for contestant in contestants]
     gathered: list[list[Trial]] | None = None
     if dist.get_rank() == 0:
         gathered = [[] for _ in range(dist.get_world_size())]

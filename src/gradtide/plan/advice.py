@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradtide.plan.search import DENSE, Choice, Kind
+from gradtide.scheme import RECIPES
 
 HIDDEN = 0.05  # of a step: what is exposed of the exchange, where it counts as hidden
-SAME = 1.02  # by this factor and less, two lossless steps take equally long
+SAME = 1.02  # by this factor and less, two steps of a kind take equally long
 NEARLY = 0.05  # more steps that a rounded scheme has to be worth
 CLOSE = 0.1  # shares that are too small to be named
 MARGIN = 0.25  # more steps that a lossy scheme has to be worth
@@ -80,7 +81,8 @@ def advise(choices: Sequence[Choice], size: int, margin: float = MARGIN) -> Advi
     rules = list(_rules(lossless, rounded, size))
     worth = lossless.step > (1 + NEARLY) * rounded.step
     dense = rounded if worth and not _hidden(lossless) else lossless
-    lossy = next((c for c in usable if c.kind == "lossy"), None)
+    several = _of(usable, "lossy")
+    lossy = _plainest(several) if several else None
     recommended = dense
     if lossy is not None:
         gain = dense.step / lossy.step - 1
@@ -89,9 +91,7 @@ def advise(choices: Sequence[Choice], size: int, margin: float = MARGIN) -> Advi
             rules.append(_margin(lossy, dense, gain, margin))
         elif not (_hidden(lossless) or _hidden(rounded)):
             recommended = lossy
-    return Advice(
-        choices, lossless, dense, recommended, usable[0], rules, margin, size
-    )
+    return Advice(choices, lossless, dense, recommended, usable[0], rules, margin, size)
 
 
 def _of(choices: Sequence[Choice], kind: Kind) -> list[Choice]:
@@ -99,9 +99,9 @@ def _of(choices: Sequence[Choice], kind: Kind) -> list[Choice]:
 
 
 def _plainest(choices: Sequence[Choice]) -> Choice:
-    """The fastest, but of about equals the one that comes first in DENSE."""
+    """The fastest, but of about equals the one that is listed first."""
     best = min(choice.step for choice in choices)
-    order = list(DENSE)
+    order = [*DENSE, *RECIPES]
     near = [choice for choice in choices if choice.step <= SAME * best]
     return min(
         near, key=lambda c: order.index(c.name) if c.name in order else len(order)
@@ -155,7 +155,7 @@ def _margin(lossy: Choice, dense: Choice, gain: float, margin: float) -> Rule:
     else:
         words = (
             f"the fastest lossy scheme, {lossy.name}, loses to {dense.name} if it "
-            f"needs {percent(gain)} more steps, and {percent(margin)} is asked for"
+            f"needs {more(gain)}, and has to be worth {percent(margin)} more"
         )
     return Rule("no margin", words, {"break_even": gain, "margin": margin})
 
@@ -168,8 +168,8 @@ def _verdict(advice: Advice) -> str:
     if best.kind == "lossy":
         return (
             f"use {best.name}: {ms(best.step)} a step, worth it if it needs less than "
-            f"{percent(advice.break_even(best))} more steps than {advice.dense.name} "
-            f"({ms(advice.dense.step)})"
+            f"{more(advice.break_even(best), advice.dense.name)} "
+            f"({ms(advice.dense.step)} a step)"
         )
     words = f"use {best.name}: {ms(best.step)} a step"
     if best.kind == "rounded":
@@ -196,10 +196,7 @@ def _where(choice: Choice) -> str:
     told = choice.prediction
     if _hidden(choice):
         return f"all but {ms(told.exposed)} of {ms(told.exchange)} of exchange hidden"
-    return (
-        f"{ms(told.exposed)} of {ms(told.exchange)} of exchange exposed, "
-        f"{percent(told.exposed / told.step)} of the step"
-    )
+    return f"waits {ms(told.exposed)}, {percent(told.exposed / told.step)} of the step"
 
 
 def _distance(choice: Choice) -> str:
@@ -228,10 +225,12 @@ def _price(advice: Advice, choice: Choice) -> list[str]:
     elif paid > CLOSE * saved:
         words.append(f"selection and scatter take {ms(paid)} to save {ms(saved)}")
     if gain > 0:
-        words.append(f"worth it only if it needs less than {percent(gain)} more steps")
+        words.append(f"worth it only if it needs less than {more(gain)}")
     else:
         slower = choice.step / advice.dense.step - 1
-        words.append(f"a step takes {percent(slower)} longer than {advice.dense.name}'s")
+        words.append(
+            f"a step takes {percent(slower)} longer than {advice.dense.name}'s"
+        )
     return words
 
 
@@ -239,6 +238,13 @@ def ms(seconds: float) -> str:
     """Milliseconds, to three digits."""
     value = 1e3 * seconds
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def more(share: float, than: str = "") -> str:
+    """A share of more steps, `than` another scheme's."""
+    if share < 2:
+        return f"{percent(share)} more steps" + (f" than {than}" if than else "")
+    return f"{1 + share:.2g} times the steps" + (f" of {than}" if than else "")
 
 
 def percent(share: float) -> str:

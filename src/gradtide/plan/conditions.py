@@ -67,4 +67,3 @@ def _highest_density(collective: Any, size: int) -> float | None:
     if isinstance(collective, GTopK):
         return dense / rounds(size)
     return None
-

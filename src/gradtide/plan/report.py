@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,19 +18,24 @@ from gradtide.plan.search import Choice
 from gradtide.plan.trace import StepTrace
 
 FORMAT, VERSION = "gradtide plan", 1
+MOST = 6  # lossy schemes in a table
 _NUMBERS = ("step ms", "exposed", "limit", "MB sent", "buckets", "break-even")
 
 
-def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
-    """The verdict, the rules that hold, and all schemes, the fastest first."""
+def show(
+    advice: Advice, trace: StepTrace, network: Network, most: int | None = MOST
+) -> Group:
+    """The verdict, the rules that hold, and the schemes, the fastest first.
+
+    At most `most` lossy ones (None: all); below, what is refused.
+    """
     grid = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     grid.add_column("scheme", overflow="fold", max_width=28)
     for heading in _NUMBERS:
         grid.add_column(heading, justify="right", no_wrap=True)
     grid.add_column("why", overflow="fold")
-    for choice in advice.choices:
+    for choice in _shown(advice.choices, most):
         style = "bold" if choice is advice.recommended else ""
-        style = "dim" if choice.refused else style
         why = "; ".join(advice.reasons(choice))
         grid.add_row(choice.name, *_numbers(advice, choice), why, style=style)
     lines = [
@@ -38,7 +44,26 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
         *(Text(f"rule: {rule.name}: {rule.words}") for rule in advice.rules),
         Text(f"as a scheme: {advice.recommended.scheme!r}"),
     ]
-    return Group(*lines, grid)
+    refused = [
+        Text(f"of no use here: {', '.join(names)}: {why}", style="dim")
+        for why, names in _refused(advice.choices).items()
+    ]
+    return Group(*lines, grid, *refused)
+
+
+def _shown(choices: Sequence[Choice], most: int | None) -> list[Choice]:
+    usable = [choice for choice in choices if not choice.refused]
+    lossy = [choice for choice in usable if choice.kind == "lossy"][:most]
+    return [c for c in usable if c.kind != "lossy" or any(c is one for one in lossy)]
+
+
+def _refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
+    """Names by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for choice in choices:
+        if choice.refused:
+            reasons.setdefault(choice.refused, []).append(choice.name)
+    return reasons
 
 
 def preface(trace: StepTrace, network: Network) -> str:

@@ -12,15 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from gradtide.collectives import Dense
-from gradtide.fusion import BySize, Fusion
+from gradtide.fusion import BySize, Cuts, Fusion, MgWfbp
 from gradtide.plan.conditions import refusal, wire
 from gradtide.plan.network import Network
 from gradtide.plan.trace import StepTrace
-
-try:
-    from gradtide.plan.virtual import Prediction, simulate
-except ImportError:
-    Prediction = simulate = None
+from gradtide.plan.virtual import Prediction, exchange_seconds, simulate
 from gradtide.scheme import RECIPES, Scheme
 
 Kind: TypeAlias = Literal["lossless", "rounded", "lossy"]
@@ -30,7 +26,9 @@ Simulate: TypeAlias = Callable[[StepTrace, Scheme, Network], Prediction]
 DENSE = {name: RECIPES[name] for name in ("wfbp", "dear", "wfbp-bf16", "dear-bf16")}
 TUNED = 1.02  # by so much a fusion must be better than the recipe's own
 NEAR = 1.25  # of a kind, those within this factor of its best get their fusion tuned
+TRIED = 3  # at most, of each kind
 _MEGABYTES = (2.0, 5.0, 10.0, 25.0, 50.0)
+_LINE = (1_000_000, 10_000_000)  # bytes of the exchanges that costs are a line through
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,8 @@ def rank(
 
     DENSE and `schemes` (by name; None: all sparse recipes). With `tune`, schemes that
     have a recipe's fusion and come near the best of their kind are tried with others,
-    too. `refuse` says why a scheme cannot be used (empty: it can). Raises ValueError for a network of one rank.
+    too. `refuse` says why a scheme cannot be used (empty: it can). Raises ValueError
+    for a network of one rank.
     """
     if network.size < 2:
         raise ValueError("one rank has nobody to average with: plan for 2 or more")
@@ -96,9 +95,7 @@ def rank(
     ]
     dense = {wire(DENSE[c.name].collective): c for c in choices if c.name in DENSE}
     choices = [
-        replace(
-            c, refused=refuse(c.scheme) or _refusal(c, trace, network, dense)
-        )
+        replace(c, refused=refuse(c.scheme) or _refusal(c, trace, network, dense))
         for c in choices
     ]
     if tune:
@@ -133,12 +130,14 @@ def _refusal(
 
 
 def _near(choices: Sequence[Choice]) -> list[bool]:
-    """Whether tuning could make the choice the best of its kind."""
-    best: dict[Kind, float] = {}
-    for choice in choices:
-        if not choice.refused:
-            best[choice.kind] = min(best.get(choice.kind, choice.step), choice.step)
-    return [not c.refused and c.step <= NEAR * best[c.kind] for c in choices]
+    """Whether tuning could make the choice the best of its kind: the nearest few."""
+    first: dict[Kind, list[Choice]] = {}
+    for choice in in_order(choices):
+        near = first.setdefault(choice.kind, [])
+        close = not near or choice.step <= NEAR * near[0].step
+        if not choice.refused and close and len(near) < TRIED:
+            near.append(choice)
+    return [any(c is near for near in first.get(c.kind, ())) for c in choices]
 
 
 def _tuned(
@@ -146,7 +145,7 @@ def _tuned(
 ) -> Choice:
     """The choice with the fusion that is clearly better, if there is one."""
     best = choice
-    for fusion in fusions(choice.scheme.fusion):
+    for fusion in fusions(choice.scheme, trace, network):
         scheme = replace(choice.scheme, fusion=fusion)
         other = replace(
             choice, scheme=scheme, prediction=simulate(trace, scheme, network)
@@ -156,8 +155,9 @@ def _tuned(
     return best if best.step * TUNED <= choice.step else choice
 
 
-def fusions(own: Fusion) -> list[Fusion]:
+def fusions(scheme: Scheme, trace: StepTrace, network: Network) -> list[Fusion]:
     """What to try in place of a recipe's own fusion; nothing in place of a user's."""
+    own = scheme.fusion
     if own not in {recipe.fusion for recipe in RECIPES.values()}:
         return []
     assert isinstance(own, BySize)
@@ -167,4 +167,19 @@ def fusions(own: Fusion) -> list[Fusion]:
         BySize(mb, mb, own.pieces) if few else replace(own, megabytes=mb)
         for mb in _MEGABYTES
     ]
-    return [fusion for fusion in sizes if fusion != own]
+    tried = [fusion for fusion in sizes if fusion != own]
+    return tried if few else [*tried, *_merged(scheme, trace, network)]
+
+
+def _merged(scheme: Scheme, trace: StepTrace, network: Network) -> list[Fusion]:
+    """MG-WFBP's buckets for this trace, as training can have them: cut in advance."""
+    if len({unit.itemsize for unit in trace.units}) > 1:
+        return []
+    small, large = (exchange_seconds(n, scheme, network) for n in _LINE)
+    slope = (large - small) / (_LINE[1] - _LINE[0])
+    start = max(small - slope * _LINE[0], 0.0)
+    try:
+        cuts = MgWfbp()(trace.fusion(), lambda nbytes: start + slope * nbytes)
+    except ValueError:  # a network without cost, a trace without times
+        return []
+    return [Cuts(tuple(cut.stop for cut in cuts))]
