@@ -91,7 +91,8 @@ class Backward:
         """What leaves in this step, in order."""
         if self.second is None:
             return self.placement.buckets
-        key = self.placement.buckets, self.second.kfac.step
+        kfac = self.second.kfac
+        key = self.placement.buckets, kfac.factors, kfac.step
         if self._plan[0] != key:
             self._plan = key, self.second.plan()
         return self._plan[1]

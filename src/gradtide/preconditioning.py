@@ -6,17 +6,19 @@ anything leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
 
+from gradtide.kfac import state
 from gradtide.kfac.buckets import FactorBucket
 from gradtide.kfac.layers import Layer
 from gradtide.kfac.preconditioner import Preconditioner
 from gradtide.kfac.sharing import LayerGroup, Read
 from gradtide.layout import GradientBucket
+from gradtide.ops import Group
 from gradtide.placement import Placement
 
 Launchable: TypeAlias = GradientBucket | FactorBucket
@@ -74,6 +76,42 @@ class Preconditioning:
 
     def _homes(self, layer: Layer) -> set[GradientBucket]:
         return {self._placement.homes[p].home for p in layer.params}
+
+    # - State --------------------------------------------------------------------------
+
+    def save(self, saved: dict[str, Any], group: Group) -> None:
+        """Add this rank's state to what is saved, or places for that of other ranks."""
+        if saved["world_size"] == group.size:
+            saved[f"rank{group.rank}"]["preconditioner"] = state.save(self.kfac)
+            return
+        for rank in range(saved["world_size"]):
+            saved.setdefault(f"rank{rank}", {})["preconditioner"] = b""
+
+    def read(self, saved: Mapping[str, Any], group: Group) -> list[dict[str, Any]]:
+        """What `load` needs: this rank's state, or after another number of ranks those
+        of all; none, of a run without K-FAC. Raises ValueError for what does not fit.
+        """
+        size = int(saved["world_size"])
+        ranks = [group.rank] if size == group.size else list(range(size))
+        pieces = [saved.get(f"rank{r}", {}).get("preconditioner") for r in ranks]
+        if all(piece is None for piece in pieces):
+            return []
+        for rank, piece in zip(ranks, pieces, strict=True):
+            if piece is None:
+                raise ValueError(
+                    f"the state has no 'rank{rank}': K-FAC's factors are spread over "
+                    f"all {size} ranks that saved it; put the states of all in one "
+                    "dictionary"
+                )
+        return state.read(pieces, self.kfac)
+
+    def load(
+        self, states: list[dict[str, Any]], saved: Mapping[str, Any], group: Group
+    ) -> None:
+        """Go on from what `read` returned."""
+        state.load(self.kfac, states, int(saved["world_size"]) == group.size)
+        self._followed = ()
+        self.follow()
 
     # - Steps --------------------------------------------------------------------------
 

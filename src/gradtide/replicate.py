@@ -277,6 +277,8 @@ class Replica:
         group = self.engine.transport.group
         size = group.size if world_size is None else world_size
         saved = state.blank(self._placement, self.scheme, group, size)
+        if self._backward.second is not None:
+            self._backward.second.save(saved, group)
         if self.tuning is not None:
             saved["tuning"] = self.tuning.save()
         return saved
@@ -294,7 +296,11 @@ class Replica:
         group = self.engine.transport.group
         if self.tuning is not None and saved["world_size"] == group.size:
             self.tuning.load(saved.get("tuning"))
+        second = self._backward.second
+        factors = [] if second is None else second.read(saved, group)
         state.load(self._placement, self.scheme, group, saved)
+        if second is not None:
+            second.load(factors, saved, group)
 
     def remove(self) -> None:
         """Apply what is deferred and detach: module and optimizer are as before."""

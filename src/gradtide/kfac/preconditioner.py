@@ -72,14 +72,9 @@ class Preconditioner:
         self._open = False  # buffers are in use by this step
         self._inverting = False  # what is summed now is to be inverted
         self._homes: dict[Factor, FactorBucket] = {}
+        self._model, self._scale = model, scale
+        self.statistics = Statistics(model, [], self._ready)
         self.place(costs.measure(config, layers, engine))
-        mine = [layer for layer in layers if self._measures(layer)]
-        samples = SAMPLES[config.samples]
-        self.statistics = Statistics(
-            model, mine, self._ready, samples=samples, scale=scale
-        )
-        if mine:
-            self.statistics.arm()
 
     def place(self, known: Costs) -> None:
         """Place factors by their costs, and begin with no curvature at all."""
@@ -91,7 +86,21 @@ class Preconditioner:
             layer: Curvature(layer, self.config, self._inverted(layer))
             for layer in self.layers
         }
+        self._absent, self._arrived, self._open = set(), set(), False
+        self.statistics.disarm()
+        self.statistics = Statistics(
+            self._model,
+            [layer for layer in self.layers if self._measures(layer)],
+            self._ready,
+            samples=SAMPLES[self.config.samples],
+            scale=self._scale,
+        )
+        self._arm()
         self.lay_out(self.layers[::-1], [self.layers])
+
+    def _arm(self) -> None:
+        if self.measuring and any(map(self._measures, self.layers)):
+            self.statistics.arm()
 
     def _inverted(self, layer: Layer) -> list[Kind]:
         everywhere = (self._rank, assign.EVERYWHERE)
@@ -250,8 +259,7 @@ class Preconditioner:
             self._open, self._arrived = False, set()
             self._rearm()
         self.step += 1
-        if self.measuring and any(map(self._measures, self.layers)):
-            self.statistics.arm()
+        self._arm()
 
     def settle(self) -> None:
         """Let go of what was held for a step that nobody took."""
