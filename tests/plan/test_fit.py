@@ -80,3 +80,15 @@ def test_what_slipped_through_a_token_bucket_is_left_out() -> None:
     assert [p.nbytes for p in slipped] == [1000, 30_000, 100_000]
     assert fit(kept).beta == pytest.approx(beta, rel=0.1)  # 13 % of the smallest
     assert beyond_burst(points(1e-4, beta)) == (points(1e-4, beta), [])
+
+
+def test_a_rate_that_is_known_says_what_slipped_through() -> None:
+    some = [Point("x", 1, 1, 1e6, seconds) for seconds in (0.1, 0.16, 0.2)]
+    kept, slipped = beyond_burst(some, 50e6)
+    assert [p.seconds for p in slipped] == [0.1]
+    assert [p.seconds for p in kept] == [0.16, 0.2]
+
+
+def test_noise_is_no_burst() -> None:
+    some = [Point("x", 1, 1, n, s) for n, s in ((1, 0.1), (2, 0.1), (3, 0.1), (4, 9.0))]
+    assert beyond_burst(some) == (some, [])

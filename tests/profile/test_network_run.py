@@ -61,10 +61,11 @@ def _found() -> Found:
 
 def test_reports(tmp_path: Path) -> None:
     found = _found()
-    console = Console(record=True, width=120)
+    console = Console(record=True, width=80)
     console.print(fits(found), device(found.network))
     shown = console.export_text()
-    assert "within a host" in shown
+    assert "intra" in shown
+    assert "100k-1M" in shown
     assert "615mbit" in shown
     assert "1.2%" in shown
     assert "1 points of 50 to 50 bytes were left out" in " ".join(notes(found))

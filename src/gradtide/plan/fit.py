@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 ROUNDS = 30  # of reweighting; it settles in about ten
 OUTLIER = 3.0  # robust standard deviations from which a point counts less and less
 FLOOR = 0.01  # relative errors below this are noise, however well the others fit
-BURST = 0.85  # of the slope's time: what is faster has not met the link's limit
+BURST = 0.85  # of the time at the link's rate: what is faster has not met it
+
+NEAR = 1 / 8  # of the largest size: a bucket is small beside what is measured
 
 
 @dataclass(frozen=True)
@@ -59,24 +61,37 @@ def fit(points: Sequence[Point]) -> Fit:
     return Fit(float(found[0]), float(found[1]), residual)
 
 
-def beyond_burst(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
+def beyond_burst(
+    points: Sequence[Point], rate: float | None = None
+) -> tuple[list[Point], list[Point]]:
     """The points that the link's rate has shaped, and those that slipped through.
 
     A token bucket lets some bytes pass at once after a pause. Requests that took less
-    than their bytes' time, at the slope between the two largest sizes, say nothing of
-    the rate.
+    than their bytes' time say nothing of the rate. Where that is not known (bits/s), it
+    is read from the slope between the two largest sizes, unless points near the largest
+    would go: then it was no bucket but noise.
     """
+    beta = 8 / rate if rate else _slope(points)
+    slipped = [p for p in points if p.seconds < BURST * beta * p.carried]
+    kept = [p for p in points if p not in slipped]
+    most = max((p.carried for p in slipped), default=0.0)
+    noisy = rate is None and most > NEAR * max(p.carried for p in points)
+    if not kept or noisy:
+        return list(points), []
+    return kept, slipped
+
+
+def _slope(points: Sequence[Point]) -> float:
+    """Seconds a byte between the two largest of three sizes or more; else 0."""
     sizes = sorted({point.carried for point in points})
     if len(sizes) < 3:
-        return list(points), []
+        return 0.0
     low, high = (
         float(np.median([p.seconds for p in points if p.carried == size]))
         for size in sizes[-2:]
     )
     slope = max(high - low, 0.0) / (sizes[-1] - sizes[-2])
-    slope = min(slope, high / sizes[-1])
-    slipped = [p for p in points if p.seconds < BURST * slope * p.carried]
-    return [p for p in points if p not in slipped], slipped
+    return min(slope, high / sizes[-1])
 
 
 def _non_negative(

@@ -56,9 +56,9 @@ def measure(
     """
     bench = Bench(transport, device or torch.device("cpu"))
     hosts, local = layout(transport)
-    like = Network(hosts, local, Link.of(0.0, 0.0))
+    like = Network(hosts, local, Link.of(0.0, 0.0), rate=rate)
     inter, _ = measure_link(bench, like, SHARES[0] * budget)
-    return finish(bench, replace(like, inter=inter, rate=rate), budget)
+    return finish(bench, replace(like, inter=inter), budget)
 
 
 def measure_link(bench: Bench, like: Network, budget: float) -> tuple[Link, list[Row]]:
@@ -72,7 +72,7 @@ def measure_link(bench: Bench, like: Network, budget: float) -> tuple[Link, list
     rows = []
     for field in dict.fromkeys(kind.field for kind in wanted if kind.field):
         own = [p for kind in wanted if kind.field == field for p in points[kind]]
-        kept, dropped = beyond_burst(own)
+        kept, dropped = beyond_burst(own, like.rate)
         rows.append(Row(field, fit(kept), tuple(kept), tuple(dropped)))
     found = {row.field: row for row in rows}
     for kind in wanted:

@@ -18,20 +18,20 @@ LINKS = {"inter": "between hosts", "intra": "within a host"}
 
 
 def fits(found: Found) -> Table:
-    """A row for each kind of request on each link."""
-    grid = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("link", "travels", "request"):
+    """A row for each kind of request on each link; fits into 80 columns."""
+    grid = Table(
+        header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for heading in ("link", "as", "request"):
         grid.add_column(heading, no_wrap=True)
-    headings = ("bytes", "points", "alpha ms", "rate", "residual", "worst")
+    headings = ("bytes", "alpha ms", "rate", "residual", "worst")
     for heading in headings:
         grid.add_column(heading, justify="right", no_wrap=True)
     for name, rows in found.rows.items():
         for row in rows:
             for request in dict.fromkeys(point.name for point in row.points):
                 points = [point for point in row.points if point.name == request]
-                grid.add_row(
-                    LINKS[name], row.field or "as ring", request, *_cells(row, points)
-                )
+                grid.add_row(name, row.field or "(ring)", request, *_cells(row, points))
         grid.add_section()
     return grid
 
@@ -39,7 +39,8 @@ def fits(found: Found) -> Table:
 def notes(found: Found) -> list[str]:
     """What the tables do not say: what was left out, and what is far off."""
     told = [
-        "alpha: seconds of a start; rate: 8 / beta; residual: root mean square of the "
+        "inter: between hosts; intra: within a host. alpha: seconds of a start; "
+        "rate: 8 / beta; residual: root mean square of the "
         "relative errors of the fit of all requests that travel alike; worst: the "
         "largest of a request's own."
     ]
@@ -83,10 +84,13 @@ def _cells(row: Row, points: Sequence[Point]) -> list[str]:
     errors = [abs(row.fit(point) / point.seconds - 1) for point in points]
     rate = format_rate(float(f"{8 / row.fit.beta:.3g}")) if row.fit.beta else "free"
     return [
-        f"{sizes[0]:.1e} - {sizes[-1]:.1e}",
-        str(len(points)),
+        f"{_short(sizes[0])}-{_short(sizes[-1])}",
         milliseconds(row.fit.alpha),
         rate,
         f"{row.fit.residual:.1%}" if row.field else "",
         f"{max(errors):.1%}",
     ]
+
+
+def _short(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g}M" if nbytes >= 1e6 else f"{nbytes / 1e3:.3g}k"

@@ -98,7 +98,7 @@ def measure(plan: Plan) -> Found:
     # The ranks of a single host are so many hosts: the network is what joins them.
     if hosts == 1:
         network = replace(network, hosts=local, ranks_per_host=1)
-    like = Network(len(heads[0]), 1, FREE)
+    like = Network(len(heads[0]), 1, FREE, rate=plan.rate)
     inter, rows["inter"] = _between(heads, like, budget, device)
     transport = connect(None, device)
     network = replace(network, inter=inter)
