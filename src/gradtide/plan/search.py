@@ -108,10 +108,10 @@ def rank(
 
 def in_order(choices: Iterable[Choice]) -> list[Choice]:
     """The fastest first; of equals, and of what is refused, the first given first."""
-    usable, refused = [], []
-    for choice in choices:
-        (refused if choice.refused else usable).append(choice)
-    return sorted(usable, key=lambda choice: choice.step) + refused
+    return sorted(
+        choices,
+        key=lambda choice: (bool(choice.refused), 0 if choice.refused else choice.step),
+    )
 
 
 def _refusal(
