@@ -31,15 +31,14 @@ COLOURS = (
     "#666666",
 )
 MARKERS = "os^Dv<>pPX*hd8"
-COLUMNS = 3
 
 
 def draw_efficiency(grid: Grid, path: Path) -> None:
     """A panel a rate: the efficiency of every scheme over the number of ranks."""
     count = len(grid.rates)
-    columns = min(COLUMNS, count)
+    columns = 2 if count in (2, 4) else min(count, 3)
     rows = -(-count // columns)
-    figure = Figure(figsize=(4 * columns + 1, 3.2 * rows + 1), layout="constrained")
+    figure = Figure(figsize=(4 * columns + 2, 3.2 * rows + 1), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for axes, rate in zip(panels.flat, grid.rates, strict=False):
         for i, name in enumerate(grid.schemes):
@@ -53,6 +52,7 @@ def draw_efficiency(grid: Grid, path: Path) -> None:
             )
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(grid.ranks), [str(n) for n in grid.ranks], rotation=45)
+        axes.tick_params(labelbottom=True)
         axes.set_ylim(0, 105)
         axes.set_title(rate_name(rate), fontsize=10)
         _plain(axes)
@@ -61,7 +61,7 @@ def draw_efficiency(grid: Grid, path: Path) -> None:
     figure.supxlabel("ranks")
     figure.supylabel("scaling efficiency, % of one rank alone")
     figure.suptitle(f"{grid.trace.name}: a rank's step without exchange, over its step")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(loc="outside right center", frameon=False)
     figure.savefig(path, dpi=150)
 
 

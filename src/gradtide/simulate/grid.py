@@ -20,6 +20,7 @@ from gradtide.plan.virtual import Prediction, simulate
 from gradtide.scheme import Scheme
 
 MOST = 4096  # ranks
+EQUAL = 1 + 1e-6  # steps that differ by less are equal
 _FIELDS = {field.name for field in fields(Unit)}
 
 
@@ -51,7 +52,9 @@ class Grid:
 
     def fastest(self, ranks: int, rate: float | None) -> Cell:
         """Of equals, the scheme that was named first."""
-        return min(self.at(ranks, rate), key=lambda cell: cell.prediction.step)
+        cells = self.at(ranks, rate)
+        best = min(cell.prediction.step for cell in cells)
+        return next(c for c in cells if c.prediction.step <= EQUAL * best)
 
 
 def run(
