@@ -112,8 +112,9 @@ def _between(
 ) -> tuple[Link, list[Row]]:
     """Rank 0's group's link, while all groups measure theirs; on every rank."""
     found: list[tuple[Link, list[Row]] | None] = [None]
-    for ranks in groups:
-        group = dist.new_group(list(ranks))
+    # All groups are made before one measures: making one is a meeting of all ranks.
+    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+    for ranks, group in made:
         if dist.get_rank() not in ranks:
             continue
         assert isinstance(group, dist.ProcessGroup)
