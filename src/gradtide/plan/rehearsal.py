@@ -198,6 +198,7 @@ def _narrow(wire: torch.dtype, own: torch.dtype) -> bool:
 # - Flows -----------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=512)
 def _by_shapes(
     collective: Any, numel: int, dtype: torch.dtype, shapes: Shapes, size: int
 ) -> list[list[tuple[Request, ...]]]:
