@@ -4,5 +4,8 @@ trace.py      a training step without any exchange: sizes, orders, times
 network.py    a network and a device, as measured or as imagined
 cost.py       seconds of a request on a network
 rehearsal.py  what a collective asks for, found out by running it at a smaller size
-virtual.py    a transport with a virtual clock
+answers.py    to requests when there is one rank: made up for the others
+sketch.py     requests without tensors, continued to other sizes
+transport.py  a transport with a virtual clock
+virtual.py    a step of training on it
 """
