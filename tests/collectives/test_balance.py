@@ -11,6 +11,7 @@ from gradtide.collectives._balance import (
     POINTS,
     START,
     Curve,
+    could_pay,
     curve_ranks,
     pays,
     recut,
@@ -129,3 +130,17 @@ def test_messages_are_evened_out_where_the_ring_gains_more_than_they_cost() -> N
     assert not worth_moving(recut([80 * 8, *[0] * 7], 8))  # too little to be worth it
     assert not worth_moving(recut([20 * START, 0], 8))  # one step: nothing to gain
     assert not worth_moving(recut([8], 8))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 32])
+def test_what_could_pay_is_never_less_than_what_does(size: int) -> None:
+    rng = random.Random(size)
+    worth = 0
+    for _ in range(200):
+        spread = rng.choice([10, START // 8, START])
+        lengths = [8 * rng.randrange(spread) for _ in range(size)]
+        moving = sum(lengths) > 0 and worth_moving(recut(lengths, 8))
+        worth += moving
+        assert could_pay(lengths) or not moving
+    assert worth or size <= 2
+    assert not could_pay([START] * size)

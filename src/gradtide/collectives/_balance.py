@@ -92,6 +92,16 @@ def _rounded(exact: Sequence[float], most: Sequence[int], total: int) -> list[in
     return whole
 
 
+def could_pay(lengths: Sequence[int]) -> bool:
+    """Whether evening out messages of these lengths (bytes) is worth a closer look.
+
+    Needs P numbers where `recut` makes P x P: with hundreds of ranks that takes longer
+    than the exchange. Never False where `worth_moving` is True.
+    """
+    size = len(lengths)
+    return (size - 1) * (max(lengths) * size - sum(lengths)) > START * size
+
+
 def recut(lengths: Sequence[int], align: int) -> list[list[int]]:
     """Moves that cut the ranks' messages, one after the other, into even lengths.
 

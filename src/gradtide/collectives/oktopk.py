@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradtide.bucket import Payload, count
 from gradtide.collectives import _entries
-from gradtide.collectives._balance import pays, recut, worth_moving
+from gradtide.collectives._balance import could_pay, pays, recut, worth_moving
 from gradtide.collectives._entries import Steps, Wire
 from gradtide.collectives._winners import add_up, rank_sums, tell
 from gradtide.collectives.dense import Dense
@@ -212,11 +212,12 @@ def _gather_even(message: Tensor, lengths: list[int], group: Group) -> Steps:
     """Everybody's bytes one after the other, evened out first where that is quicker."""
     if not sum(lengths):
         return message
-    moves = recut(lengths, _entries.ALIGN)
-    if worth_moving(moves):
-        arriving = [row[group.rank] for row in moves]
-        message = yield AllToAll(message, moves[group.rank], arriving)
-        lengths = [sum(column) for column in zip(*moves, strict=True)]
+    if could_pay(lengths):
+        moves = recut(lengths, _entries.ALIGN)
+        if worth_moving(moves):
+            arriving = [row[group.rank] for row in moves]
+            message = yield AllToAll(message, moves[group.rank], arriving)
+            lengths = [sum(column) for column in zip(*moves, strict=True)]
     return (yield AllGather(message, lengths))
 
 

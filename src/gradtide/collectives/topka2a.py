@@ -22,6 +22,7 @@ from gradtide.collectives.dense import Dense
 from gradtide.ops import AllGather, Cut, Flow, Group
 from gradtide.select import Exact, Selector, Threshold
 
+PART = "part"  # begins the keys of what a selector remembers of a part
 MARGIN = 1.25  # candidates asked of a selector, for each entry that is sent
 STEP = 4096  # elements: what is left of a conversion in place is copied aside
 
@@ -155,16 +156,15 @@ def largest_of_parts(
         found = torch.topk(parts.abs(), kept, dim=1, sorted=False).indices
         return list(found.sort(1).values.to(torch.int32))
     wanted = min(round(MARGIN * kept) + 1, parts.shape[1])
+    states: list[dict[str, Tensor]] = [{} for _ in parts]
+    for key, value in state.items():
+        part, _, own = key.removeprefix(PART).partition(".")
+        if key.startswith(PART):
+            states[int(part)][own] = value
     rows = []
-    for i, row in enumerate(parts):
-        prefix = f"part{i}."
-        own = {
-            key.removeprefix(prefix): value
-            for key, value in state.items()
-            if key.startswith(prefix)
-        }
-        candidates = select(row, wanted, own)
-        state.update({prefix + key: value for key, value in own.items()})
+    for i, (row, memory) in enumerate(zip(parts, states, strict=True)):
+        candidates = select(row, wanted, memory)
+        state.update({f"{PART}{i}.{own}": value for own, value in memory.items()})
         rows.append(_largest(row, candidates, kept))
     return rows
 
