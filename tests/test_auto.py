@@ -425,6 +425,9 @@ def test_it_is_a_scheme_like_others(text: str, auto: Auto) -> None:
         ("auto(warmup=100)", "lossy=True"),
         ("auto(margin=-1)", "0 or more"),
         ("auto(colour=1)", "colour"),
+        ("Warmup(Auto(), 10)", "cannot be wrapped"),
+        ("Scheme(Auto(), schedule=DEAR)", "decides on the schedule"),
+        ("Scheme(Auto(), preconditioner=KFAC())", "K-FAC"),
     ],
 )
 def test_what_is_wrong_with_it_is_said(text: str, words: str) -> None:

@@ -142,9 +142,25 @@ def check(scheme: Scheme) -> Scheme:
         raise ValueError(
             f"{scheme.schedule!r} is not a Schedule (SEQUENTIAL, WFBP, DEAR)"
         )
+    _check_auto(scheme)
     if not isinstance(scheme.preconditioner, KFAC | None):
         raise ValueError(f"{scheme.preconditioner!r} is not a KFAC(...) or None")
     return scheme
+
+
+def _check_auto(scheme: Scheme) -> None:
+    """`auto` decides on everything itself."""
+    if isinstance(getattr(scheme.collective, "collective", None), Auto):
+        raise ValueError(
+            f"{scheme.collective!r}: what auto decides on cannot be wrapped; use "
+            "auto(lossy=True, warmup=160)"
+        )
+    alone = scheme.schedule == WFBP and scheme.preconditioner is None
+    if isinstance(scheme.collective, Auto) and not alone:
+        raise ValueError(
+            f"{scheme!r}: auto begins as wfbp and decides on the schedule itself, and "
+            "cannot be combined with K-FAC: leave both out"
+        )
 
 
 # Recipes as Python can call them: `oktopk_dear` for `oktopk-dear`.
