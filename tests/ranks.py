@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401  (or every forked rank does, at length)
 import torch.distributed as dist
 
 TIMEOUT = 20.0  # seconds that a collective may take

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # else every rank imports it with its first optimizer
 import torch.distributed as dist
 from torch import Tensor, nn
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # else every rank imports it with its first optimizer
 import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import Tensor, nn
