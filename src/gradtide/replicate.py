@@ -129,6 +129,7 @@ class Replica:
             self.model,
             self.scheme.preconditioner,
             self.engine,
+            self._backward.begin,
             self._backward.launch_factors,
             (lambda: 1.0) if grad_scaler is None else grad_scaler.get_scale,
         )

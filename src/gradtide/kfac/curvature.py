@@ -31,7 +31,9 @@ class Curvature:
         self.running = {kind: RunningFactor(layer, kind) for kind in kinds}
         self.traces: dict[Kind, Tensor] = {}  # [Note: traces]; none before any factor
         self.current: invert.Preconditioner | None = None  # None: the identity
+        # New inverses: as they are made; together; and then current.
         self._fresh: dict[Kind, Tensor | Eigen] = {}
+        self._next: invert.Preconditioner | None = None
 
     @property
     def known(self) -> bool:
@@ -131,14 +133,19 @@ class Curvature:
         else:
             self._fresh[kind] = unpack(flat, flat.new_empty(shape))
 
-    def adopt(self) -> None:
-        """Precondition with the new inverses, if both are there."""
+    def complete(self) -> None:
+        """All new inverses are there that will be: the next ones may be made."""
         a, g = self._fresh.get("A"), self._fresh.get("G")
         if isinstance(a, Eigen) and isinstance(g, Eigen):
-            self.current = invert.Eigens(a, g, self.config.damping)
+            self._next = invert.Eigens(a, g, self.config.damping)
         elif isinstance(a, Tensor) and isinstance(g, Tensor):
-            self.current = invert.Inverses(a, g)
+            self._next = invert.Inverses(a, g)
         self._fresh = {}
+
+    def adopt(self) -> None:
+        """Precondition with the new inverses from now on, if there are any."""
+        if self._next is not None:
+            self.current, self._next = self._next, None
 
     @torch.no_grad()
     def precondition(self, gradient: Tensor) -> Tensor:

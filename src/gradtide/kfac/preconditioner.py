@@ -13,8 +13,10 @@ rank did not have in the last step is not waited for: where nobody has it, it st
 and where it comes after its bucket has left, it is left out of this step.
 
 [Note: new inverses] New inverses are used from the moment at which the training thread
-takes delivery of them, not from when they are there: what is still to be updated with
-the old ones would otherwise depend on the clock.
+takes delivery of them (or on the lane, where they are used there), not from when they
+are made: what is still to be updated with the old ones would otherwise depend on the
+clock. And new ones are only made when the last have been completed on the lane, whether
+or not anybody took that step (guard: test_loss_scaling_changes_nothing_...).
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ SAMPLES = {"batch": batch, "tokens": tokens}
 
 
 class Preconditioner:
-    """The state of K-FAC on one rank. `launch` is called when a bucket gets full.
+    """The state of K-FAC on one rank.
+
+    `begin` is called when a backward has begun, `launch` when a bucket gets full.
 
     A step, as the training thread sees it: factors arrive by hooks; `collect` when
     backward has ended; all buckets of `factors` are launched by whoever launches;
@@ -53,6 +57,7 @@ class Preconditioner:
         model: nn.Module,
         config: KFAC,
         engine: Engine,
+        begin: Callable[[], None],
         launch: Callable[[], None],
         scale: Callable[[], float],
     ) -> None:
@@ -62,7 +67,8 @@ class Preconditioner:
         self.groups: list[LayerGroup] = []
         self.factors: list[FactorBucket] = []
         self.early = config.distribution in ("spd", "pad")  # factors leave when ready
-        self._launch = launch
+        self._begin_backward, self._launch = begin, launch
+        self._collecting = False
         self._local = config.distribution == "dp"
         self._rank, self._size = engine.transport.group
         self.device = layers[0].weight.device
@@ -154,6 +160,7 @@ class Preconditioner:
             for i, members in enumerate(groups)
             if members
         ]
+        self._group_of = {la: group for group in self.groups for la in group.layers}
 
     def _roles(self, layer: Layer) -> Roles:
         a, g = (self._owner((layer, kind)) for kind in KINDS)
@@ -181,6 +188,8 @@ class Preconditioner:
 
     def _ready(self, layer: Layer, kind: Kind, factor: Tensor) -> None:
         """A factor of this rank is complete: fp32 [groups, d, d], upper triangle."""
+        if kind == "G" and not self._collecting:
+            self._begin_backward()  # this hook may be the first
         self._begin()
         home = self._homes[layer, kind]
         if home.left:
@@ -191,6 +200,8 @@ class Preconditioner:
         home.missing -= (layer, kind) not in self._absent
         if self._local:
             if {(layer, "A"), (layer, "G")} <= self._arrived:
+                # Its last inverses may be on the lane still, if nobody took that step.
+                self._finish(self._group_of[layer].inverses)
                 self._average([layer], 1)
         elif not home.missing:
             self._launch()
@@ -218,8 +229,9 @@ class Preconditioner:
     def collect(self) -> None:
         """Backward has ended: take what hooks have not handed out yet."""
         if self.statistics.armed:
-            absent = set(self.statistics.finish())
-            self._absent = absent
+            self._collecting = True
+            self._absent = set(self.statistics.finish())
+            self._collecting = False
 
     def _summed(self, layers: Sequence[Layer]) -> None:
         """The sums of both factors of some layers are there (on the lane)."""

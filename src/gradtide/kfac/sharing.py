@@ -128,6 +128,8 @@ class LayerGroup:
                 layer, kind = self._inverses[i]
                 if self.inverses.flow.pieces[i].source != self._rank:
                     self._curvatures[layer].decode(kind, view)
+        for layer in self.layers:
+            self._curvatures[layer].complete()
         if self.products is not None:
             self._adopt()  # used by what comes next on the lane, and by nobody else
 
