@@ -4,10 +4,10 @@
 
 Nothing is computed from formulas: for every number of ranks the density is bisected at
 which one scheme gets faster than the other, on links without start-ups and a device
-that costs nothing, and compared with the table of METHODS.md, section 0. There an index
-is as long as a value; here `wire="bf16"` makes both 2 bytes.
+that costs nothing, and compared with what the volumes say that the methods' papers state.
+There an index is as long as a value; here `wire="bf16"` makes both 2 bytes.
 
-One column is another than the table's: gTop-k there sends every entry twice per round,
+One is another than the paper's: gTop-k there sends every entry twice per round,
 up and down a tree; gradtide's butterfly of swaps sends it once, which moves the
 crossover from f / (4 log2 P - 2 f) to f / (2 log2 P - 2 f) with f = (P - 1) / P.
 """
@@ -51,7 +51,7 @@ PAIRS = (
 
 
 def derived(pair: tuple[str, str], size: int) -> float:
-    """The density of METHODS.md, section 0 (gtopk: see above)."""
+    """The density at which both send as much (gtopk: see above)."""
     share, rounds = (size - 1) / size, math.log2(size)
     return {
         ("topk", "dense"): 1 / size,

@@ -1,9 +1,9 @@
 """Published iteration times against those of the virtual clock.
 
-    python benchmarks/published.py --published ../shared/published --out FILE.json
+    python benchmarks/published.py --out FILE.json
 
-The rows are those of ddl-benchmarks (2020-05-29): hosts of 4 V100 (PCIe), NCCL's ring
-all-reduce under Horovod. Known are the time of one GPU alone, and the tensors. One
+The rows of published_times.csv are those of ddl-benchmarks (HKBU-HPML, 2020-05-29): hosts
+of 4 V100 (PCIe), NCCL's ring all-reduce under Horovod. Known are the time of one GPU alone, and the tensors. One
 (alpha, beta) stands for each network and one for PCIe, which both have inside their
 hosts, and one number for the software; nothing is fitted to a row. BSP is SEQUENTIAL
 with one bucket, un-fused WFBP is PerTensor(), MG-WFBP is MgWfbp().
@@ -91,10 +91,10 @@ def trace(workload: str) -> StepTrace:
     return replace(computed, optimizer=optimizer)
 
 
-def rows(folder: Path) -> list[Row]:
+def rows(published: Path) -> list[Row]:
     """Every published row that there is a scheme for."""
     found = []
-    with (folder / "ddl-benchmarks.csv").open() as file:
+    with published.open() as file:
         for line in csv.DictReader(file):
             gpus, scheme = int(line["num_gpus"]), SCHEMES[line["method"]]
             there = network(line["network"], gpus)
@@ -117,7 +117,9 @@ def disordered(found: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def main(
-    published: Annotated[Path, typer.Option(help="Folder with ddl-benchmarks.csv.")],
+    published: Annotated[Path, typer.Option(help="CSV with these columns.")] = Path(
+        __file__
+    ).with_name("published_times.csv"),
     out: Annotated[Path | None, typer.Option(help="Write JSON there.")] = None,
 ) -> None:
     """Print published and simulated seconds, and whether the bar is met."""

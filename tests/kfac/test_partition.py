@@ -1,4 +1,4 @@
-"""The exact partition against exhaustive search (METHODS.md, T9)."""
+"""The exact partition against exhaustive search."""
 
 from __future__ import annotations
 

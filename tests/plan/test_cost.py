@@ -80,7 +80,7 @@ def test_a_ring_crosses_every_card_once_whatever_the_ranks_behind_it() -> None:
 
 @pytest.mark.parametrize("rank", [0, 3, 31])
 def test_direct_messages_share_their_card(rank: int) -> None:
-    """METHODS 1d: 4 k (P - 4) / P leave a host of 4 ranks."""
+    """4 k (P - 4) / P leave a host of 4 ranks."""
     n = 10**6
     took = seconds(direct(n // 32, 32), Group(rank, 32), two_level(8, 4))
     starts = 28 * A + 3 * A / 10

@@ -39,7 +39,7 @@ def ideal(size: int, share: float, alpha: float = 0.0) -> Network:
 def test_dear_gains_no_more_than_can_be_derived(
     fusion: Fusion, size: int, forward: float
 ) -> None:
-    """At most 1 + t_ff / (2 t_bp) over WFBP, at equal fusion (METHODS.md, V6)."""
+    """At most 1 + t_ff / (2 t_bp) over WFBP, at equal fusion."""
     trace, gains = step(forward), []
     for share in (0.5, 0.9, 1.2, 2.0, 5.0):
         for alpha in (0.0, 5e-5):
