@@ -6,10 +6,16 @@ statistics.py      what they see in forward and backward, as factors
 packing.py         symmetric matrices as vectors
 invert.py          damped inverses, and what they cost
 assign.py          who inverts what
-distributions.py   who sums, inverts and preconditions what: mpd, spd, pad, dp
+timing.py          how long inversions take; costs.py: as all ranks agree on it
+distributions.py   mpd, spd, pad and dp as assignments
+buckets.py         factors on their way to being summed
 flows.py           how sums and inverses travel
+curvature.py       what a rank knows of one layer, and makes of it
+sharing.py         what is handed out of inverses, or of what these make
+worker.py          where inversions run
 preconditioner.py  all of it, in a model and an engine
-state.py           what has to be saved of it
+stages.py          where the time goes
+state.py           what has to be saved
 """
 
 from gradtide.kfac.config import DISTRIBUTIONS as DISTRIBUTIONS

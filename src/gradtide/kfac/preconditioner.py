@@ -36,6 +36,7 @@ from gradtide.kfac.distributions import assignment, servers
 from gradtide.kfac.layers import KINDS, Kind, Layer
 from gradtide.kfac.packing import pack
 from gradtide.kfac.sharing import LayerGroup, Read, Roles, Shared, gradients, matrix
+from gradtide.kfac.stages import Stages, stages
 from gradtide.kfac.statistics import Statistics, batch, tokens
 from gradtide.kfac.worker import Worker
 
@@ -342,6 +343,16 @@ class Preconditioner:
             weight, bias = gradients(layer, read)
             assert weight is not None
             invert.write_back(layer, product, weight, bias, scale)
+
+    def stages(self) -> Stages:
+        """Busy seconds of this rank since the engine's records were last cleared, and
+        of its own since `clear`."""
+        return stages(self.engine.records, self.statistics.seconds, self.worker.seconds)
+
+    def clear(self) -> None:
+        """Forget the seconds that `stages` tells of, with the engine's records."""
+        self.engine.clear()
+        self.statistics.seconds = self.worker.seconds = 0.0
 
     def close(self) -> None:
         self.statistics.disarm()

@@ -16,6 +16,7 @@ Knows nothing of other ranks, of running averages and of inverses.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,6 +94,7 @@ class Statistics:
         scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.quiet = False
+        self.seconds = 0.0  # that factors took, with what `ready` did with them
         self._model, self._ready = model, ready
         self._ask_samples, self._ask_scale = samples, scale
         self._watches = [_Watch(layer) for layer in layers]
@@ -216,7 +218,7 @@ class Statistics:
         else:
             alpha, beta = weight / self._loss_scale() ** 2, weight / (part.weight or 1)
             part.weight = weight
-        device = layer.weight.device
+        device, start = layer.weight.device, time.perf_counter()
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             if part.factor is None:
                 beta = 0.0
@@ -225,6 +227,7 @@ class Statistics:
             add_gram(part.factor, rows(), alpha, beta, bias)
             if complete:
                 self._hand_out(layer, kind, part)
+        self.seconds += time.perf_counter() - start
 
     def _hand_out(self, layer: Layer, kind: Kind, part: _Sum) -> None:
         factor, part.factor, part.done = part.factor, None, True
