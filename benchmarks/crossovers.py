@@ -4,8 +4,9 @@
 
 Nothing is computed from formulas: for every number of ranks the density is bisected at
 which one scheme gets faster than the other, on links without start-ups and a device
-that costs nothing, and compared with what the volumes say that the methods' papers state.
-There an index is as long as a value; here `wire="bf16"` makes both 2 bytes.
+that costs nothing, and compared with the density at which the volumes that the papers
+state are equal. There an index is as long as a value; here `wire="bf16"` makes both
+2 bytes.
 
 One is another than the paper's: gTop-k there sends every entry twice per round,
 up and down a tree; gradtide's butterfly of swaps sends it once, which moves the

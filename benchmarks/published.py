@@ -2,11 +2,12 @@
 
     python benchmarks/published.py --out FILE.json
 
-The rows of published_times.csv are those of ddl-benchmarks (HKBU-HPML, 2020-05-29): hosts
-of 4 V100 (PCIe), NCCL's ring all-reduce under Horovod. Known are the time of one GPU alone, and the tensors. One
-(alpha, beta) stands for each network and one for PCIe, which both have inside their
-hosts, and one number for the software; nothing is fitted to a row. BSP is SEQUENTIAL
-with one bucket, un-fused WFBP is PerTensor(), MG-WFBP is MgWfbp().
+The rows of published_times.csv are those of ddl-benchmarks (HKBU-HPML, 2020-05-29):
+hosts of 4 V100 (PCIe), NCCL's ring all-reduce under Horovod. Known are the time of one
+GPU alone, and the tensors. One (alpha, beta) stands for each network and one for PCIe,
+which both have inside their hosts, and one number for the software; nothing is fitted
+to a row. BSP is SEQUENTIAL with one bucket, un-fused WFBP is PerTensor(), MG-WFBP is
+MgWfbp().
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from gradtide.schedule import SEQUENTIAL, WFBP
 from gradtide.scheme import Scheme
 from gradtide.simulate.grid import replayed
 
+TIMES = Path(__file__).with_name("published_times.csv")
 GPUS = 4  # a host
 # Seconds of one GPU alone, and of these the forward's share: 1/3.
 ALONE = {
@@ -117,9 +119,7 @@ def disordered(found: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def main(
-    published: Annotated[Path, typer.Option(help="CSV with these columns.")] = Path(
-        __file__
-    ).with_name("published_times.csv"),
+    published: Annotated[Path, typer.Option(help="Other rows, as there.")] = TIMES,
     out: Annotated[Path | None, typer.Option(help="Write JSON there.")] = None,
 ) -> None:
     """Print published and simulated seconds, and whether the bar is met."""
