@@ -26,10 +26,7 @@ def refusal(
     if isinstance(collective, Dense):
         return ""
     if isinstance(collective, PowerSGD | ACPSGD) and not _shaped(trace):
-        return (
-            "it works on matrices, and the trace has no shapes: record one with "
-            "`gradtide profile trace`"
-        )
+        return "it works on matrices, and the trace has no shapes: compare in the lab"
     if sent < (1 - SAVED) * dense:
         return ""
     words = f"sends {sent / 1e6:.3g} MB a step, a dense exchange {dense / 1e6:.3g} MB"
