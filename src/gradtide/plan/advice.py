@@ -151,7 +151,8 @@ def _overlap(name: str, choice: Choice) -> Rule:
 
 def _margin(lossy: Choice, dense: Choice, gain: float, margin: float) -> Rule:
     if gain <= 0:
-        words = f"no lossy scheme is clearly faster: {lossy.name} takes {ms(lossy.step)} a step"
+        taken = f"{lossy.name} takes {ms(lossy.step)} a step"
+        words = f"no lossy scheme is clearly faster: {taken}"
     else:
         words = (
             f"the fastest lossy scheme, {lossy.name}, loses to {dense.name} if it "
