@@ -30,7 +30,8 @@ class Hands:
         ]
 
     def remove(self) -> None:
-        """Look no longer."""
+        """Look no longer, and hold no gradients."""
+        self._params, self._noted = [], None
         for handle in self._handles:
             handle.remove()
 
