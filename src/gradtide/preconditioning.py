@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.kfac import state
+from gradtide.kfac import scaler, state
 from gradtide.kfac.buckets import FactorBucket
 from gradtide.kfac.layers import Layer
 from gradtide.kfac.preconditioner import Preconditioner
@@ -34,17 +34,17 @@ class Preconditioning:
     def __init__(self, placement: Placement, kfac: Preconditioner) -> None:
         self.kfac, self._placement = kfac, placement
         self.groups: dict[GradientBucket, LayerGroup] = {}
-        self._followed: Sequence[GradientBucket] = ()
+        self._followed: tuple[object, object] = (None, None)
         self._pending: set[LayerGroup] = set()  # released, and not preconditioned yet
         self._rates: dict[int, float] = {}  # by id of a parameter
         self.follow()
 
     def follow(self) -> None:
         """Lay factors out as the buckets of gradients are now."""
-        homes = self._placement.buckets
-        if self._followed is homes:
+        homes, placed = self._placement.buckets, self.kfac.placed
+        if self._followed[0] is homes and self._followed[1] is placed:
             return
-        self._followed = homes
+        self._followed = homes, placed
         ready = sorted(self.kfac.layers, key=self._position)
         number = {home: i for i, home in enumerate(homes)}
         members: list[list[Layer]] = [[] for _ in homes]
@@ -59,7 +59,7 @@ class Preconditioning:
         self.follow()
         homes: list[Launchable] = list(self._placement.buckets)
         factors = self.kfac.factors if self.kfac.measuring else []
-        if not self.kfac.early:
+        if not self.kfac.config.early:
             return [*homes, *factors]
         a = [bucket for bucket in factors if bucket.kind == "A"]
         g = [bucket for bucket in factors if bucket.kind == "G"]
@@ -110,13 +110,13 @@ class Preconditioning:
     ) -> None:
         """Go on from what `read` returned."""
         state.load(self.kfac, states, int(saved["world_size"]) == group.size)
-        self._followed = ()
         self.follow()
 
     # - Steps --------------------------------------------------------------------------
 
     def note(self, optimizer: Optimizer) -> None:
         """Note learning rates: LR schedulers run before a deferred update."""
+        scaler.check(self.kfac.scale)
         # A fused optimizer unscales gradients itself: they are larger by this here.
         scale = getattr(optimizer, "grad_scale", None)
         by = 1.0 if scale is None else float(scale)

@@ -29,6 +29,12 @@ def all_cuts(n: int, most: int) -> list[list[slice]]:
     ]
 
 
+def runs(numbers: tuple[int, ...]) -> list[slice]:
+    """Where equal numbers stand, in the order of the numbers."""
+    starts = [numbers.index(i) for i in sorted(set(numbers))]
+    return [slice(a, b) for a, b in pairwise([*starts, len(numbers)])]
+
+
 def latest(costs: list[float], cuts: list[slice], ready: list[float]) -> float:
     return max(finish(costs[cut], ready[cut]) for cut in cuts)
 
@@ -53,30 +59,35 @@ def test_pad_is_near_the_best_of_all_fusions_and_partitions(seed: int) -> None:
     best = min(
         latest(costs, blocks, arrivals(cuts, numels, ready, send))
         for cuts, blocks in product(all_cuts(n, n), all_cuts(n, size))
+        if n // 2 in {cut.start for cut in cuts}
     )
     found = partitioned(costs, numels, size, ready, send)
-    blocks = [
-        slice(found.owners.index(r), found.owners.index(r) + found.owners.count(r))
-        for r in range(size)
-    ]
-    arriving = arrivals(found.cuts, numels, ready, send)
+    arriving = arrivals(runs(found.messages), numels, ready, send)
+    blocks = runs(found.owners)
+    assert len(blocks) == size
     assert best <= latest(costs, blocks, arriving) <= 1.1 * best
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
-def test_pad_owners_ascend_and_parts_add_up(size: int) -> None:
+def test_pad_owners_and_messages_ascend(size: int) -> None:
     numels = [5 * i + 1 for i in range(14)]
     costs = [float(numel) for numel in numels]
     found = partitioned(costs, numels, size, [float(i) for i in range(14)], float)
     assert list(found.owners) == sorted(found.owners)
     assert set(found.owners) == set(range(min(size, 14)))
-    parts = [found.sizes(cut, numels) for cut in found.cuts]
-    assert sum(map(sum, parts)) == sum(numels)
+    assert list(found.messages) == sorted(found.messages)
+    assert found.messages[6] < found.messages[7]  # forward and backward apart
+
+
+def test_without_times_fusion_is_not_decided() -> None:
+    found = partitioned([1.0, 1.0, 1.0, 3.0], [1] * 4, 2)
+    assert found.owners == (0, 0, 0, 1)
+    assert found.messages == ()
 
 
 def test_round_robin() -> None:
     assert round_robin(3, 4).owners == (0, 1, 2, 3, 0, 1)
-    assert round_robin(3, 4).inverted_by(1) == [1, 5]
+    assert round_robin(3, 4).owner(0, "G") == 1
 
 
 def test_costly_messages_are_saved_by_inverting_everywhere() -> None:

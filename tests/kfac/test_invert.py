@@ -12,7 +12,6 @@ from gradtide.kfac.invert import (
     dampings,
     eigen,
     inverse,
-    inverse_many,
     kl_part,
     kl_scale,
     total,
@@ -74,18 +73,6 @@ def test_factors_of_zeros_are_damped_all_the_same() -> None:
     for a, g in ((0.0, 2.0), (2.0, 0.0), (0.0, 0.0)):
         pair = dampings(torch.tensor([a]), torch.tensor([g]), 3, 3, 0.04)
         assert [x.item() for x in pair] == pytest.approx([0.2, 0.2])
-
-
-def test_small_factors_of_equal_size_are_inverted_together() -> None:
-    shapes = [(1, 3), (4, 5), (1, 300), (2, 3), (1, 5)]
-    factors = [definite(groups, d, seed) for seed, (groups, d) in enumerate(shapes)]
-    amounts = [torch.rand(groups) + 0.1 for groups, _ in shapes]
-    for alone, together in zip(
-        map(inverse, factors, amounts, "abcde"),
-        inverse_many(factors, amounts, list("abcde")),
-        strict=True,
-    ):
-        torch.testing.assert_close(together, alone)
 
 
 def test_a_factor_that_rounding_made_indefinite_gets_more_damping() -> None:

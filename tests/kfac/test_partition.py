@@ -63,9 +63,10 @@ def test_the_first_fusion_has_the_earliest_last_arrival(seed: int) -> None:
     def send(numel: int) -> float:
         return 2.0 + 0.1 * numel
 
-    ends = [arrivals(cuts, numels, ready, send)[-1] for cuts in all_cuts(7, 7)]
+    apart = [cuts for cuts in all_cuts(7, 7) if 3 in {cut.start for cut in cuts}]
+    ends = [arrivals(cuts, numels, ready, send)[-1] for cuts in apart]
     first, *others = fusions(numels, ready, send)
     assert arrivals(first, numels, ready, send)[-1] == pytest.approx(min(ends))
-    assert [slice(0, 7)] in others
+    assert [slice(0, 3), slice(3, 7)] in others
     for cuts in (first, *others):
-        assert [i for cut in cuts for i in range(7)[cut]] == list(range(7))
+        assert cuts in apart

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.kfac.test_product import KFACS, batch, scheme, train
+from tests.kfac.test_product import KFACS, batch, network, scheme, train
 from tests.ranks import run_ranks
 from tests.test_replicate import (
     Attention,
@@ -196,6 +196,38 @@ def test_bytes_of_factors() -> None:
     assert pad <= 0.55 * mpd
     assert dp == 0
     assert sum(rank[3]["kfac.inverse"] for rank in ranks) == 0
+
+
+def test_fusion_and_owners_are_planned_after_the_first_backward() -> None:
+    def run(text: str) -> list[object]:
+        model = network()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, opt, text)
+        assert sync.kfac is not None
+        found: list[object] = [sync.kfac.costs.ready]
+        for step in range(3):
+            x, y = batch(step, dist.get_rank())
+            cross_entropy(model(x), y).backward()
+            found += [sync.kfac.costs.ready, sync.kfac.placed]
+            opt.step()
+            opt.zero_grad()
+        names = [home.bucket.name for home in sync.kfac.factors]
+        sync.remove()
+        return [*found, names]
+
+    planned = ("pad_kfac", "spd_kfac-dear", "pad_kfac(workers=0.5)")
+    texts = (*planned, "mpd_kfac", "pad_kfac(placement='cubic')")
+    first, second = run_ranks(2, lambda: [run(text) for text in texts])
+    assert first == second
+    for before, after, placed, again, still, *_, names in first[:3]:
+        assert before == ()
+        assert len(after) == len(placed.messages) == 6
+        assert after == again
+        assert placed == still
+        assert len(names) == len(set(placed.messages))
+        assert max(after[:3]) < min(after[3:])  # forward, and then backward
+    for before, after, *_ in first[3:]:
+        assert before == after == ()
 
 
 BAD = {

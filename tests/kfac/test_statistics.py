@@ -473,3 +473,17 @@ def test_a_step_equals_the_textbook(kl_clip: float) -> None:
         actual = layer.matrix(layer.weight.grad, layer.bias.grad)[0]
         error = (actual.double() - expect).norm() / expect.norm()
         assert error < 1e-5
+
+
+def test_times_are_in_the_order_of_the_step() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3))
+    log = Log(model)
+    log.statistics.arm()
+    model[1](model[0](torch.ones(2, 4))).sum().backward()  # the third is not used
+    times = log.statistics.times()
+    first, second, unused = log.layers
+    order = [(first, "A"), (second, "A"), (second, "G"), (first, "G")]
+    found = [times[key] for key in order]  # type: ignore[index]
+    assert found == sorted(found)
+    assert found[0] == 0.0
+    assert times[unused, "A"] == times[unused, "G"] == found[-1]

@@ -30,25 +30,14 @@ class Assignment:
     size: int  # ranks
     owners: tuple[int, ...]  # of factors, [Note: sequence]
     workers: tuple[range, ...]  # of layers
-    cuts: tuple[slice, ...] = ()  # factors that travel together, where that is decided
+    messages: tuple[int, ...] = ()  # by factor, which it travels in; (): not decided
 
     def owner(self, layer: int, kind: Kind) -> int:
         return self.owners[position(layer, kind, len(self.workers))]
 
-    def inverted_by(self, rank: int) -> list[int]:
-        """Positions in the sequence of the factors that `rank` inverts."""
-        return [i for i, r in enumerate(self.owners) if r in (rank, EVERYWHERE)]
-
-    def sizes(self, cut: slice, numels: Sequence[int]) -> list[int]:
-        """Elements of a run of factors that belong to each rank.
-
-        Parts for a ReduceScatter: owners have to ascend in the run, as `partitioned`
-        has them do.
-        """
-        sizes = [0] * self.size
-        for owner, numel in zip(self.owners[cut], numels[cut], strict=True):
-            sizes[owner] += numel
-        return sizes
+    def message(self, layer: int, kind: Kind) -> int:
+        """The number of the message in which a factor travels, where it is decided."""
+        return self.messages[position(layer, kind, len(self.workers))]
 
 
 def sequence(num_layers: int) -> list[tuple[int, Kind]]:
@@ -113,12 +102,17 @@ def partitioned(
     `ready` are the times at which factors are complete, `send(numel)` the seconds of
     one reduce. Of several ways to fuse the reduces, the one is taken with which, after
     the best partition (`contiguous`) for its arrivals, the last rank has inverted its
-    run the earliest. Without `ready` and `send` inversions alone are balanced.
+    run the earliest. Without `ready` and `send` inversions alone are balanced, and
+    fusion is not decided.
     """
-    ready = ready or [0.0] * len(costs)
+    if ready is None or send is None:
+        owners = [
+            r for r, run in enumerate(contiguous(costs, size)) for _ in costs[run]
+        ]
+        return Assignment(size, tuple(owners), _everybody(len(costs) // 2, size))
     best: tuple[float, list[slice], list[slice]] | None = None
     for cuts in fusions(numels, ready, send):
-        arriving = arrivals(cuts, numels, ready, send) if send else ready
+        arriving = arrivals(cuts, numels, ready, send)
         blocks = contiguous(costs, size, arriving)
         end = max(finish(costs[block], arriving[block]) for block in blocks)
         if best is None or end < best[0]:
@@ -127,7 +121,12 @@ def partitioned(
     _, cuts, blocks = best
     owners = [r for r, block in enumerate(blocks) for _ in costs[block]]
     workers = _everybody(len(costs) // 2, size)
-    return Assignment(size, tuple(owners), workers, tuple(cuts))
+    return Assignment(size, tuple(owners), workers, numbered(cuts))
+
+
+def numbered(cuts: Sequence[slice]) -> tuple[int, ...]:
+    """By factor, the number of the cut that it is in."""
+    return tuple(i for i, cut in enumerate(cuts) for _ in range(cut.stop - cut.start))
 
 
 def whole_layers(costs: Sequence[float], size: int) -> Assignment:

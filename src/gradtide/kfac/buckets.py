@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradtide.bucket import Bucket, Payload
-from gradtide.fusion import Fusion, Trace
+from gradtide.fusion import BySize, Trace
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.flows import Sum
 from gradtide.kfac.layers import Kind, Layer
 
 Factor: TypeAlias = tuple[Layer, Kind]
+UNPLANNED = BySize(25.0, pieces=4)
 WIRES = {"bf16": torch.bfloat16}
 
 
@@ -54,13 +56,23 @@ def lay_out(
     size: int,
     numbers: Callable[[Layer], int],
     arrived: Callable[[Sequence[Layer]], None],
+    message: Callable[[Factor], int] | None = None,
 ) -> list[FactorBucket]:
     """Buckets for the factors of one kind, in the order in which they get ready.
 
     With `owner` sums go to the owners only. Those of G carry `numbers(layer)` more of
-    each layer, summed for everybody, and `arrived` is told when they are there.
+    each layer, summed for everybody, and `arrived` is told when they are there. With
+    `message` neighbours of the same message travel together, otherwise as the
+    configuration's fusion says.
     """
-    cuts = _cut(config.fusion, [4 * layer.numel(kind) for layer in layers])
+    if message is None:
+        fusion, nbytes = (
+            config.fusion or UNPLANNED,
+            [4 * la.numel(kind) for la in layers],
+        )
+        cuts = fusion(Trace(nbytes), lambda _: 0.0) if nbytes else []
+    else:
+        cuts = _runs([message((layer, kind)) for layer in layers])
     return [
         _bucket(
             f"kfac.{kind}{i}", kind, layers[cut], config, owner, size, numbers, arrived
@@ -69,8 +81,10 @@ def lay_out(
     ]
 
 
-def _cut(fusion: Fusion, nbytes: Sequence[int]) -> list[slice]:
-    return fusion(Trace(nbytes), lambda _: 0.0) if nbytes else []
+def _runs(messages: Sequence[int]) -> list[slice]:
+    """Where equal numbers follow each other."""
+    ends = [i for i in range(1, len(messages)) if messages[i - 1] != messages[i]]
+    return [slice(a, b) for a, b in pairwise([0, *ends, len(messages)])]
 
 
 def _bucket(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from gradtide.fusion import BySize, Fusion
+from gradtide.fusion import Fusion
 
 DISTRIBUTIONS = ("mpd", "spd", "pad", "dp")
 
@@ -30,9 +30,13 @@ class KFAC:
     `workers` is the share of ranks that precondition a layer themselves (KAISA,
     Pauloski et al., SC 2021): 1 sends inverses to all, less sends them to fewer ranks,
     which send preconditioned gradients to the others; less memory, more messages. "dp"
-    has one worker for each layer. `fusion` says which factors travel together.
+    has one worker for each layer.
+
     `placement` goes by the time that inversions take on this device, or by the cube of
-    their rows, which is the same in every run. What is neither
+    their rows, which is the same in every run. `fusion` says which factors travel
+    together. Without one, and with "measured", "spd" and "pad" decide that after the
+    forward and backward of the first step, from the times at which factors were there;
+    "pad" together with the placement. What is neither
     Linear nor a convolution, or has more than `max_dim` inputs or outputs, gets plain
     gradients.
     """
@@ -49,7 +53,7 @@ class KFAC:
     samples: Literal["batch", "tokens"] = "batch"  # what the loss is a mean over
     placement: Literal["measured", "cubic"] = "measured"
     max_dim: int | None = 8192  # rows of a factor; larger layers are left alone
-    fusion: Fusion = BySize(25.0, pieces=4)  # noqa: RUF009  (frozen)
+    fusion: Fusion | None = None  # None: as measured, or BySize(25.0, pieces=4)
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -94,8 +98,20 @@ class KFAC:
             raise ValueError(
                 "KFAC('dp', workers=...): every layer has one worker there"
             )
-        if isinstance(self.fusion, type) or not callable(self.fusion):
+        if self.fusion is not None and (
+            isinstance(self.fusion, type) or not callable(self.fusion)
+        ):
             raise ValueError(f"KFAC(fusion={self.fusion!r}): not a fusion")
+
+    @property
+    def early(self) -> bool:
+        """Whether factors leave when they are ready, not after backward."""
+        return self.distribution in ("spd", "pad")
+
+    @property
+    def planned(self) -> bool:
+        """Whether fusion is decided from the times of a step."""
+        return self.early and self.fusion is None and self.placement == "measured"
 
     def __repr__(self) -> str:
         """The constructor call with what differs from the defaults."""

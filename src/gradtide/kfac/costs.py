@@ -6,8 +6,8 @@ Ranks measure different times, and the same one more than one: all go by rank 0'
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from gradtide.engine import Engine
 from gradtide.kfac.config import KFAC
-from gradtide.kfac.layers import KINDS, Layer, left_out, supported
+from gradtide.kfac.layers import KINDS, Kind, Layer, left_out, supported
 from gradtide.kfac.timing import estimate_inverses
 from gradtide.ops import AllGather
 
@@ -25,11 +25,16 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of inversions by rows, and of a gather of n elements of all ranks."""
+    """Seconds of inversions by rows, and of a gather of n elements of all ranks.
+
+    `ready` is when each factor was there in the first step, A and then G of the layers
+    in order; () before it.
+    """
 
     inverses: dict[int, float]
     start: float = 1e-3
     per_element: float = 4e-8  # at 1 Gb/s, without a probe
+    ready: tuple[float, ...] = ()
 
     def inverse(self, rows: int) -> float:
         return self.inverses[rows]
@@ -63,7 +68,7 @@ def measure(config: KFAC, layers: Sequence[Layer], engine: Engine) -> Costs:
     if config.placement == "cubic" or engine.transport.group.size == 1:
         return Costs({d: 2e-5 + d**3 / 3e10 for d in dims})
     probes = (0.0, 0.0)
-    if config.distribution == "spd":
+    if config.early:
         probes = _probe(engine, PROBES[0]), _probe(engine, PROBES[1])
     inverses: dict[int, float] = {}
     # The others wait: on shared cores they would slow what is measured.
@@ -75,6 +80,18 @@ def measure(config: KFAC, layers: Sequence[Layer], engine: Engine) -> Costs:
         Costs(inverses, probes[0], slope)
     )
     return costs[0]
+
+
+def watched(
+    known: Costs,
+    times: Mapping[tuple[Layer, Kind], float],
+    layers: Sequence[Layer],
+    engine: Engine,
+) -> Costs:
+    """With rank 0's times of factors in a step; a collective call."""
+    ready = tuple(times[layer, kind] for kind in KINDS for layer in layers)
+    agreed: list[tuple[float, ...]] = engine.transport.gather_objects(ready)
+    return replace(known, ready=agreed[0])
 
 
 def _probe(engine: Engine, numel: int) -> float:

@@ -13,7 +13,7 @@ Nothing here waits for a device, but for the check of a factorisation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gradtide.kfac.layers import Layer
 
-TOGETHER = 256  # rows up to which matrices of equal size are factorised together
 ATTEMPTS = 4  # each with ten times the damping of the one before
 
 
@@ -95,27 +94,6 @@ def inverse(factor: Tensor, damping: Tensor, name: str) -> Tensor:
         f"{name} cannot be inverted, not even with {10 ** (ATTEMPTS - 1)} times the "
         "damping: raise KFAC's damping, or lower the learning rate if the loss diverges"
     )
-
-
-def inverse_many(
-    factors: Sequence[Tensor], dampings: Sequence[Tensor], names: Sequence[str]
-) -> list[Tensor]:
-    """`inverse` of each, the small ones of equal size together. Order is kept."""
-    alike: dict[tuple[int, torch.device], list[int]] = {}
-    results: dict[int, Tensor] = {}
-    for i, factor in enumerate(factors):
-        if factor.shape[-1] <= TOGETHER:
-            alike.setdefault((factor.shape[-1], factor.device), []).append(i)
-        else:
-            results[i] = inverse(factor, dampings[i], names[i])
-    for indices in alike.values():
-        stacked = torch.cat([factors[i] for i in indices])
-        damping = torch.cat([dampings[i] for i in indices])
-        label = ", ".join(names[i] for i in indices)
-        groups = [len(factors[i]) for i in indices]
-        pieces = torch.split(inverse(stacked, damping, label), groups)
-        results.update(zip(indices, pieces, strict=True))
-    return [results[i] for i in range(len(factors))]
 
 
 def eigen(factor: Tensor, name: str) -> Eigen:

@@ -62,19 +62,18 @@ def arrivals(
 
 
 def fusions(
-    numels: Sequence[int],
-    ready: Sequence[float],
-    send: Callable[[int], float] | None,
+    numels: Sequence[int], ready: Sequence[float], send: Callable[[int], float]
 ) -> list[list[slice]]:
-    """Ways to cut the sequence: the earliest last arrival, and sizes in powers of 2."""
-    if send is None:
-        return [[slice(0, len(numels))]]
-    found = [_earliest(numels, ready, send)]
-    limit = max(numels)
+    """Ways to cut the sequence: the earliest last arrival, and sizes in powers of 2.
+
+    No run spans the middle: factors of forward and of backward travel apart.
+    """
+    found = [earliest(numels, ready, send)]
+    limit, middle = max(numels), len(numels) // 2
     while limit < 2 * sum(numels):
         cuts, begin, filled = [], 0, 0
         for i, numel in enumerate(numels):
-            if filled and filled + numel > limit:
+            if i and (i == middle or filled + numel > limit):
                 cuts.append(slice(begin, i))
                 begin, filled = i, 0
             filled += numel
@@ -83,18 +82,22 @@ def fusions(
     return found
 
 
-def _earliest(
+def earliest(
     numels: Sequence[int], ready: Sequence[float], send: Callable[[int], float]
 ) -> list[slice]:
-    """The cuts with which the last factor arrives the earliest, exactly."""
-    before = [0, *accumulate(numels)]
+    """The cuts with which the last factor arrives the earliest, exactly.
+
+    No run spans the middle of the sequence.
+    """
+    before, middle = [0, *accumulate(numels)], len(numels) // 2
     ends: list[tuple[float, int]] = [(0.0, 0)]  # (arrival, first of the last run)
+    start = 0.0
     for i in range(1, len(numels) + 1):
-        start = max(ready[:i])
+        start = max(start, ready[i - 1])
         ends.append(
             min(
                 (max(ends[j][0], start) + send(before[i] - before[j]), j)
-                for j in range(i)
+                for j in range(middle if i > middle else 0, i)
             )
         )
     cuts, end = [], len(numels)

@@ -12,6 +12,11 @@ arrival: a bucket that is full waits for those before it, also for the gradients
 rank did not have in the last step is not waited for: where nobody has it, it stays so,
 and where it comes after its bucket has left, it is left out of this step.
 
+[Note: first step] How often a layer is called is not known in the first step, so its
+factors leave after backward only. Before they do, owners and fusion are decided from
+the times at which they were there, where the configuration wants that: nothing has to
+be moved, as no rank knows any curvature yet.
+
 [Note: new inverses] New inverses are used from the moment at which the training thread
 takes delivery of them (or on the lane, where they are used there), not from when they
 are made: what is still to be updated with the old ones would otherwise depend on the
@@ -67,7 +72,6 @@ class Preconditioner:
         self.step = 0  # backward passes that were exchanged
         self.groups: list[LayerGroup] = []
         self.factors: list[FactorBucket] = []
-        self.early = config.distribution in ("spd", "pad")  # factors leave when ready
         self._begin_backward, self._launch = begin, launch
         self._collecting = False
         self._local = config.distribution == "dp"
@@ -79,20 +83,13 @@ class Preconditioner:
         self._open = False  # buffers are in use by this step
         self._inverting = False  # what is summed now is to be inverted
         self._homes: dict[Factor, FactorBucket] = {}
-        self._model, self._scale = model, scale
+        self._model, self.scale = model, scale
         self.statistics = Statistics(model, [], self._ready)
         self.place(costs.measure(config, layers, engine))
 
     def place(self, known: Costs) -> None:
         """Place factors by their costs, and begin with no curvature at all."""
-        self.costs = known
-        self.placed = assignment(
-            self.config, self.layers, self._size, known.inverse, known.send
-        )
-        self.curvatures = {
-            layer: Curvature(layer, self.config, self._inverted(layer))
-            for layer in self.layers
-        }
+        self._assign(known)
         self._absent, self._arrived, self._open = set(), set(), False
         self.statistics.disarm()
         self.statistics = Statistics(
@@ -100,9 +97,23 @@ class Preconditioner:
             [layer for layer in self.layers if self._measures(layer)],
             self._ready,
             samples=SAMPLES[self.config.samples],
-            scale=self._scale,
+            scale=self.scale,
         )
         self._arm()
+        self.lay_out(self.layers[::-1], [self.layers])
+
+    def _assign(self, known: Costs) -> None:
+        self.costs = known
+        self.placed = assignment(self.config, self.layers, self._size, known)
+        self.curvatures = {
+            layer: Curvature(layer, self.config, self._inverted(layer))
+            for layer in self.layers
+        }
+
+    def _plan(self) -> None:
+        """Place factors anew, by when they were ready: see [Note: first step]."""
+        times = self.statistics.times()
+        self._assign(costs.watched(self.costs, times, self.layers, self.engine))
         self.lay_out(self.layers[::-1], [self.layers])
 
     def _arm(self) -> None:
@@ -115,6 +126,9 @@ class Preconditioner:
 
     def _owner(self, factor: Factor) -> int:
         return self.placed.owner(self.layers.index(factor[0]), factor[1])
+
+    def _message(self, factor: Factor) -> int:
+        return self.placed.message(self.layers.index(factor[0]), factor[1])
 
     def _measures(self, layer: Layer) -> bool:
         return not self._local or bool(self.curvatures[layer].running)
@@ -148,6 +162,7 @@ class Preconditioner:
                     self._size,
                     count,
                     self._summed,
+                    self._message if self.placed.messages else None,
                 )
             ]
         self._homes = {(la, home.kind): home for home in kept for la in home.views}
@@ -230,6 +245,9 @@ class Preconditioner:
     def collect(self) -> None:
         """Backward has ended: take what hooks have not handed out yet."""
         if self.statistics.armed:
+            first = self.step == 0 and not self.costs.ready
+            if first and self.config.planned and self._size > 1:
+                self._plan()
             self._collecting = True
             self._absent = set(self.statistics.finish())
             self._collecting = False

@@ -52,6 +52,7 @@ class _Sum:
     calls: int = 0  # that were seen in this step, outside of `quiet`
     expected: int = 0  # calls of the last step; 0: not known, only `finish` completes
     done: bool = False
+    at: float = 0.0  # when something was added last, of time.perf_counter()
 
 
 @dataclass(eq=False)
@@ -136,6 +137,17 @@ class Statistics:
             watch.seen = False
             for kind in KINDS:
                 watch.sums[kind] = _Sum(expected=watch.sums[kind].expected)
+
+    def times(self) -> dict[tuple[Layer, Kind], float]:
+        """When each factor of this step was last added to, seconds since the first.
+
+        What this rank had nothing for comes last. Before `finish`.
+        """
+        parts = {
+            (w.layer, k): part.at for w in self._watches for k, part in w.sums.items()
+        }
+        seen = [at for at in parts.values() if at] or [0.0]
+        return {key: (at or max(seen)) - min(seen) for key, at in parts.items()}
 
     def finish(self) -> list[tuple[Layer, Kind]]:
         """Hand out what is left, A in order of the layers and G in reverse; disarm.
@@ -227,6 +239,8 @@ class Statistics:
             add_gram(part.factor, rows(), alpha, beta, bias)
             if complete:
                 self._hand_out(layer, kind, part)
+        if not self.quiet:
+            part.at = time.perf_counter()
         self.seconds += time.perf_counter() - start
 
     def _hand_out(self, layer: Layer, kind: Kind, part: _Sum) -> None:
