@@ -80,3 +80,14 @@ def test_files(tmp_path: Path) -> None:
     assert "dear" in (tmp_path / "table.txt").read_text()
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert len(json.loads((tmp_path / "record.json").read_text())["results"]) == 2
+
+
+def test_stages_of_kfac_have_columns() -> None:
+    names = ("forward_backward", "gradient_comm", "factor_comp", "factor_comm")
+    stages = dict.fromkeys((*names, "inverse_comp", "inverse_comm"), 0.375)
+    rows = record(row("wfbp", 1.0), row("spd_kfac", 1.0, stages=stages))
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(table(rows, FACTS, 300))
+    assert "inverse comm" in capture.get()
+    assert capture.get().count("375") == 6

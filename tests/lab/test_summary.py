@@ -10,6 +10,7 @@ from tests.lab.samples import APPLIED, STEP, row
 from torch import nn
 
 from gradtide.engine import Engine
+from gradtide.kfac.stages import Stages
 from gradtide.lab.contestants import Contestant
 from gradtide.lab.limits import Compute
 from gradtide.lab.spec import Spec
@@ -133,3 +134,17 @@ def test_speedups_need_ddp() -> None:
 def test_the_typical_step_is_of_the_last_round() -> None:
     found = typical(trial(*(step(1, 1, n) for n in (4, 9, 1, 4, 8))), num_last=3)
     assert found == step(1, 1, 4)
+
+
+def test_stages_of_kfac_are_means_over_ranks_and_steps() -> None:
+    found = (Stages(1.0, 0.5, 2.0, 3.0, 4.0), Stages(3.0, 1.5, 4.0, 5.0, 6.0))
+    ranks = [trial(step(1, 2, 1), stages=stages) for stages in found]
+    result = summarise(SPEC, contestant(WFBP, engine=object()), ranks, COMPUTED)
+    assert result.stages == {
+        "forward_backward": pytest.approx(3 - 0.5),  # factors are computed within
+        "gradient_comm": 1.0,
+        "factor_comp": 0.5,
+        "factor_comm": 1.5,
+        "inverse_comp": 2.0,
+        "inverse_comm": 2.5,
+    }

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradtide.collectives import Dense
 from gradtide.engine import Engine
+from gradtide.kfac.preconditioner import Preconditioner
 from gradtide.lab.hooks import casting
 from gradtide.lab.workloads import Workload
 from gradtide.replicate import replicate
@@ -47,6 +48,7 @@ class Contestant:
     sparse: bool = False  # some of the gradient stays behind
     scheme: Callable[[], Scheme] | None = None  # of now: `auto` becomes another one
     payload_bytes: float = 0.0  # sent per rank and step, where there is no engine
+    kfac: Preconditioner | None = None
 
     def settled(self) -> Contestant:
         """The same contestant as it is now, after its warm-up."""
@@ -94,6 +96,7 @@ def enter(name: str, workload: Workload, size: int) -> Contestant:
         engine=sync.engine,
         sparse=not isinstance(sync.scheme.collective, Dense),
         scheme=lambda: sync.scheme,
+        kfac=sync.kfac,
     )
 
 

@@ -42,6 +42,7 @@ class Result:
     # Left out of the record where None:
     evaluation: dict[str, float] | None = None
     became: str | None = None  # the scheme that `auto` decided on
+    stages: dict[str, float] | None = None  # of K-FAC: busy seconds, they overlap
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Record:
     def dumps(self) -> str:
         fields: dict[str, Any] = asdict(self)
         for result in fields["results"]:
-            for name in ("evaluation", "became"):
+            for name in ("evaluation", "became", "stages"):
                 if result[name] is None:
                     del result[name]
         return json.dumps(fields, indent=2) + "\n"

@@ -38,6 +38,10 @@ def distance(row: Result) -> float | None:
     return row.step_seconds / row.limit_seconds - 1
 
 
+def _stage(row: Result, name: str) -> str | None:
+    return None if row.stages is None else _milliseconds(row.stages[name])
+
+
 _COLUMNS = (
     Column("step ms", lambda row: _milliseconds(row.step_seconds)),
     Column(
@@ -59,6 +63,17 @@ _COLUMNS = (
     Column("CPU s", lambda row: _format(row.cpu_seconds, ".3f")),
     Column("density", lambda row: _format(row.density, ".3g")),
     Column("loss", lambda row: _format(row.final_loss, ".4f")),
+    *(
+        Column(heading, lambda row, name=name: _stage(row, name))  # type: ignore[misc]
+        for name, heading in (
+            ("forward_backward", "FF&BP"),
+            ("gradient_comm", "grad comm"),
+            ("factor_comp", "factor comp"),
+            ("factor_comm", "factor comm"),
+            ("inverse_comp", "inverse comp"),
+            ("inverse_comm", "inverse comm"),
+        )
+    ),
 )
 
 

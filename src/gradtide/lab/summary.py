@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradtide.kfac.stages import Stages
 from gradtide.lab.contestants import Contestant
 from gradtide.lab.limits import Compute, Wire, limit_seconds
 from gradtide.lab.record import Result
@@ -116,6 +117,7 @@ def summarise(
         final_loss=None if common.replayed else loss,
         evaluation=trials[0].evaluation,
         became=contestant.became,
+        stages=_stages(trials, split),
     )
 
 
@@ -156,6 +158,22 @@ def _without_waits(split: Parts, contestant: Contestant, compute: Compute) -> Pa
     forward = min(split.forward, compute.forward) if buffers else split.forward
     waited = split.forward - forward + split.backward - backward
     return split._replace(forward=forward, backward=backward, exposed=waited)
+
+
+def _stages(trials: Sequence[Trial], split: Parts) -> dict[str, float] | None:
+    """Seconds of a step in the stages of the K-FAC papers, means over the ranks.
+
+    Factors are computed in forward and backward, and counted apart here.
+    """
+    found = [trial.stages for trial in trials if trial.stages is not None]
+    if not found:
+        return None
+    means = {
+        name: _per_step(trials, [getattr(stages, name) for stages in found])
+        for name in Stages._fields
+    }
+    computing = split.forward + split.backward - means["factor_comp"]
+    return {"forward_backward": max(0.0, computing), **means}
 
 
 def _per_step(trials: Sequence[Trial], sums: Sequence[float]) -> float:

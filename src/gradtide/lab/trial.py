@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradtide.engine import Engine, Record
+from gradtide.kfac.stages import Stages
 from gradtide.lab.contestants import Contestant
 
 Interval = tuple[float, float]  # seconds of time.perf_counter()
@@ -66,6 +67,7 @@ class Trial:
     cpu_seconds: float = 0.0
     loss: float = 0.0  # of the last step
     evaluation: dict[str, float] | None = None
+    stages: Stages | None = None  # of K-FAC, busy seconds
 
 
 class Clock:
@@ -107,8 +109,11 @@ class Runner:
     def round(self, num_timed: int, clock: Clock, report: Callable[[], None]) -> None:
         """One block; see [Note: What is timed]."""
         trial, engine = self.trial, self.contestant.engine
+        kfac = self.contestant.kfac
         gc.collect()  # here, so that it never runs in a step
-        if engine is not None:
+        if kfac is not None:
+            kfac.clear()
+        elif engine is not None:
             engine.clear()
         sent = self._sent()
         dist.barrier()
@@ -130,6 +135,9 @@ class Runner:
             )
             if self.contestant.sparse:
                 self._selection(engine)
+        if kfac is not None:
+            before, found = trial.stages or Stages(), kfac.stages()
+            trial.stages = Stages(*map(sum, zip(before, found, strict=True)))
 
     def _selection(self, engine: Engine) -> None:
         trial = self.trial
