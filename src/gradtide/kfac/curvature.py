@@ -122,7 +122,7 @@ class Curvature:
                 pack(full, out)
 
     def decode(self, kind: Kind, flat: Tensor) -> None:
-        """Take a new inverse that another rank has made."""
+        """Take a new inverse as it travelled."""
         if not self.known:
             return
         groups, d, _ = shape = self.layer.shape(kind)

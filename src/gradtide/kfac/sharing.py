@@ -123,11 +123,12 @@ class LayerGroup:
                     self._curvatures[layer].encode(kind, view)
 
     def _take(self) -> None:
+        # Also of what was made here: the layout of a matrix in memory, and the lower
+        # triangle, change the last digits of a product, and replicas would drift apart.
         with torch.no_grad():
             for i, view in self.inverses.flow.views.items():
                 layer, kind = self._inverses[i]
-                if self.inverses.flow.pieces[i].source != self._rank:
-                    self._curvatures[layer].decode(kind, view)
+                self._curvatures[layer].decode(kind, view)
         for layer in self.layers:
             self._curvatures[layer].complete()
         if self.products is not None:
@@ -170,7 +171,8 @@ class LayerGroup:
             return self._made[layer]
         views = self.products.flow.views
         where = next(i for i in views if self._products[i] is layer)
-        return views[where].view(gradient.shape)
+        # A copy: the result of a sum depends on where in memory it begins.
+        return views[where].view(gradient.shape).clone()
 
 
 def gradients(layer: Layer, read: Read) -> tuple[Tensor | None, Tensor | None]:
