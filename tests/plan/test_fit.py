@@ -92,3 +92,21 @@ def test_a_rate_that_is_known_says_what_slipped_through() -> None:
 def test_noise_is_no_burst() -> None:
     some = [Point("x", 1, 1, n, s) for n, s in ((1, 0.1), (2, 0.1), (3, 0.1), (4, 9.0))]
     assert beyond_burst(some) == (some, [])
+
+
+@pytest.mark.parametrize("rate", [50e6, 200e6])
+def test_small_requests_that_overlap_do_not_make_the_link_faster(rate: float) -> None:
+    """As on a shaped link: starting and carrying at once, and a burst for nothing."""
+    alpha, beta, burst = 2e-4, 8 / rate, 50_000
+    random = np.random.default_rng(0)
+    some = [
+        Point("AllToAll", int(n), 7, n, max(7 * alpha, beta * n) * noise)
+        for n in np.geomspace(4e3, 3e6, 6)
+        for noise in 1 + 0.02 * random.standard_normal(5)
+    ]
+    some += [
+        Point("AllToAll", int(n), 7, n, 7 * alpha + beta * max(n - burst, 0.0))
+        for n in (4e3, 2e4, 8e4)
+    ]
+    kept, _ = beyond_burst(some, rate)
+    assert fit(kept).beta == pytest.approx(beta, rel=0.02)

@@ -1,9 +1,17 @@
-"""Fits of times to alpha and beta: non-negative, relative, and deaf to outliers."""
+"""Fits of times to alpha and beta: non-negative, and deaf to outliers.
+
+[Note: First the rate] A start-up and the bytes behind it overlap, on an idle link and
+where requests follow one another: what takes 1 ms to start and 1 ms to carry does not
+take 2. One fit of all sizes would spread that error over both numbers, and make links
+faster than they are. So beta is what the largest sizes say, and alpha what is then left
+over for the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +20,11 @@ ROUNDS = 30  # of reweighting; it settles in about ten
 OUTLIER = 3.0  # robust standard deviations from which a point counts less and less
 FLOOR = 0.01  # relative errors below this are noise, however well the others fit
 BURST = 0.85  # of the time at the link's rate: what is faster has not met it
-
+HALF = 0.5  # of a request's time: it is mostly a start
 NEAR = 1 / 8  # of the largest size: a bucket is small beside what is measured
+
+
+Array: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -41,24 +52,41 @@ class Fit:
 
 
 def fit(points: Sequence[Point]) -> Fit:
-    """The best non-negative alpha and beta, by errors relative to what was measured.
+    """Non-negative alpha and beta, by errors relative to what was measured.
 
-    Reweighted least squares: a point's weight falls with its error from OUTLIER robust
-    standard deviations on (Huber, 1964). The residual is that of all points.
+    Beta is fitted with an alpha of its own, errors weighted by the bytes carried; then
+    alpha, to the points that spend most of their time on starting, if there are any:
+    see [Note: First the rate]. The residual is that of all points.
     """
     if not points:
         return Fit(0.0, 0.0, 0.0)
     seconds = np.array([point.seconds for point in points])
     columns = np.array([[point.starts, point.carried] for point in points])
-    columns /= seconds[:, None]
-    weights = np.ones(len(points))
+    most = max(columns[:, 1].max(), 1e-300)
+    relative = columns / seconds[:, None]
+    ones = np.ones(len(points))
+    beta = _huber(relative, ones, columns[:, 1] / most)[1]
+    left = ones - beta * relative[:, 1]
+    starting = left > HALF if (left > HALF).any() else left == left
+    rest = np.column_stack([relative[:, 0], 0 * ones])
+    alpha = _huber(rest[starting], left[starting], ones[starting])[0]
+    errors = relative @ np.array([alpha, beta]) - 1
+    return Fit(float(alpha), float(beta), float(np.sqrt(np.mean(errors**2))))
+
+
+def _huber(columns: Array, target: Array, weights: Array) -> Array:
+    """Non-negative least squares, reweighted (Huber, 1964).
+
+    A point's weight falls with its error from OUTLIER robust standard deviations on.
+    """
+    trust = np.ones(len(target))
     for _ in range(ROUNDS):
-        found = _non_negative(columns * weights[:, None], weights)
-        errors = np.abs(columns @ found - 1)
+        each = weights * trust
+        found = _non_negative(columns * each[:, None], target * each)
+        errors = np.abs(columns @ found - target)
         scale = max(1.4826 * float(np.median(errors)), FLOOR)
-        weights = np.sqrt(np.minimum(1.0, OUTLIER * scale / np.maximum(errors, 1e-12)))
-    residual = float(np.sqrt(np.mean((columns @ found - 1) ** 2)))
-    return Fit(float(found[0]), float(found[1]), residual)
+        trust = np.sqrt(np.minimum(1.0, OUTLIER * scale / np.maximum(errors, 1e-12)))
+    return found
 
 
 def beyond_burst(
@@ -94,9 +122,7 @@ def _slope(points: Sequence[Point]) -> float:
     return min(slope, high / sizes[-1])
 
 
-def _non_negative(
-    columns: NDArray[np.float64], target: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _non_negative(columns: Array, target: Array) -> Array:
     """Least squares in two unknowns, 0 or more: the best of all active sets."""
     norms = np.maximum(np.linalg.norm(columns, axis=0), 1e-300)
     scaled = columns / norms

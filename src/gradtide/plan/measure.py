@@ -1,28 +1,29 @@
 """Measures the network of a running job, on the job's own transport.
 
 A collective call: every rank makes it while nothing else is on its way, and every rank
-gets the same `Network`.
+gets the same `Network`, or all raise: see gradtide.plan.bench, [Note: Agreement].
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
+from gradtide.plan.bench import Bench
 from gradtide.plan.fit import Fit, Point, beyond_burst, fit
 from gradtide.plan.network import Link, Network, Rate
-from gradtide.plan.points import Bench, kinds, sweep
+from gradtide.plan.points import Kind, kinds, sweep
 from gradtide.plan.workbench import device as workbench
 from gradtide.plan.workbench import interference
 from gradtide.transport import Transport
 
-HURRIED = 15.0  # seconds of budget below which not every kind of request is timed
-BUSY_BYTES = 4e6  # of the tensors that keep the lane busy
+HURRIED = 10.0  # seconds for a link below which only what is needed is timed
+BUSY_BYTES = (1e5, 4e6)  # of the tensors that keep the lane busy, least and most
 SHARES = (0.75, 0.15, 0.1)  # of the budget: links, processor, interference
 
 
@@ -51,11 +52,13 @@ def measure(
 
     `device` is where the gradients are (None: the CPU), `rate` the nominal bits/s of a
     host's link, if known. What links within hosts take is not told apart from what
-    those between hosts do. With a small budget or a slow link it takes longer: each
-    kind of request is timed at two sizes at the least.
+    those between hosts do. With a small budget or a slow link it takes longer: four
+    requests of each kind that is needed are made whatever they take. Raises RankError
+    where a rank fails by itself, CommunicationError where one is lost.
     """
     bench = Bench(transport, device or torch.device("cpu"))
-    hosts, local = layout(transport)
+    names = bench.everyone(_host)
+    hosts, local = bench.first(lambda: layout(names))
     like = Network(hosts, local, Link.of(0.0, 0.0), rate=rate)
     inter, _ = measure_link(bench, like, SHARES[0] * budget)
     return finish(bench, replace(like, inter=inter), budget)
@@ -67,18 +70,32 @@ def measure_link(bench: Bench, like: Network, budget: float) -> tuple[Link, list
     The ranks are laid out on hosts as `like` says; `like.intra` is None where what
     travels within a host is free.
     """
-    wanted = kinds(bench, budget < HURRIED * SHARES[0])
-    points = {kind: sweep(bench, kind, budget / len(wanted), like) for kind in wanted}
-    rows = []
-    for field in dict.fromkeys(kind.field for kind in wanted if kind.field):
-        own = [p for kind in wanted if kind.field == field for p in points[kind]]
-        kept, dropped = beyond_burst(own, like.rate)
-        rows.append(Row(field, fit(kept), tuple(kept), tuple(dropped)))
-    found = {row.field: row for row in rows}
-    for kind in wanted:
-        if not kind.field:
-            rows.append(Row("", found["ring"].fit, tuple(points[kind])))
+    everything = bench.prepared(lambda: kinds(bench))
+    wanted = [kind for kind in everything if kind.needed or budget >= HURRIED]
+    points: dict[Kind, list[Point]] = {}
+    end = bench.first(bench.now) + budget
+    for i, kind in enumerate(wanted):
+        left = end - bench.first(bench.now)
+        share = kind.weight / sum(other.weight for other in wanted[i:])
+        if kind.needed or left > 0:
+            points[kind] = sweep(bench, kind, max(left * share, 0.0), like)
+    # Two machines may round alike numbers differently.
+    rows = bench.first(lambda: _rows(points, like.rate))
     return link(rows), rows
+
+
+def _rows(points: Mapping[Kind, Sequence[Point]], rate: float | None) -> list[Row]:
+    rows: dict[str, Row] = {}
+    for field in dict.fromkeys(kind.field for kind in points if kind.field):
+        own = [p for kind in points if kind.field == field for p in points[kind]]
+        kept, dropped = beyond_burst(own, rate)
+        rows[field] = Row(field, fit(kept), tuple(kept), tuple(dropped))
+    beside = [
+        Row("", rows["ring"].fit, tuple(found))
+        for kind, found in points.items()
+        if not kind.field
+    ]
+    return [*rows.values(), *beside]
 
 
 def link(rows: Sequence[Row]) -> Link:
@@ -93,22 +110,22 @@ def link(rows: Sequence[Row]) -> Link:
 
 def finish(bench: Bench, network: Network, budget: float) -> Network:
     """The network, with what its ranks' processors can do measured."""
-    ring, size = network.inter.ring, bench.group.size
-    exchange = ring.alpha * (size - 1) + ring.beta * BUSY_BYTES
+    seconds = SHARES[2] * budget
+    quick = seconds / 4 / max(network.inter.ring.beta, 1e-12)
+    nbytes = max(min(quick, BUSY_BYTES[1]), BUSY_BYTES[0])
     return replace(
         network,
         device=workbench(bench, SHARES[1] * budget),
-        interference=interference(bench, BUSY_BYTES, exchange, SHARES[2] * budget),
+        interference=interference(bench, nbytes, seconds),
     )
 
 
-def layout(transport: Transport) -> tuple[int, int]:
-    """Hosts, and ranks on each.
+def layout(names: Sequence[str]) -> tuple[int, int]:
+    """Hosts, and ranks on each, by the names of the ranks' hosts.
 
     Ranks that all share one host, or are not numbered host by host in equal numbers,
     count as so many hosts.
     """
-    names = transport.gather_objects(_host())
     size = len(names)
     hosts = len(set(names))
     local = size // hosts

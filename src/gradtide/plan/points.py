@@ -1,25 +1,19 @@
 """Times of requests over sizes, through the transport that training uses.
 
-Knows requests and clocks; the model that the times are fitted to is `cost`.
+Knows requests and how long they took; the model that is fitted to them is `cost`.
 
 [Note: One behind the other] After a pause a shaped link lets some bytes pass at once.
 So requests of one size are made one behind the other, the first is not timed where
-there is time for a second, and what counts is from one answer to the next.
-
-[Note: Agreement] All ranks decide alike how often and how large to ask, because they
-decide by the times that all have gathered.
+there is time for a second, and what counts is from one answer to the next: what a link
+has saved up between two is what it was idle for.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from gradtide.ops import (
@@ -31,70 +25,41 @@ from gradtide.ops import (
     ReduceScatter,
     Swap,
 )
+from gradtide.plan.bench import Bench
 from gradtide.plan.cost import seconds
 from gradtide.plan.fit import Point
 from gradtide.plan.network import ONE_HOP_BYTES, Link, Network
-from gradtide.transport import Transport
 
-ITEM = 4  # bytes: float32
 LARGEST = 1 << 26  # bytes of one tensor: memory, and what a bucket may have
-GROWTH = 3.0  # from one size to the next
+LONGEST = 0.1  # of the budget: a request of the largest size
+GROWTH = 4.0  # from one size to the next while that is looked for
+STEP = 3.0  # from one size to the next that is timed, at the least
+LEAST = 1.5  # a second size is so much larger, whatever it takes
+SIZES = 6  # at the most
 MOST = 6  # timed requests of one size
-FEW = 2  # sizes that a line needs
 
 Make = Callable[[Tensor, int], Op]  # of memory, and of the number of the request
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A request that is timed, and the field of a `Link` that its times are for."""
+    """A request that is timed, and the field of a `Link` that its times are for.
+
+    `weight`: its share of the time. Without `needed`, it is timed if there is time.
+    `apart`: each request waits until all ranks have their answer to the one before.
+    """
 
     name: str
     field: str
     smallest: int  # bytes of its tensor
     make: Make
+    weight: float = 1.0
+    needed: bool = False
+    apart: bool = False
 
 
-class Bench:
-    """Makes requests on a transport, whose ranks all do the same at the same time."""
-
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        self.transport, self.device = transport, device
-        self.group = transport.group
-
-    def now(self) -> float:
-        """The time, when all that was asked of the device is done."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return time.perf_counter()
-
-    def ask(self, op: Op) -> Callable[[], None]:
-        """Put a request in line; what is returned waits for the answer."""
-        pending: list[Any] = []
-        return self.transport.submit(
-            lambda: pending.append(self.transport.issue(op)),
-            lambda: self.transport.wait(pending.pop()),
-        ).join
-
-    def meet(self) -> None:
-        """Return when all ranks have come here."""
-        self.ask(AllReduce(torch.zeros(1, device=self.device)))()
-        self.now()
-
-    def empty(self, nbytes: float) -> Tensor:
-        """Zeros, in a number that all ranks can divide among them."""
-        size = self.group.size
-        numel = max(1, round(nbytes / ITEM / size)) * size
-        return torch.zeros(numel, device=self.device)
-
-    def middle(self, values: list[float]) -> list[float]:
-        """The median over ranks of each value, the same everywhere."""
-        everyone = self.transport.gather_objects(values)
-        return [median(each) for each in zip(*everyone, strict=True)]
-
-
-def kinds(bench: Bench, hurried: bool) -> list[Kind]:
-    """What is timed; `hurried`, one request for each way of travelling but trees."""
+def kinds(bench: Bench) -> list[Kind]:
+    """What is timed, in this order; needed is one for each way of travelling."""
     rank, size = bench.group
     ring = round(1.25 * ONE_HOP_BYTES * size)  # beyond what goes in one hop
     pair = size - 1 - rank  # on another host, at least for rank 0
@@ -107,20 +72,27 @@ def kinds(bench: Bench, hurried: bool) -> list[Kind]:
         part = len(x) // size
         return AllGather(x[rank * part : (rank + 1) * part], into=x)
 
-    few = [
-        Kind("AllToAll", "direct", 1 << 12, exchange),
-        Kind("ReduceScatter", "ring", ring, lambda x, _: ReduceScatter(x)),
-        Kind("Swap", "swap", 1 << 12, lambda x, _: Swap(x, pair)),
-    ]
-    if hurried:
-        return few
+    def scatter(x: Tensor, _: int) -> Op:
+        return ReduceScatter(x)
+
+    def swap(x: Tensor, _: int) -> Op:
+        return Swap(x, pair)
+
+    def broadcast(x: Tensor, number: int) -> Op:
+        return Broadcast(x, number % size)
+
+    def reduce(x: Tensor, _: int) -> Op:
+        return AllReduce(x)
+
     return [
-        *few,
-        Kind("AllGather", "ring", ring, gather),
-        # From everybody in turn: a root that sends on and on would hide the tree.
-        Kind("Broadcast", "broadcast", 1 << 12, lambda x, i: Broadcast(x, i % size)),
+        Kind("ReduceScatter", "ring", ring, scatter, 3.0, needed=True),
+        Kind("AllToAll", "direct", 1 << 12, exchange, 3.0, needed=True),
+        Kind("Swap", "swap", 1 << 12, swap, needed=True),
+        Kind("AllGather", "ring", ring, gather, 2.0),
+        # A root that sends on and on would hide the tree.
+        Kind("Broadcast", "broadcast", 1 << 12, broadcast, 2.0, apart=True),
         # Gloo's own, not fitted: beside the ring that stands for it.
-        Kind("AllReduce", "", ring, lambda x, _: AllReduce(x)),
+        Kind("AllReduce", "", ring, reduce),
     ]
 
 
@@ -148,45 +120,68 @@ def shape(network: Network) -> Callable[[Op, Bench], tuple[float, float]]:
 
 
 def sweep(bench: Bench, kind: Kind, budget: float, network: Network) -> list[Point]:
-    """Times of one kind over growing sizes, for about `budget` seconds.
+    """Times of one kind over sizes, in about `budget` seconds.
 
-    At least two sizes are timed, whatever they take.
+    Half of the time is for the largest size, which says most of the rate. At least two
+    sizes are timed, once, whatever they take.
     """
-    charged, points = shape(network), list[Point]()
-    nbytes, spent, sizes = float(kind.smallest), 0.0, 0
-    while True:
-        x = bench.empty(nbytes)
-        found = _in_a_row(bench, kind, x, budget / 4)
-        spent += sum(found)
+    largest, taken = _largest(bench, kind, LONGEST * budget)
+    charged = bench.prepared(lambda: shape(network))
+    points: list[Point] = []
+    for size in _ladder(kind.smallest, largest):
+        time = taken * size / largest
+        count = max(1, min(MOST, int(budget / 2 / time) - 1))
+        bench.tell(f"{kind.name} of {size / 1e6:.3g} MB, {count} x {time * 1e3:.0f} ms")
+        found, op = _timed(bench, kind, size, count, budget > 3 * time)
         # Of a pair of swaps, or of a tree, each rank has its part; rank 0's is typical.
-        starts, carried = charged(kind.make(x, 0), bench)
-        points += [
-            Point(kind.name, len(x) * ITEM, starts, carried, taken)
-            for taken in found[1:] or found
-        ]
-        sizes += 1
-        typical = median(found[1:] or found)
-        enough = sizes >= FEW and spent + 2 * GROWTH * typical > budget
-        nbytes *= GROWTH if spent + 2 * GROWTH * typical < budget else 1.5
-        if enough or nbytes > LARGEST:
-            return points
+        starts, carried = bench.first(partial(charged, op, bench))
+        nbytes = round(size)
+        points += [Point(kind.name, nbytes, starts, carried, each) for each in found]
+    return points
 
 
-def _in_a_row(bench: Bench, kind: Kind, x: Tensor, budget: float) -> list[float]:
-    """Seconds from answer to answer; as many as fit in the budget, at least one."""
-    bench.meet()
-    first = bench.middle([_timed(bench, kind, x, 0, 1)[0]])
-    more = min(MOST, int(budget / max(first[0], 1e-6)))
-    if not more:
-        return first
-    bench.meet()
-    found = _timed(bench, kind, x, 1, more + 1)
-    return bench.middle(found)
+def _largest(bench: Bench, kind: Kind, longest: float) -> tuple[float, float]:
+    """The size that takes about so long, and what it takes."""
+    nbytes = float(kind.smallest)
+    while True:
+        bench.tell(f"{kind.name}, a first look at {nbytes / 1e6:.3g} MB")
+        taken = max(_timed(bench, kind, nbytes, 1, False)[0][0], 1e-6)
+        if taken > longest / GROWTH or nbytes * GROWTH > LARGEST:
+            break
+        nbytes *= GROWTH
+    least = LEAST * kind.smallest
+    larger = min(max(nbytes * min(longest / taken, GROWTH), least), float(LARGEST))
+    return larger, taken * larger / nbytes
 
 
-def _timed(bench: Bench, kind: Kind, x: Tensor, first: int, count: int) -> list[float]:
-    moments = [bench.now()]
-    for i in range(first, first + count):
-        bench.ask(kind.make(x, i))()
-        moments.append(bench.now())
-    return [b - a for a, b in pairwise(moments)]
+def _ladder(smallest: float, largest: float) -> list[float]:
+    """Sizes from the smallest to the largest, at even ratios."""
+    count, ratio = 2, largest / smallest
+    while count < SIZES and ratio ** (1 / count) >= STEP:
+        count += 1
+    return [smallest * ratio ** (i / (count - 1)) for i in range(count)]
+
+
+def _timed(
+    bench: Bench, kind: Kind, nbytes: float, count: int, ahead: bool
+) -> tuple[list[float], Op]:
+    """Seconds of so many requests, the medians over ranks; and one of them.
+
+    `ahead`: one more goes before, which is not timed.
+    """
+
+    def make() -> list[Op]:
+        x = bench.empty(nbytes)
+        return [kind.make(x, i) for i in range(count + ahead)]
+
+    ops = bench.prepared(make)
+    found, end = list[float](), bench.now()
+    for op in ops:
+        begin = end
+        if kind.apart:
+            bench.everyone(lambda: None)
+            begin = bench.now()
+        bench.ask(op)()
+        end = bench.now()
+        found.append(end - begin)
+    return bench.middle(lambda: found[ahead:]), ops[0]

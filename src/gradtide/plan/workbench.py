@@ -2,12 +2,13 @@
 
 [Note: Means] Ranks that share cores are stopped for a while now and then. The median of
 short calls would not see that; so calls are made for a fixed time, on all ranks at
-once, and their mean counts.
+once, and their mean counts. What they call is made before, on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,16 @@ from torch.optim import SGD
 
 from gradtide.bucket import Payload
 from gradtide.ops import ReduceScatter, Swap
+from gradtide.plan.bench import Bench
 from gradtide.plan.fit import Point, fit
 from gradtide.plan.network import Device, Line
-from gradtide.plan.points import Bench
 from gradtide.select import SELECTORS, Selector
 
 DENSITY = 0.01
 SIZES = (1 << 14, 1 << 18, 1 << 21)  # elements
 WIDTH = 192  # of the matrices whose product is the computing that is slowed down
 REQUESTS = 50
+MOST = 1000  # requests in line
 Work = Callable[[], object]
 
 
@@ -42,23 +44,32 @@ def device(bench: Bench, budget: float) -> Device:
     )
 
 
-def interference(bench: Bench, nbytes: float, exchange: float, budget: float) -> float:
+def interference(bench: Bench, nbytes: float, budget: float) -> float:
     """The factor by which computing slows down while the lane is busy.
 
     Computes for half of the budget (seconds) alone, and for half of it while tensors of
-    `nbytes` are reduced, which takes `exchange` seconds each.
+    `nbytes` are reduced: as many as fit in by the time that one has taken all ranks.
     """
-    a = torch.rand(WIDTH, WIDTH, device=bench.device)
+    bench.tell("computing, alone and beside requests")
+    a = bench.prepared(lambda: torch.rand(WIDTH, WIDTH, device=bench.device))
     alone = _mean(bench, lambda: a @ a, budget / 2)
-    x = bench.empty(nbytes)
-    bench.meet()
-    count = max(1, round(budget / 2 / max(exchange, 1e-6)))
-    joins = [bench.ask(ReduceScatter(x)) for _ in range(min(count, 1000))]
-    busy = _spent(bench, lambda: a @ a, budget / 2)
-    for join in joins:
-        join()
-    bench.now()
-    return max(1.0, bench.middle([busy])[0] / alone)
+    op = bench.prepared(lambda: ReduceScatter(bench.empty(nbytes)))
+    begin = bench.now()
+    bench.ask(op)()
+    spent = bench.now() - begin
+    exchange = bench.middle(lambda: [spent])[0]
+    joins = [
+        bench.ask(op) for _ in range(max(1, min(MOST, round(budget / 2 / exchange))))
+    ]
+
+    def beside() -> list[float]:
+        try:
+            return [_spent(bench, lambda: a @ a, budget / 2)]
+        finally:
+            for join in joins:
+                join()
+
+    return max(1.0, bench.middle(beside)[0] / alone)
 
 
 def _line(
@@ -68,19 +79,20 @@ def _line(
     seconds: float,
 ) -> Line:
     """A line through the mean times of work on so many elements."""
+    bench.tell(f"{make.__name__.strip('_')}, on all ranks at once")
     points = []
     for n in sizes:
-        taken = _mean(bench, make(bench, n), seconds)
+        work = bench.prepared(partial(make, bench, n))
+        taken = _mean(bench, work, seconds)
         points.append(Point(make.__name__, n, 1.0, n, taken))
-    found = fit(points)
+    found = bench.first(lambda: fit(points))
     return Line(found.alpha, found.beta)
 
 
 def _mean(bench: Bench, work: Work, seconds: float) -> float:
     """Seconds of a call while all ranks make such calls; the median over ranks."""
-    work()
-    bench.meet()
-    return bench.middle([_spent(bench, work, seconds)])[0]
+    bench.prepared(work)  # the first call is not timed
+    return bench.middle(lambda: [_spent(bench, work, seconds)])[0]
 
 
 def _spent(bench: Bench, work: Work, seconds: float) -> float:
@@ -135,9 +147,10 @@ def _request(bench: Bench) -> float:
 
     As many on every rank: messages are known by the number of their request.
     """
-    x = torch.zeros(1, device=bench.device)
-    bench.meet()
+    own = bench.group.rank
+    op = bench.prepared(lambda: Swap(torch.zeros(1, device=bench.device), own))
     begin = bench.now()
     for _ in range(REQUESTS):
-        bench.ask(Swap(x, bench.group.rank))()
-    return bench.middle([(bench.now() - begin) / REQUESTS])[0]
+        bench.ask(op)()
+    spent = (bench.now() - begin) / REQUESTS
+    return bench.middle(lambda: [spent])[0]

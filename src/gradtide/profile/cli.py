@@ -165,7 +165,7 @@ def network(
         typer.Option(help="Of each host's link: emulated; under torchrun, nominal."),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(help="To spend, about; slow links may need more.")
+        float, typer.Option(help="To spend, about; very slow links need more.")
     ] = 60.0,
     device: Annotated[str, typer.Option(help="Where gradients are: cpu or cuda.")] = (
         "cpu"
@@ -180,6 +180,7 @@ def network(
     from gradtide.lab.rate import parse_rate
     from gradtide.profile.network import report
     from gradtide.profile.network.chart import draw
+    from gradtide.profile.network.progress import shown
     from gradtide.profile.network.run import Plan, among, emulated
 
     with _told():
@@ -192,14 +193,21 @@ def network(
                 raise ValueError("torchrun has started the ranks: leave out --hosts")
             size = int(os.environ["WORLD_SIZE"])
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            found = among(Plan(size // local, local, bits, seconds, device))
+            plan = Plan(size // local, local, bits, seconds, device)
+            if os.environ["RANK"] == "0":
+                with shown(seconds) as tell:
+                    found = among(plan, tell)
+            else:
+                found = among(plan)
         else:
             if hosts is None or rate is None:
                 raise ValueError(
                     "say what to measure: --hosts 8 --rate 100mbit emulates a cluster "
                     "(--rate none: loopback); or start this command with torchrun"
                 )
-            found = emulated(Plan(hosts, ranks_per_host, bits, seconds, device))
+            plan = Plan(hosts, ranks_per_host, bits, seconds, device)
+            with shown(seconds) as tell:
+                found = emulated(plan, tell)
         if found is None:
             return
         console = Console()

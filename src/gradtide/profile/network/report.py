@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from gradtide.lab.rate import format_rate
 from gradtide.lab.record import milliseconds
 from gradtide.plan.fit import Point
 from gradtide.plan.measure import Row
@@ -24,7 +23,7 @@ def fits(found: Found) -> Table:
     )
     for heading in ("link", "as", "request"):
         grid.add_column(heading, no_wrap=True)
-    headings = ("bytes", "alpha ms", "rate", "residual", "worst")
+    headings = ("bytes", "alpha ms", "Mbit/s", "rms", "worst")
     for heading in headings:
         grid.add_column(heading, justify="right", no_wrap=True)
     for name, rows in found.rows.items():
@@ -40,9 +39,8 @@ def notes(found: Found) -> list[str]:
     """What the tables do not say: what was left out, and what is far off."""
     told = [
         "inter: between hosts; intra: within a host. alpha: seconds of a start; "
-        "rate: 8 / beta; residual: root mean square of the "
-        "relative errors of the fit of all requests that travel alike; worst: the "
-        "largest of a request's own."
+        "Mbit/s: 8 / beta; rms: root mean square of the relative errors of the fit of "
+        "all requests that travel alike; worst: the largest of a request's own."
     ]
     for name, rows in found.rows.items():
         for row in rows:
@@ -82,7 +80,7 @@ def device(network: Network) -> Table:
 def _cells(row: Row, points: Sequence[Point]) -> list[str]:
     sizes = sorted({point.nbytes for point in points})
     errors = [abs(row.fit(point) / point.seconds - 1) for point in points]
-    rate = format_rate(float(f"{8 / row.fit.beta:.3g}")) if row.fit.beta else "free"
+    rate = f"{8e-6 / row.fit.beta:.4g}" if row.fit.beta else "free"
     return [
         f"{_short(sizes[0])}-{_short(sizes[-1])}",
         milliseconds(row.fit.alpha),

@@ -22,10 +22,17 @@ from gradtide.lab.cluster import Cluster
 from gradtide.lab.failure import LabError as LabError
 from gradtide.lab.launch import launch
 from gradtide.lab.worker import run as ending_at_once
+from gradtide.plan.bench import Bench
 from gradtide.plan.fit import Fit, Point
 from gradtide.plan.measure import SHARES, Row, finish, measure_link
 from gradtide.plan.network import Link, Network, load
-from gradtide.plan.points import Bench
+from gradtide.profile.network.progress import (
+    Tell,
+    follow,
+    passed_on,
+    silent,
+    without_progress,
+)
 from gradtide.transport import connect
 
 FREE = Link.of(0.0, 0.0)
@@ -60,30 +67,35 @@ class Found:
         return json.dumps({k: [asdict(r) for r in v] for k, v in self.rows.items()})
 
 
-def emulated(plan: Plan) -> Found:
+def emulated(plan: Plan, tell: Tell = silent) -> Found:
     """Measure an emulated cluster. LabError where a rank fails."""
     with tempfile.TemporaryDirectory(prefix="gradtide-") as folder:
         network, rows = Path(folder, "network.json"), Path(folder, "rows.json")
         asked = json.dumps([asdict(plan), str(network), str(rows)])
         paths = os.pathsep.join(path for path in sys.path if path)
-        launch(
-            Cluster(plan.hosts, plan.ranks_per_host, plan.rate),
-            [sys.executable, "-m", "gradtide.profile.network.run", asked],
-            env={"PYTHONPATH": paths, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        )
+        with without_progress():
+            launch(
+                Cluster(plan.hosts, plan.ranks_per_host, plan.rate),
+                [sys.executable, "-m", "gradtide.profile.network.run", asked],
+                env={"PYTHONPATH": paths, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                on_line=follow(tell),
+            )
         return Found(load(network), _rows(rows.read_text(encoding="utf-8")))
 
 
-def among(plan: Plan) -> Found | None:
-    """Measure with the ranks that have been started; None but on rank 0."""
+def among(plan: Plan, tell: Tell = silent) -> Found | None:
+    """Measure with the ranks that have been started; None but on rank 0.
+
+    `tell` is called on rank 0 with what comes next.
+    """
     dist.init_process_group("gloo" if plan.device == "cpu" else None)
-    found = measure(plan)
     rank = dist.get_rank()
+    found = measure(plan, tell if rank == 0 else silent)
     dist.destroy_process_group()
     return found if rank == 0 else None
 
 
-def measure(plan: Plan) -> Found:
+def measure(plan: Plan, tell: Tell = silent) -> Found:
     """What the ranks of the default process group find; a collective call."""
     hosts, local = plan.hosts, plan.ranks_per_host
     device, budget = _device(plan), SHARES[0] * plan.seconds
@@ -92,23 +104,29 @@ def measure(plan: Plan) -> Found:
     if local > 1 and hosts > 1:
         everyone = [list(range(h * local, (h + 1) * local)) for h in range(hosts)]
         like = Network(1, local, FREE, intra=FREE)
-        intra, rows["intra"] = _between(everyone, like, WITHIN * budget, device)
+        intra, rows["intra"] = _between(
+            everyone, like, WITHIN * budget, device, lambda what: tell(f"intra: {what}")
+        )
         network, budget = replace(network, intra=intra), (1 - WITHIN) * budget
     heads = [list(range(0, hosts * local, local if hosts > 1 else 1))]
     # The ranks of a single host are so many hosts: the network is what joins them.
     if hosts == 1:
         network = replace(network, hosts=local, ranks_per_host=1)
     like = Network(len(heads[0]), 1, FREE, rate=plan.rate)
-    inter, rows["inter"] = _between(heads, like, budget, device)
+    inter, rows["inter"] = _between(heads, like, budget, device, tell)
     transport = connect(None, device)
     network = replace(network, inter=inter)
-    network = finish(Bench(transport, device), network, plan.seconds)
+    network = finish(Bench(transport, device, tell), network, plan.seconds)
     transport.close()
     return Found(network, rows)
 
 
 def _between(
-    groups: Sequence[Sequence[int]], like: Network, budget: float, device: torch.device
+    groups: Sequence[Sequence[int]],
+    like: Network,
+    budget: float,
+    device: torch.device,
+    tell: Tell,
 ) -> tuple[Link, list[Row]]:
     """Rank 0's group's link, while all groups measure theirs; on every rank."""
     found: list[tuple[Link, list[Row]] | None] = [None]
@@ -119,7 +137,7 @@ def _between(
             continue
         assert isinstance(group, dist.ProcessGroup)
         transport = connect(group, device)
-        found = [measure_link(Bench(transport, device), like, budget)]
+        found = [measure_link(Bench(transport, device, tell), like, budget)]
         transport.close()
     dist.broadcast_object_list(found, src=0)
     assert found[0] is not None
@@ -150,7 +168,7 @@ def _rows(text: str) -> dict[str, list[Row]]:
 
 def _main(asked: str) -> None:
     plan, network, rows = json.loads(asked)
-    found = among(Plan(**plan))
+    found = among(Plan(**plan), passed_on)
     if found is not None:
         found.network.save(Path(network))
         Path(rows).write_text(found.rows_text(), encoding="utf-8")
