@@ -11,7 +11,7 @@ import pytest
 
 from gradtide.plan.trace import StepTrace, Unit, load
 
-HEAD = Unit("head.weight", 30, 4, forward=0.01, backward=0.02, optimizer=0.003)
+HEAD = Unit("head.weight", 30, 4, 0.01, 0.02, optimizer=0.003, shape=(5, 6))
 BODY = Unit("body.weight", 10, 2, forward=0.04, backward=0.08, optimizer=0.001)
 TRACE = StepTrace("two", (HEAD, BODY), optimizer=0.004, loss=0.005)
 
@@ -48,6 +48,15 @@ def test_round_trip(tmp_path: Path) -> None:
     assert load(tmp_path / "trace.json") == TRACE
 
 
+def test_a_file_without_shapes_is_read(tmp_path: Path) -> None:
+    def forget(found: dict[str, Any]) -> None:
+        for unit in found["units"]:
+            del unit["shape"]
+
+    _spoil(forget, tmp_path / "trace.json")
+    assert [unit.shape for unit in load(tmp_path / "trace.json").units] == [(), ()]
+
+
 def _spoil(change: Callable[[dict[str, Any]], None], path: Path) -> None:
     TRACE.save(path)
     found = json.loads(path.read_text())
@@ -68,6 +77,8 @@ def _spoil(change: Callable[[dict[str, Any]], None], path: Path) -> None:
         (lambda t: t["units"][1].pop("numel"), "unit 1: no numel"),
         (lambda t: t["units"][0].update(numel=0), "unit 0: numel is 0"),
         (lambda t: t["units"][0].update(forward=float("nan")), "forward is nan"),
+        (lambda t: t["units"][0].update(shape=[5, 5]), "whose product is 30"),
+        (lambda t: t["units"][0].update(shape=30), "shape is 30, expected lengths"),
         (lambda t: t.update(forward_order=[0.0, 1]), "no list of indices"),
         (lambda t: t.update(forward_order=[1, 1]), "every index"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,7 @@ def test_orders_sizes_and_times() -> None:
     assert names[0] == "1.weight"
     assert set(names[1:]) == {"0.weight", "0.bias"}
     assert [unit.numel for unit in trace.units] == [3, 3, 3]
+    assert {unit.shape for unit in trace.units} == {(3,)}
     assert {unit.itemsize for unit in trace.units} == {4}
     assert [unit.backward for unit in trace.units] == [20.0, 2.0, 0.0]
     read = [names[i] for i in trace.forward_order]
@@ -233,6 +235,24 @@ def test_hooks_leave_nothing_behind() -> None:
         assert not p._post_accumulate_grad_hooks
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_copy_of_the_model_neither_copies_the_watch_nor_is_watched() -> None:
+    clock = Ticks()
+    model = nn.Sequential(Layer(clock, 1.0), Layer(clock, 1.0))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watch = Watch(model, optimizer, 1, 0, clock)
+    model(torch.ones(3)).sum().backward()
+    copied = copy.deepcopy(model)
+    for theirs, ours in zip(copied.modules(), model.modules(), strict=True):
+        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+            copies, own = (getattr(m, hooks).values() for m in (theirs, ours))
+            assert list(copies) == list(own)
+    clock.time += 5.0
+    copied(torch.ones(3)).sum().backward()
+    optimizer.step()
+    trace = watch.trace("model")
+    assert (trace.forward, trace.backward, trace.loss) == (2.0, 4.0, 0.0)
 
 
 def test_gradients_are_what_they_would_be() -> None:

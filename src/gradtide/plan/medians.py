@@ -54,6 +54,7 @@ def typical(
             forward=computed.get(p, 0.0),
             backward=arrived.get(p, 0.0),
             optimizer=optimizer * p.numel() / numel if p in backward else 0.0,
+            shape=tuple(p.shape),
         )
         for p in order
     )

@@ -36,6 +36,7 @@ class Unit:
     forward: float
     backward: float
     optimizer: float  # its share of one optimizer step
+    shape: tuple[int, ...] = ()  # of the parameter; empty where it is not known
 
     @property
     def nbytes(self) -> int:
@@ -147,14 +148,28 @@ def load(path: Path) -> StepTrace:
 def _unit(found: Any, where: str) -> Unit:
     if not isinstance(found, dict):
         raise ValueError(f"{where}: expected an object, found {found!r}")
-    _complete(found, {field.name for field in fields(Unit)}, where)
-    times = ("forward", "backward", "optimizer")
+    # Not all files of this version have shapes.
+    _complete(found, {field.name for field in fields(Unit)} - {"shape"}, where)
+    numel = _count(found, "numel", where)
     return Unit(
         str(found["name"]),
-        _count(found, "numel", where),
+        numel,
         _count(found, "itemsize", where),
-        *(_number(found, name, where) for name in times),
+        forward=_number(found, "forward", where),
+        backward=_number(found, "backward", where),
+        optimizer=_number(found, "optimizer", where),
+        shape=_shape(found.get("shape", []), numel, where),
     )
+
+
+def _shape(found: Any, numel: int, where: str) -> tuple[int, ...]:
+    lengths = isinstance(found, list) and all(type(n) is int for n in found)
+    if not lengths or (found and math.prod(found) != numel):
+        raise ValueError(
+            f"{where}: shape is {found!r}, expected lengths whose product is {numel}: "
+            "record the trace anew"
+        )
+    return tuple(found)
 
 
 def _complete(found: Mapping[str, Any], names: set[str], where: str) -> None:

@@ -6,12 +6,17 @@ nothing waits for a device before `Watch.trace`.
 [Note: Two hooks a parameter] A gradient's moment is taken before it is accumulated, and
 the next interval begins after all hooks that were registered earlier: what an exchange
 that is running already does with a gradient is no part of the backward.
+
+[Note: Copies] A copy of the model, as for an average of its weights, has copies of the
+hooks. They are plain functions, which are copied as they are: a bound method would take
+a copy of the watch along. What they are called with tells the copy's modules from those
+that are watched.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -133,33 +138,43 @@ class Watch:
         return typical(name, self._named, [self._seconds(p) for p in self._passes])
 
     def _hook(self, optimizer: Optimizer) -> None:
+        """See [Note: Copies]."""
         keep, trained = self._handles.append, {p for _, p in self._named}
-        for module in self._model.modules():
-            keep(module.register_forward_pre_hook(self._before))
-            if any(p in trained for p in module.parameters(recurse=False)):
-                keep(module.register_forward_hook(self._after))
-        keep(self._model.register_forward_hook(self._output))
-        for p in trained:
-            keep(p.register_hook(self._arriving(p)))  # type: ignore[no-untyped-call]
-            keep(p.register_post_accumulate_grad_hook(self._leave))  # type: ignore[no-untyped-call]
-        keep(optimizer.register_step_pre_hook(self._begin_step))
-        keep(optimizer.register_step_post_hook(self._end_step))
+        own = set(self._model.modules())
 
-    def _before(self, module: nn.Module, inputs: Any) -> None:
-        if self.done or not torch.is_grad_enabled():
-            return
+        def training(module: nn.Module) -> bool:
+            return module in own and torch.is_grad_enabled() and not self.done
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            if training(module):
+                self._before(module)
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            if training(module) and not self._pass.arrived:
+                self._pass.forward_end = self._clock.now()
+
+        def result(module: nn.Module, inputs: Any, output: Any) -> None:
+            if training(module):
+                self._output(output)
+
+        for module in own:
+            keep(module.register_forward_pre_hook(before))
+            if any(p in trained for p in module.parameters(recurse=False)):
+                keep(module.register_forward_hook(after))
+        keep(self._model.register_forward_hook(result))
+        for p in trained:
+            keep(p.register_hook(lambda _, p=p: self._arrive(p)))  # type: ignore[no-untyped-call]
+            keep(p.register_post_accumulate_grad_hook(lambda p: self._leave(p)))  # type: ignore[no-untyped-call]
+        keep(optimizer.register_step_pre_hook(lambda *_: self._begin_step()))
+        keep(optimizer.register_step_post_hook(lambda *_: self._end_step()))
+
+    def _before(self, module: nn.Module) -> None:
         if self._pass.arrived and module is self._model:
             self._pass = _Pass()
         # Invariant: a checkpoint's second forward, in the backward, changes nothing.
         self._pass.called.setdefault(module, self._clock.now())
 
-    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not self._pass.arrived and torch.is_grad_enabled() and not self.done:
-            self._pass.forward_end = self._clock.now()
-
-    def _output(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self.done or not torch.is_grad_enabled():
-            return
+    def _output(self, output: Any) -> None:
         current = self._pass
 
         def begin(_: Tensor) -> None:
@@ -170,22 +185,19 @@ class Watch:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(begin)  # type: ignore[no-untyped-call]
 
-    def _arriving(self, p: nn.Parameter) -> Callable[[Tensor], None]:
-        def arrive(_: Tensor) -> None:
-            if not self.done:
-                self._pass.arrived[p] = self._clock.now()
-
-        return arrive
+    def _arrive(self, p: nn.Parameter) -> None:
+        if not self.done:
+            self._pass.arrived[p] = self._clock.now()
 
     def _leave(self, p: nn.Parameter) -> None:
         if not self.done:
             self._pass.left[p] = self._clock.now()
 
-    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _begin_step(self) -> None:
         if not self.done:
             self._pass.step_begin = self._clock.now()
 
-    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _end_step(self) -> None:
         if self.done:
             return
         done, self._pass = self._pass, _Pass()
