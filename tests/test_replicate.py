@@ -25,7 +25,7 @@ from gradtide.ops import Broadcast
 from tests.ranks import run_ranks
 
 # The package's own attribute of this name is the function.
-replicate_module = importlib.import_module("gradtide.replicate")
+broadcast_module = importlib.import_module("gradtide.broadcast")
 
 SMALL = "fusion=BySize(0.004, 0.001, 1)"  # several buckets for a small model
 SCHEMES = {
@@ -645,7 +645,7 @@ def _weight_norm() -> None:
 def test_what_rank_0_sends_at_first_goes_in_short_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replicate_module, "MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(broadcast_module, "MESSAGE_BYTES", 1000)
     run_ranks(2, _short_messages)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,6 +161,44 @@ def _many() -> None:
         ticket.join()
     for i, total in enumerate(sums):
         assert total.tolist() == [2.0 * i] * 2 * (i % 7 + 1)
+    transport.close()
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_requests_travel_together(size: int) -> None:
+    run_ranks(size, _together)
+
+
+def _together() -> None:
+    """Pairs of requests, both issued before the first is waited for."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    transport = connect(None, torch.device("cpu"))
+
+    def some(rank: int) -> list[Op]:
+        even, parts = [30_000] * size, [400_000 // size + r for r in range(size)]
+        return [
+            AllToAll(row(rank, 30_000 * size), even, even),
+            ReduceScatter(row(rank, sum(parts)), parts),  # a ring
+            ReduceScatter(row(rank + 1, sum(parts)), parts),
+            AllReduce(row(rank, 3)),
+            AllGather(row(rank, 5)),
+            AllGather(row(rank, 100_000)),  # a ring
+            Swap(row(rank, 9), size - 1 - rank),
+        ]
+
+    together = zip(*(some(r) for r in range(size)), strict=True)
+    expected = [answer(list(ops))[rank] for ops in together]
+    for chosen in itertools.product(range(len(expected)), repeat=2):
+        mine: list[Any] = []
+
+        def work(pair: list[Op], mine: list[Any]) -> None:
+            pending = [transport.issue(op) for op in pair]
+            mine.extend(map(transport.wait, pending))
+
+        own = [some(rank)[i] for i in chosen]
+        transport.submit(nothing, partial(work, own, mine)).join()
+        for i, got in zip(chosen, mine, strict=True):
+            assert torch.equal(got, expected[i]), chosen
     transport.close()
 
 

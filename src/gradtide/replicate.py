@@ -2,13 +2,13 @@
 
 Gradients are taken in as backward produces them and leave in buckets. Their means are
 back in `.grad` when backward returns; or, under a schedule that updates before the next
-forward, they are applied just before a module that reads the parameters runs. Here are
-the public side and all hooks; what they set off is in `backward` and `updates`.
+forward, they are applied just before a module that reads the parameters runs. Here is
+the public side; hooks are in `hooks`, what they set off in `backward` and `updates`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -16,18 +16,18 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from gradtide import state
 from gradtide.admit import admit, admit_optimizer
 from gradtide.agree import Signature, agree, describe
 from gradtide.auto import Pilot, start, undecided
 from gradtide.backward import Backward
+from gradtide.broadcast import broadcast
 from gradtide.engine import Engine
 from gradtide.fusion import BySize, Search
+from gradtide.hooks import Hooks
 from gradtide.kfac.costs import admitted
 from gradtide.kfac.preconditioner import Preconditioner
-from gradtide.ops import Broadcast
 from gradtide.owners import clip
 from gradtide.placement import Placement
 from gradtide.preconditioning import Preconditioning
@@ -38,7 +38,6 @@ from gradtide.tune import Tuner
 from gradtide.updates import Updates
 
 Buffers: TypeAlias = Literal["broadcast", "local"]
-MESSAGE_BYTES = 25_000_000  # of a broadcast; more => a larger copy, fewer start-ups
 
 
 def replicate(
@@ -99,23 +98,22 @@ class Replica:
     ) -> None:
         self.model, self.optimizer, self.scheme = model, optimizer, scheme
         self.engine = Engine(transport)
-        # Whose buffers to send; to look for them anew in every forward takes longer.
-        self._buffered = [
-            module
-            for module in model.modules()
-            if buffers == "broadcast" and any(True for _ in module.buffers(False))
-        ]
         in_forward = scheme.schedule.update == "forward"
         self._placement = Placement(model, start(scheme), transport.group.size)
         self._updates = Updates(self.engine, self._placement, in_forward)
         eager = scheme.schedule.launch == "ready"
         self._backward = Backward(self.engine, self._placement, self._updates, eager)
-        self._handles: list[Any] = []
-        self._update_handles: list[Any] = []  # of the hooks that the schedule needs
-        _broadcast(self.engine, [*model.parameters(), *model.buffers()])
+        broadcast(self.engine, [*model.parameters(), *model.buffers()])
         self.kfac = self._prepare_kfac(grad_scaler)
-        self._attach()
-        self._attach_update(in_forward)
+        self._hooks = Hooks(
+            model,
+            optimizer,
+            self._backward,
+            self._updates,
+            buffers == "broadcast",
+            lambda: None if self.tuning is None else self.tuning.stepped(),
+        )
+        self._hooks.follow(in_forward)
         auto = undecided(scheme)
         self._pilot = None if auto is None else Pilot(self, auto)
         self.tuning = self._search()
@@ -224,9 +222,7 @@ class Replica:
         self._backward.eager = scheme.schedule.launch == "ready"
         in_forward = scheme.schedule.update == "forward"
         self._updates.adopt(in_forward)
-        for handle in self._update_handles:
-            handle.remove()
-        self._attach_update(in_forward)
+        self._hooks.follow(in_forward)
         self.scheme = scheme
 
     def _search(self) -> Tuner | None:
@@ -314,128 +310,5 @@ class Replica:
         if self.kfac is not None:
             self.kfac.finish()
             self.kfac.close()
-        for handle in (*self._handles, *self._update_handles):
-            handle.remove()
-        self._handles, self._update_handles = [], []
+        self._hooks.remove()
         self.engine.transport.close()
-
-    # - Hooks --------------------------------------------------------------------------
-
-    def _attach(self) -> None:
-        """Register the hooks of every schedule.
-
-        All hooks are plain functions: copies of the module share them.
-        """
-        keep = self._handles.append
-
-        for p in self._placement.homes:
-            hook = self._backward.gradient_hook(p)
-            keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        keep(self.model.register_forward_pre_hook(lambda *_: self._before_forward()))
-        keep(self.model.register_forward_hook(lambda *a: self._after_forward(a[-1])))
-
-        keep(self.optimizer.register_step_post_hook(lambda *_: self._after_step()))
-
-    def _attach_update(self, in_forward: bool) -> None:
-        """Register the hooks through which parameters change."""
-        updates, self._update_handles = self._updates, []
-        keep = self._update_handles.append
-        if not in_forward:
-            keep(self.optimizer.register_step_pre_hook(lambda *a: self._stepping(*a)))
-            return
-
-        def flush(*_: Any) -> None:
-            updates.flush()
-
-        keep(self.optimizer.register_step_pre_hook(lambda *a: self._before_step(*a)))
-        keep(self.optimizer.register_state_dict_pre_hook(flush))
-        keep(self.optimizer.register_load_state_dict_pre_hook(flush))
-        self._update_handles += updates.watch(self.model)
-        for module in self.model.modules():
-            keep(module.register_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
-            keep(module.register_load_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
-
-    def _before_forward(self) -> None:
-        if self._backward.open and torch._C._current_graph_task_id() == -1:
-            raise RuntimeError(
-                "the last backward pass raised before its end, so the ranks may have "
-                "sent different gradients: end the run, or call sync.remove() on every "
-                "rank and replicate() again"
-            )
-        training = self.model.training and torch.is_grad_enabled()
-        if training and self.kfac is not None and not self._backward.quiet:
-            self._backward.forward()
-        if self._buffered and training and not self._backward.quiet:
-            own = [buffer for m in self._buffered for buffer in m.buffers(False)]
-            _broadcast(self.engine, own)
-
-    def _after_forward(self, output: Any) -> None:
-        """Learn of the backward through the output before any gradient is produced.
-
-        A gradient hook alone could not tell the backward's end from that of a nested
-        one (re-entrant activation checkpointing runs backward passes inside backward).
-        """
-        if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _: self._backward.begin())  # type: ignore[no-untyped-call]
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _closes(args, kwargs):
-            raise RuntimeError(
-                "step(closure) evaluates the model inside the step, which a deferred "
-                "update cannot: call step() without a closure, or use 'wfbp'"
-            )
-        self._updates.defer(optimizer)
-
-    def _after_step(self) -> None:
-        if self.tuning is not None:
-            self.tuning.stepped()
-
-    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.kfac is not None and _closes(args, kwargs):
-            raise RuntimeError(
-                "step(closure) makes gradients inside the step, after K-FAC has "
-                "preconditioned: call step() without a closure"
-            )
-        self._updates.stepping(optimizer)
-
-
-def _closes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether step() was given a closure; `args` begin with the optimizer."""
-    return any(a is not None for a in (*args[1:], kwargs.get("closure")))
-
-
-def _broadcast(engine: Engine, tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors with rank 0's, many small ones of a dtype and device at once.
-
-    No message is longer than MESSAGE_BYTES, and no tensor that alone is longer is
-    copied if it is contiguous.
-    """
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for alike in kinds.values():
-        for together in _batches(alike):
-            flats = [tensor.reshape(-1) for tensor in together]
-            flat = flats[0] if len(flats) == 1 else torch.cat(flats)
-            for message in torch.split(flat, MESSAGE_BYTES // flat.element_size()):
-                engine.ask("broadcast", Broadcast(message, 0))()
-            if engine.transport.group.rank != 0:
-                pieces = torch.split(flat, [tensor.numel() for tensor in together])
-                for tensor, piece in zip(together, pieces, strict=True):
-                    tensor.copy_(piece.view(tensor.shape))
-
-
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors of at most MESSAGE_BYTES; a larger tensor is a run of its own."""
-    batch: list[Tensor] = []
-    filled = 0
-    for tensor in tensors:
-        if batch and filled + tensor.nbytes > MESSAGE_BYTES:
-            yield batch
-            batch, filled = [], 0
-        batch.append(tensor)
-        filled += tensor.nbytes
-    if batch:
-        yield batch

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import GradBucket  # mypy: torch hides dist.Grad
 from torch.futures import Future
 
 from gradtide.agree import agree
+from gradtide.collectives import Auto
 from gradtide.engine import Engine
 from gradtide.fusion import BySize
 from gradtide.layout import GradientBucket, lay_out
@@ -138,6 +139,16 @@ def comm_hook(
 
     def prepare() -> tuple[Scheme, dict[str, str]]:
         chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+        if isinstance(chosen.collective, Auto):
+            raise ValueError(
+                "auto changes schemes, which a communication hook cannot: use "
+                "gradtide.replicate, or name the scheme"
+            )
+        if chosen.preconditioner is not None:
+            raise ValueError(
+                "a communication hook sees gradients only, K-FAC needs the layers' "
+                "inputs: use gradtide.replicate"
+            )
         if chosen.schedule.update == "forward":
             raise ValueError(
                 "a communication hook ends with backward, so its second half cannot "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,13 +27,14 @@ from gradtide.ops import (
 from gradtide.transport import ring, rotation
 from gradtide.transport.base import CommunicationError, Ticket
 from gradtide.transport.fault import Witness
-from gradtide.transport.lane import Lane
+from gradtide.transport.lane import Errand, Lane
 from gradtide.transport.ring import Ring
 from gradtide.transport.rotation import Rotation
 
 SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which all is sent to everybody
 HOP = 1 << 17  # bytes of a part up to which one hop beats a ring of P - 1
-ERRANDS, MESSAGES = 1 << 10, 1 << 20  # at one time, and per errand, between two ranks
+# At one time, per errand, and per request between two ranks: their product is 2^30.
+ERRANDS, REQUESTS, MESSAGES = 1 << 10, 1 << 6, 1 << 14
 
 
 class GlooTransport:
@@ -47,9 +49,8 @@ class GlooTransport:
         self.payload_bytes = 0
         self._pg = pg
         self._witness = witness
-        self._scratches = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._scratches: dict[tuple[int, int], Tensor] = {}
         self._lane = Lane("gradtide")
-        self._messages = _GlooMessages(pg, self._lane)
 
     def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket:
         return self._lane.submit(begin, work)
@@ -59,6 +60,8 @@ class GlooTransport:
         if self.group.size == 1:
             return _alone(op), None
         self.payload_bytes += self.sends(op)
+        # Also one that needs no messages here: it may elsewhere (a swap with itself).
+        self._lane.current.requests += 1
         with self._blamed(op):
             match op:
                 case ReduceScatter():
@@ -105,10 +108,10 @@ class GlooTransport:
             own = parts[self.group.rank]
             scratch = self._scratch(own, own.numel() * self.group.size)
             return own, rotation.reduce_scatter(
-                parts, self.group, self._messages, scratch
+                parts, self.group, self._messages(), scratch
             )
         scratch = self._scratch(op.tensor, ring.scratch_numel(parts))
-        begun = ring.reduce_scatter(parts, self.group, self._messages, scratch)
+        begun = ring.reduce_scatter(parts, self.group, self._messages(), scratch)
         return parts[self.group.rank], begun
 
     def _all_gather(self, op: AllGather) -> tuple[Tensor, Ring | Rotation]:
@@ -119,7 +122,7 @@ class GlooTransport:
         if own.data_ptr() != op.tensor.data_ptr():
             own.copy_(op.tensor.flatten())
         way = rotation if self._in_one_hop(parts) else ring
-        begun = way.all_gather(parts, self.group, self._messages)
+        begun = way.all_gather(parts, self.group, self._messages())
         if op.into is None and op.sizes is None:
             out = out.view(self.group.size, *op.tensor.shape)
         return out, begun
@@ -128,7 +131,7 @@ class GlooTransport:
         if peer == self.group.rank:
             return x.clone(), None
         out = torch.empty_like(x)
-        messages = self._messages
+        messages = self._messages()
         return out, _Several(
             [messages.receive(out, peer), messages.send(x.contiguous(), peer)]
         )
@@ -139,7 +142,11 @@ class GlooTransport:
         leaving = torch.split(x, list(op.send))
         arriving = torch.split(out, list(op.recv))
         arriving[rank].copy_(leaving[rank])
-        return out, Rotation(self.group, self._messages, leaving, arriving)
+        return out, Rotation(self.group, self._messages(), leaving, arriving)
+
+    def _messages(self) -> _GlooMessages:
+        """For the request that is being issued."""
+        return _GlooMessages(self._pg, self._lane.current)
 
     def _in_one_hop(self, parts: Sequence[Tensor]) -> bool:
         """Whether waiting P - 1 times would take longer than the bytes do."""
@@ -155,20 +162,24 @@ class GlooTransport:
         rows = x.new_empty((size, *x.shape))
         rows[rank] = x
         others = [(rank + i) % size for i in range(1, size)]
-        works = [self._messages.receive(rows[r], r) for r in reversed(others)]
-        works += [self._messages.send(rows[rank], r) for r in others]
+        messages = self._messages()
+        works = [messages.receive(rows[r], r) for r in reversed(others)]
+        works += [messages.send(rows[rank], r) for r in others]
         # In the order of ranks, so that the sums are the same everywhere.
         return _Several(works, lambda: x.copy_(rows.sum(0)))
 
     def _scratch(self, like: Tensor, numel: int) -> Tensor:
         """Memory for a ring's arrivals, kept: fresh pages would cost another pass.
 
-        Two, in turn: an errand may begin while the one before it is still arriving.
+        In two turns: an errand may begin while the one before it is still arriving. And
+        for each request of an errand, as some travel together.
         """
-        nbytes, which = numel * like.element_size(), self._lane.current.number % 2
-        if self._scratches[which].numel() < nbytes:
-            self._scratches[which] = torch.empty(nbytes, dtype=torch.uint8)
-        return self._scratches[which][:nbytes].view(like.dtype)
+        errand, nbytes = self._lane.current, numel * like.element_size()
+        key = errand.number % 2, errand.requests
+        kept = self._scratches.get(key)
+        if kept is None or kept.numel() < nbytes:
+            kept = self._scratches[key] = torch.empty(nbytes, dtype=torch.uint8)
+        return kept[:nbytes].view(like.dtype)
 
     @contextmanager
     def _blamed(self, what: object) -> Iterator[None]:
@@ -182,16 +193,21 @@ class GlooTransport:
 
 
 class _GlooMessages:
-    """Messages between group ranks, each with a tag of its own.
+    """Messages of one request between group ranks, each with a tag of its own.
 
-    [Note: tags] A message is known by its errand's number and its own number within the
-    errand. The next errand may begin at any time while one works, sooner on one rank
-    than on another; and Gloo may match messages of one tag in another order than theirs
-    (guard: test_many_messages_keep_order).
+    [Note: tags] A message is known by its errand's number, its request's number within
+    the errand, and its own number within the request. The next errand may begin at any
+    time while one works, sooner on one rank than on another; requests that travel
+    together post their messages when it suits each of them; and Gloo may match messages
+    of one tag in another order than theirs (guards: test_many_messages_keep_order,
+    test_requests_travel_together).
     """
 
-    def __init__(self, pg: dist.ProcessGroup, lane: Lane) -> None:
-        self._pg, self._lane = pg, lane
+    def __init__(self, pg: dist.ProcessGroup, errand: Errand) -> None:
+        self._pg = pg
+        self._count: Counter[tuple[str, int]] = Counter()
+        request = errand.number % ERRANDS * REQUESTS + errand.requests % REQUESTS
+        self._first = request * MESSAGES
 
     def send(self, tensor: Tensor, peer: int) -> _Message:
         tag = self._tag("to", peer)
@@ -202,11 +218,8 @@ class _GlooMessages:
         return _Message(peer, lambda: self._pg.recv([tensor], peer, tag))
 
     def _tag(self, kind: str, peer: int) -> int:
-        errand = self._lane.current
-        errand.messages[kind, peer] += 1
-        return (errand.number % ERRANDS) * MESSAGES + errand.messages[
-            kind, peer
-        ] % MESSAGES
+        self._count[kind, peer] += 1
+        return self._first + self._count[kind, peer] % MESSAGES
 
 
 class _LostError(RuntimeError):

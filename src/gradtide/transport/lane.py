@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 
@@ -18,7 +18,7 @@ class Errand:
         self, number: int, begin: Callable[[], None], work: Callable[[], None]
     ) -> None:
         self.number, self.begin, self.work = number, begin, work
-        self.messages: Counter[tuple[str, int]] = Counter()  # so far, by kind and peer
+        self.requests = 0  # that it has issued so far
         self.begun = False
         self.error: BaseException | None = None
         self._done = threading.Event()
