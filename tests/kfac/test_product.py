@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import gradtide
 
-SCHEDULES = ("WFBP", "SEQUENTIAL", "DEAR")
+SCHEDULES = ("WFBP", "DEAR", "SEQUENTIAL")
 COLLECTIVES = ("Dense()", "TopKA2A(0.2)", "OkTopk(0.2)")
 KFACS = {
     "mpd": "KFAC('mpd', placement='cubic')",
@@ -91,21 +91,23 @@ def cases(size: int) -> list[tuple[str, str, str, int, float | None]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_schedules_are_equal_and_ranks_agree(size: int) -> None:
-    def both(case: Any) -> tuple[Any, list[list[float]]]:
+    def all_of(number: int, case: Any) -> tuple[Any, list[list[float]]]:
         collective, kfac, *rest = case
-        texts = [scheme(collective, KFACS[kfac], schedule) for schedule in SCHEDULES]
+        # One in three: what is launched after backward meets no K-FAC under way.
+        schedules = SCHEDULES if number % 3 == 0 else SCHEDULES[:2]
+        texts = [scheme(collective, KFACS[kfac], schedule) for schedule in schedules]
         return case, [train(text, *rest) for text in texts]
 
     def run() -> list[tuple[Any, list[list[float]]]]:
-        return [both(case) for case in cases(size)]
+        return [all_of(i, case) for i, case in enumerate(cases(size))]
 
     ranks = run_ranks(size, run)
     for results in zip(*ranks, strict=True):
         case, first = results[0]
         for _, other in results[1:]:
             assert other == first, f"replicas differ: {case}"
-        wfbp, sequential, dear = first
-        assert wfbp == sequential, case
+        wfbp, dear, *sequential = first
+        assert sequential in ([], [wfbp]), case
         # The norm of a held part is added up in another order.
         tolerance = 0.0 if case[-1] is None else 1e-5
         torch.testing.assert_close(
