@@ -52,7 +52,7 @@ def measure(
 
     `device` is where the gradients are (None: the CPU), `rate` the nominal bits/s of a
     host's link, if known. What links within hosts take is not told apart from what
-    those between hosts do. With a small budget or a slow link it takes longer: four
+    those between hosts do. With a small budget or a slow link it takes longer: three
     requests of each kind that is needed are made whatever they take. Raises RankError
     where a rank fails by itself, CommunicationError where one is lost.
     """
