@@ -102,8 +102,8 @@ def rows(published: Path) -> list[Row]:
             there = network(line["network"], gpus)
             step = simulate(trace(line["workload"]), scheme, there).step
             published = float(line["seconds_per_iteration"])
-            key = (line["network"], line["workload"], line["method"], gpus)
-            found.append(Row(*key, published, step))
+            words = (line["network"], line["workload"], line["method"])
+            found.append(Row(*words, gpus, published, step))
     return found
 
 

@@ -26,7 +26,7 @@ from gradtide.collectives import (
     Warmup,
 )
 from gradtide.ops import AllGather, AllReduce, Flow, Group, ReduceScatter, payload_bytes
-from gradtide.plan import rehearsal
+from gradtide.plan import flows, rehearsal
 from gradtide.plan.rehearsal import Script, script_of, scripts
 
 SPARSE = (
@@ -47,7 +47,7 @@ SPARSE = (
 def _fresh() -> Iterator[None]:
     yield
     rehearsal._scripts.cache_clear()
-    rehearsal._by_numbers.cache_clear()
+    flows.by_numbers.cache_clear()
 
 
 def sent(script: Script, size: int) -> int:
@@ -72,7 +72,8 @@ def test_a_dense_exchange_is_noted_exactly(size: int, wire: str | None) -> None:
     first = "AllToAll" if wire else "ReduceScatter"
     assert kinds(script) == [first, "AllGather"]
     moved = [act.work.moved for act in script.acts]
-    assert moved == ([n, n, n / size] if wire else [0, 0, 0])
+    share = n / size  # is divided by the number of ranks before the cut
+    assert moved == ([n, n + share, share] if wire else [0, share, 0])
     assert script.work.moved == (n if wire else 0)
 
 
@@ -83,8 +84,9 @@ def test_reflections_stand_for_the_other_ranks(
     n = 1 << 15
     real = played(collective, n, 8)
     rehearsal._scripts.cache_clear()
-    rehearsal._by_numbers.cache_clear()
-    monkeypatch.setattr(rehearsal, "LOCKSTEP", 1)
+    flows.by_numbers.cache_clear()
+    for module in (flows, rehearsal):
+        monkeypatch.setattr(module, "LOCKSTEP", 1)
     alone = played(collective, n, 8)
     assert kinds(alone) == kinds(real)
     assert sent(alone, 8) == pytest.approx(sent(real, 8), rel=0.05)
@@ -111,7 +113,9 @@ def test_selection_and_entries_are_counted() -> None:
     script = played(TopK(0.01), n, size)
     assert script.selector == "Threshold"
     assert script.acts[0].work.scanned == n
-    assert script.work.entries == pytest.approx(size * 0.01 * n, rel=0.02)
+    assert script.work.ordered == pytest.approx(size * 0.01 * n, rel=0.02)
+    # Every entry is added, the union of all is written, and that of the last is erased.
+    assert 2.5 * size * 0.01 * n < script.work.entries < 4 * size * 0.01 * n
     assert played(Agreed(0.01), n, size).acts[0].work.scanned == n / size
     assert played(Leader(0.9), 64, 2).acts[0].work.scanned == 0  # travels densely
 

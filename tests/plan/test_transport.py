@@ -10,7 +10,7 @@ from gradtide.collectives import Dense
 from gradtide.engine import Engine
 from gradtide.ops import AllReduce, Flow, Group, Swap
 from gradtide.plan.network import Link, Network
-from gradtide.plan.transport import VirtualTransport, stretched
+from gradtide.plan.transport import VirtualTransport
 
 N = 10**6  # elements of a bucket
 SECOND = Network(2, 1, Link.of(0.0, 1 / (4.0 * N)))  # a swap of N takes one second
@@ -145,13 +145,3 @@ def test_two_lanes_share_the_wire() -> None:
     two.finish(b)
     # Half a second at half the rate, then .75 alone.
     assert first.clock() == second.clock() == 1.75
-
-
-@pytest.mark.parametrize(
-    ("start", "seconds", "end"),
-    [(0, 1, 1), (0, 2, 2), (0, 3, 4), (0, 4, 6), (0, 5, 7), (3, 1, 5), (9, 1, 10)],
-)
-def test_work_is_stretched_while_something_else_is_busy(
-    start: float, seconds: float, end: float
-) -> None:
-    assert stretched(start, seconds, [(2, 6)], 2.0) == end

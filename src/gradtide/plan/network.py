@@ -1,4 +1,4 @@
-"""What a planner knows of a network and of a device: numbers, measured or imagined.
+"""What a planner knows of a network: numbers, measured or imagined.
 
 Knows nothing of how they were measured, nor of what they are used for (`cost`).
 """
@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from gradtide.plan.device import TYPICAL as TYPICAL
+from gradtide.plan.device import Device as Device
+from gradtide.plan.device import Line as Line
+from gradtide.plan.device import seconds
 
 FORMAT, VERSION = "gradtide network profile", 1
 ONE_HOP_BYTES, ONE_HOP_RANKS = 1 << 17, 32  # as gradtide.transport.gloo has them
 SMALL_BYTES = 1 << 14
-
-
-def _check(what: str, value: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and value >= 0):
-        raise ValueError(f"{what} is {value!r}: expected seconds, 0 or more")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Rate:
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "residual"):
-            _check(f"Rate({name}=...)", getattr(self, name))
+            seconds(f"Rate({name}=...)", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -67,63 +66,6 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds of work in the processor: `call` for each call, `each` per element."""
-
-    call: float = 0.0
-    each: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check("Line(call=...)", self.call)
-        _check("Line(each=...)", self.each)
-
-    def __call__(self, elements: float, calls: int = 1) -> float:
-        return self.call * calls + self.each * elements
-
-
-@dataclass(frozen=True)
-class Device:
-    """What an exchange costs a rank's own processor. The default costs nothing.
-
-    `take_in`: a gradient moved to (or added in) its bucket. `select`: a selector's pass
-    over a bucket, by the selector's class name. `scatter`: an entry that arrives is
-    unpacked and added. `optimizer`: an element of an optimizer's step, for traces that
-    do not know. `request`: seconds to post any request.
-    """
-
-    take_in: Line = Line()
-    select: Mapping[str, Line] = field(default_factory=dict)
-    scatter: Line = Line()
-    optimizer: Line = Line()
-    request: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check("Device(request=...)", self.request)
-
-    def selecting(self, selector: str) -> Line:
-        """The time of a selector; of one that was not measured, that of the slowest."""
-        if selector in self.select:
-            return self.select[selector]
-        return max(self.select.values(), key=lambda line: line.each, default=Line())
-
-
-# Two cores of a virtual machine (AMD EPYC), one thread, arrays beyond the caches:
-# benchmarks/records/selection_202611.json and collectives_8x1gbit_202611.json.
-TYPICAL = Device(
-    take_in=Line(5e-6, 1e-9),
-    select={
-        "Threshold": Line(5e-5, 3e-9),
-        "Bisect": Line(1e-4, 4.8e-9),
-        "Fitted": Line(5e-5, 5e-9),
-        "Exact": Line(5e-5, 6e-8),
-    },
-    scatter=Line(5e-5, 1e-8),
-    optimizer=Line(5e-6, 2e-9),
-    request=1e-4,
-)
-
-
-@dataclass(frozen=True)
 class Network:
     """`hosts` with `ranks_per_host` ranks each, behind one network card a host.
 
@@ -141,7 +83,7 @@ class Network:
     ranks_per_host: int
     inter: Link
     intra: Link | None = None
-    device: Device = Device()
+    device: Device = Device()  # noqa: RUF009  (frozen: not shared by mistake)
     interference: float = 1.0
     contention: float = 2.0
     rate: float | None = None
@@ -246,7 +188,7 @@ def load(path: Path) -> Network:
         device["select"] = {
             name: Line(**line) for name, line in device["select"].items()
         }
-        for name in ("take_in", "scatter", "optimizer"):
+        for name in ("take_in", "scatter", "sort", "optimizer"):
             device[name] = Line(**device[name])
         intra = found.pop("intra")
         return Network(

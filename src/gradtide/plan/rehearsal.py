@@ -9,57 +9,37 @@ memory, at full size. Others select from numbers. They run at some sizes, each t
 one before, and the totals of every request lie on a straight line through the two
 nearest: counts stay, entries grow. The largest size leaves every rank some entries for
 every other, so that no rounding to whole entries or to messages' alignment matters.
-
-[Note: Peers] Up to LOCKSTEP ranks all flows run, as in `gradtide.testing`; beyond, one
-does, and the others' answers are reflections (`answers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from gradtide.bucket import Collective, Payload
+from gradtide.bucket import Collective
 from gradtide.collectives import (
     ACPSGD,
     Agreed,
     Corrected,
     Dense,
     Leader,
-    OkTopk,
     PowerSGD,
     Warmup,
 )
 from gradtide.collectives.leader import SMALL as LEADER_SMALL
-from gradtide.ops import Cut, Flow, Group, Op, ToHost, payload_bytes
-from gradtide.plan.answers import reflected, shaped
-from gradtide.plan.sketch import Request, between, built, sketched
-from gradtide.testing import answer
+from gradtide.ops import Group, Op
+from gradtide.plan.flows import LOCKSTEP, Noted, Shapes, by_numbers, by_shapes
+from gradtide.plan.labour import Work
+from gradtide.plan.sketch import between, built
 
-LOCKSTEP = 8  # ranks up to which all flows run
 ENTRIES = 128  # that a rank has for every other, where a script is continued
 FEWEST = 8
 FIRST = 64  # elements for every rank up to which a bucket is rehearsed as it is
 LONGEST = 1 << 15  # of a rank's part: indices in it take 16 bits, also if it is uneven
 MOST = 1 << 21  # elements of all flows together, as far as FEWEST allows
-STEPS = 3  # that are rehearsed: the first is unlike the others, which may alternate
-Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-
-
-class Work(NamedTuple):
-    """What the processor does before a request: counts of elements."""
-
-    scanned: float = 0.0  # by the selector
-    moved: float = 0.0  # copied, cast or added
-    entries: float = 0.0  # unpacked and added
 
 
 class Act(NamedTuple):
@@ -76,19 +56,6 @@ class Script(NamedTuple):
     acts: tuple[Act, ...]
     work: Work  # after the last answer
     selector: str
-
-
-@dataclass(frozen=True)
-class Sharp:
-    """Exactly the k largest, for want of noise: stands for any selector."""
-
-    def __call__(self, x: Tensor, k: int, state: dict[str, Tensor]) -> Tensor:
-        if k >= x.numel():
-            return torch.arange(x.numel(), dtype=torch.int32)
-        sizes = x.abs().float().numpy()  # partitioned in a fifth of torch.topk's time
-        found = np.argpartition(sizes, x.numel() - max(k, 1))[-max(k, 1) :]
-        found.sort()
-        return torch.from_numpy(found.astype(np.int32))
 
 
 def scripts(
@@ -126,25 +93,56 @@ def _scripts(
         selector = "Threshold"
     group = Group(0, size)
     if isinstance(collective, ACPSGD | PowerSGD):
-        noted = _by_shapes(collective, numel, dtype, shapes, size)
-        return tuple(_script(n, numel, dtype, "", group) for n in noted)
+        noted = by_shapes(collective, numel, dtype, shapes, size)
+        return tuple(_script(n, 0.0, "", group) for n in noted)
     if isinstance(collective, Dense):
-        one, two = (
-            _by_shapes(collective, n, dtype, (), size) for n in (size, 2 * size)
-        )
-        straight = between(one[0], two[0], numel / size - 2, numel / (2 * size))
-        return (_script(straight, numel, dtype, "", group),) * 2
+        one, two = (by_shapes(collective, n, dtype, (), size) for n in (size, 2 * size))
+        straight = _between(one[0], two[0], numel / size - 2, numel / (2 * size))
+        return (_script(straight, 0.0, "", group),) * 2
     low, high = _rungs(collective, numel, size)
-    noted = _by_numbers(collective, high, dtype, size)
+    noted = by_numbers(collective, high, dtype, size)
     if low < high:
-        before = _by_numbers(collective, low, dtype, size)
+        before = by_numbers(collective, low, dtype, size)
         weight = (numel - high) / (high - low)
         noted = [
-            between(a, b, weight, numel / high)
+            _between(a, b, weight, numel / high)
             for a, b in zip(before, noted, strict=True)
         ]
-    scanned = numel / size if isinstance(collective, Agreed) else numel
-    return tuple(_script(n, scanned, dtype, selector, group) for n in noted)
+    scanned = float(numel)
+    if isinstance(collective, Agreed):
+        # Its own selection scans a part, but sorts what is as small as a rehearsal.
+        scanned = numel / size
+        noted = [_without_sorting(n) for n in noted]
+    return tuple(_script(n, scanned, selector, group) for n in noted)
+
+
+def _between(one: Noted, two: Noted, weight: float, ratio: float) -> Noted:
+    """`sketch.between`, and work on as straight a line where the same was asked for."""
+    requests = between(
+        [asked for _, asked in one.asked],
+        [asked for _, asked in two.asked],
+        weight,
+        ratio,
+    )
+    before = [*(work for work, _ in one.asked), one.work]
+    after = [*(work for work, _ in two.asked), two.work]
+    if _kinds(one) == _kinds(two):
+        works = [
+            b.plus(b, weight).plus(a, -weight)
+            for a, b in zip(before, after, strict=True)
+        ]
+    else:
+        works = [work.times(ratio) for work in after]
+    return Noted(list(zip(works[:-1], requests, strict=True)), works[-1])
+
+
+def _kinds(noted: Noted) -> list[list[str]]:
+    return [[request.kind for request in asked] for _, asked in noted.asked]
+
+
+def _without_sorting(noted: Noted) -> Noted:
+    asked = [(work._replace(ordered=0.0), requests) for work, requests in noted.asked]
+    return Noted(asked, noted.work)
 
 
 def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:
@@ -163,179 +161,18 @@ def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:
     return rung // 2, rung
 
 
-def _script(
-    noted: Sequence[tuple[Request, ...]],
-    scanned: float,
-    dtype: torch.dtype,
-    selector: str,
-    group: Group,
-) -> Script:
+def _script(noted: Noted, scanned: float, selector: str, group: Group) -> Script:
     """Requests of the real size, with the work around them."""
+    sparse = any(
+        request.kind != "Cut" and request.dtype == torch.uint8
+        for _, asked in noted.asked
+        for request in asked
+    )
+    selecting = scanned if sparse and selector else 0.0
     acts: list[Act] = []
-    sparse = any(r.kind != "Cut" and r.dtype == torch.uint8 for a in noted for r in a)
-    work = Work(scanned=scanned if sparse and selector else 0.0)
-    for asked in noted:
-        if asked[0].kind == "Cut":
-            acts.append(Act(work, (), False))
-            work = Work()
-            continue
-        casts = sum(r.sent for r in asked if _narrow(r.dtype, dtype))
-        work = work._replace(moved=work.moved + casts)
-        ops = tuple(built(r, group) for r in asked)
+    for work, asked in noted.asked:
+        work, selecting = work._replace(scanned=selecting), 0.0
+        cut = asked[0].kind == "Cut"
+        ops = () if cut else tuple(built(request, group) for request in asked)
         acts.append(Act(work, ops, len(asked) > 1))
-        entry = dtype.itemsize + 2
-        work = Work(
-            moved=sum(r.received for r in asked if _narrow(r.dtype, dtype)),
-            entries=sum(r.received for r in asked if r.dtype == torch.uint8) / entry,
-        )
-    return Script(tuple(acts), work, selector)
-
-
-def _narrow(wire: torch.dtype, own: torch.dtype) -> bool:
-    return wire.is_floating_point and wire.itemsize < own.itemsize
-
-
-# - Flows -----------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=512)
-def _by_shapes(
-    collective: Any, numel: int, dtype: torch.dtype, shapes: Shapes, size: int
-) -> list[list[tuple[Request, ...]]]:
-    """A flow on tensors without memory."""
-    group = Group(0, size)
-    flat = torch.empty(numel, dtype=dtype, device="meta")
-    parts, begin = [], 0
-    for shape in shapes:
-        n = torch.Size(shape).numel()
-        parts.append(flat[begin : begin + n].view(shape))
-        begin += -(-n // size) * size
-    load, steps = Payload(flat, parts or [flat]), []
-    with _believing():
-        for _ in range(1 if isinstance(collective, Dense) else STEPS):
-            load.flat, load.alarm = flat, 0.0
-            flow, noted = collective.reduce(load, group), []
-            for asked in _asked(flow, lambda op: shaped(op, group)):
-                noted.append(tuple(sketched(op, group) for op in asked))
-            steps.append(noted)
-    return steps
-
-
-class _Believe(TorchFunctionMode):
-    """Numbers that are not there are all that is hoped for: finite."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__bool__ and args[0].device.type == "meta":
-            return True
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _believing() -> Iterator[None]:
-    with torch.no_grad(), _Believe():
-        yield
-
-
-@lru_cache(maxsize=512)
-def _by_numbers(
-    collective: Any, numel: int, dtype: torch.dtype, size: int
-) -> list[list[tuple[Request, ...]]]:
-    """Flows on random gradients: all ranks', or one rank's."""
-    names = {f.name for f in fields(collective)}
-    sharp = replace(collective, select=Sharp()) if "select" in names else collective
-    everybody = size <= LOCKSTEP
-    ranks = range(size if everybody else 1)
-    draws = [torch.Generator().manual_seed(1 + rank) for rank in ranks]
-    flats = [torch.zeros(numel, dtype=dtype) for _ in ranks]
-    loads = [Payload(flat, [flat]) for flat in flats]
-    steps = []
-    with torch.no_grad():
-        for _ in range(2):
-            for draw, flat in zip(draws, flats, strict=True):
-                fresh = torch.randn(numel, generator=draw, dtype=torch.float32)
-                flat += fresh.pow_(3).to(dtype)
-            flows = [
-                sharp.reduce(load, Group(rank, size))
-                for rank, load in zip(ranks, loads, strict=True)
-            ]
-            if everybody:
-                noted, means = _together(flows)
-            else:
-                noted, means = _alone(flows[0], sharp, size)
-            steps.append(noted)
-            for flat, mean in zip(flats, means, strict=True):
-                if flat.data_ptr() == mean.data_ptr():
-                    flat.zero_()
-    return steps
-
-
-def _together(
-    flows: Sequence[Flow],
-) -> tuple[list[tuple[Request, ...]], list[Tensor]]:
-    """All ranks in lockstep; of each request that of the rank that sends most."""
-    noted: list[tuple[Request, ...]] = []
-    size = len(flows)
-    answers: list[Any] = [None] * size
-    while True:
-        asked: list[Any] = []
-        means: list[Tensor] = []
-        for flow, one in zip(flows, answers, strict=True):
-            try:
-                asked.append(flow.send(one))
-            except StopIteration as stop:
-                means.append(stop.value)
-        if means:
-            return noted, means
-        columns = list(zip(*map(_several, asked), strict=True))
-        if not isinstance(columns[0][0], ToHost):
-            noted.append(tuple(map(_busiest, columns)))
-        rows = list(zip(*(answer(ops) for ops in columns), strict=True))
-        together = isinstance(asked[0], tuple)
-        answers = [row if together else row[0] for row in rows]
-
-
-def _busiest(ops: Sequence[Op]) -> Request:
-    size = len(ops)
-    sent = [payload_bytes(op, Group(rank, size)) for rank, op in enumerate(ops)]
-    rank = sent.index(max(sent))
-    return sketched(ops[rank], Group(rank, size))
-
-
-def _alone(
-    flow: Flow, collective: Any, size: int
-) -> tuple[list[tuple[Request, ...]], list[Tensor]]:
-    group, noted = Group(0, size), list[tuple[Request, ...]]()
-    alike = not isinstance(collective, OkTopk)
-    means: list[Tensor] = []
-    try:
-        asking = _asked(flow, lambda op: reflected(op, group, alike), means)
-        noted = [tuple(sketched(op, group) for op in asked) for asked in asking]
-    except (RuntimeError, IndexError) as error:
-        raise ValueError(
-            f"{collective!r} cannot be rehearsed among {size} ranks, with answers made "
-            f"up for all but one ({error}): simulate it among up to {LOCKSTEP}"
-        ) from error
-    return noted, means
-
-
-def _asked(flow: Flow, reply: Any, means: list[Tensor] | None = None) -> Iterator[Any]:
-    """What a flow asks for, as tuples, but for what is not sent; it gets replies."""
-    answered: Any = None
-    while True:
-        try:
-            asked = flow.send(answered)
-        except StopIteration as stop:
-            if means is not None:
-                means.append(stop.value)
-            return
-        ops = _several(asked)
-        if not isinstance(ops[0], ToHost):
-            yield ops
-        replies = tuple(None if isinstance(op, Cut) else reply(op) for op in ops)
-        answered = replies if isinstance(asked, tuple) else replies[0]
-
-
-def _several(asked: Any) -> tuple[Op, ...]:
-    return asked if isinstance(asked, tuple) else (asked,)
+    return Script(tuple(acts), noted.work, selector)

@@ -14,7 +14,7 @@ left, swaps at any time, and Gloo's own collectives only when they start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,10 @@ from gradtide.ops import (
 )
 from gradtide.plan import cost
 from gradtide.plan.answers import shaped
+from gradtide.plan.intervals import Interval, stretched, union
 from gradtide.plan.network import Network
 
 AHEAD = 6  # messages of a ring that are posted early: gradtide.transport.ring
-
-Interval = tuple[float, float]
 
 
 @dataclass
@@ -191,12 +190,14 @@ class VirtualTransport:
         else:
             self.compute(seconds)
 
+    def rest(self, seconds: float) -> None:
+        """The training thread waits for something that nothing here slows down."""
+        self._time.now += seconds
+
     def compute(self, seconds: float) -> None:
         """The training thread computes: slower while a lane is busy."""
         lanes = [self, *self._others]
-        busy = (
-            self.busy if len(lanes) == 1 else _union(i for t in lanes for i in t.busy)
-        )
+        busy = self.busy if len(lanes) == 1 else union(i for t in lanes for i in t.busy)
         self._time.now = stretched(
             self._time.now, seconds, busy, self.network.interference
         )
@@ -206,7 +207,7 @@ class VirtualTransport:
         start = max(self.clock(), self._wire)
         seconds = cost.seconds(op, self.group, self.network)
         if self._others:
-            wired = _union(i for t in self._others for i in t.wired)
+            wired = union(i for t in self._others for i in t.wired)
             self._wire = stretched(start, seconds, wired, self.network.contention)
         else:
             self._wire = start + seconds
@@ -233,37 +234,3 @@ class VirtualTransport:
 
     def _is_collective(self, op: Op) -> bool:
         return isinstance(op, AllReduce) and not self._is_small(op)
-
-
-def stretched(
-    start: float, seconds: float, busy: Iterable[Interval], factor: float
-) -> float:
-    """When work that begins at `start` ends, if it slows by `factor` while `busy`.
-
-    `busy` are intervals in order of their begin that do not overlap.
-    """
-    if factor == 1.0 or not seconds:
-        return start + seconds
-    for begin, end in busy:
-        if end <= start:
-            continue
-        if begin > start:
-            if begin - start >= seconds:
-                break
-            seconds -= begin - start
-            start = begin
-        if (end - start) / factor >= seconds:
-            return start + seconds * factor
-        seconds -= (end - start) / factor
-        start = end
-    return start + seconds
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged

@@ -16,7 +16,7 @@ from gradtide.plan import network as networks
 from gradtide.plan import trace as traces
 from gradtide.plan.network import Network
 from gradtide.plan.trace import StepTrace, Unit
-from gradtide.plan.virtual import Prediction, simulate
+from gradtide.plan.virtual import Prediction, simulate, with_optimizer
 from gradtide.scheme import Scheme
 
 MOST = 4096  # ranks
@@ -75,6 +75,7 @@ def run(
                 f"{size} ranks: give 2 to {MOST}, in multiples of the "
                 f"{network.ranks_per_host} ranks of a host"
             )
+    trace = with_optimizer(trace, network.device)
     asked: Sequence[float | None] = rates or [network.rate]
     cells = []
     for size in ranks:
@@ -104,7 +105,7 @@ def read_trace(text: str, step_ms: float | None = None) -> StepTrace:
 def replayed(architecture: str, step_ms: float) -> StepTrace:
     """A replay workload's step: forward and backward by the work of its units.
 
-    The optimizer takes no time: what it takes depends on the device alone.
+    The optimizer takes no time here: what it takes depends on the device alone.
     """
     parts = units(architecture)
     groups: list[list[Unit]] = []  # the tensors of every layer, in forward order

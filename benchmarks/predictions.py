@@ -1,0 +1,326 @@
+"""Predicted step times against measured ones, over a grid of clusters in the lab.
+
+    python benchmarks/predictions.py run --folder out/predictions --dry-run
+    python benchmarks/predictions.py run --folder out/predictions
+    python benchmarks/predictions.py table --folder out/predictions --out FILE.json
+
+A cluster is so many hosts behind links of one rate. `run` makes what is not there yet:
+a trace for each workload and number of hosts, a network profile for each cluster, and
+the measured steps, each by the command that a user would type. It can be ended at any
+time and called again. `table` predicts every cell from the trace and the profile alone
+and holds it against what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gradtide.lab.rate import parse_rate
+from gradtide.lab.record import commit, machine, milliseconds, versions
+from gradtide.plan import network as networks
+from gradtide.plan import search
+from gradtide.plan import trace as traces
+from gradtide.plan.cost import broadcast
+from gradtide.plan.network import Network
+from gradtide.plan.virtual import Prediction, simulate
+from gradtide.scheme import parse
+from gradtide.simulate.grid import read_trace
+
+WORKLOADS = ("replay:resnet50", "replay:bert-base")
+HOSTS = (4, 8)
+RATES = ("50mbit", "200mbit", "1gbit")
+SCHEMES = ("wfbp", "dear", "wfbp-bf16", "topk", "topka2a", "oktopk")
+NEAR, SHARE, MIDDLE = 0.10, 0.9, 0.05  # the bar: errors of cells, and their median
+BEHIND = 1.05  # the pick may take so many times as long as the fastest
+MEMORY = 12e9  # bytes for the contestants of one process set
+TIMED = 20.0  # seconds of timed steps that are worth waiting for
+STEPS = (2, 10)  # timed, at least and at most
+PARTS = ("forward", "backward", "exposed", "apply", "select")
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A workload on so many hosts, and the files that belong to it."""
+
+    folder: Path
+    workload: str
+    hosts: int
+    rate: str
+
+    @property
+    def short(self) -> str:
+        return self.workload.removeprefix("replay:")
+
+    @property
+    def trace(self) -> Path:
+        return self.folder / f"trace_{self.short}_{self.hosts}.json"
+
+    @property
+    def network(self) -> Path:
+        return self.folder / f"network_{self.hosts}x{self.rate}.json"
+
+    def measured(self, schemes: str) -> Path:
+        return self.folder / f"{self.short}_{self.hosts}x{self.rate}_{schemes}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command, the file that is there when it has been run, and about how long."""
+
+    words: tuple[str, ...]
+    makes: Path
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One scheme on one cluster; seconds of a step."""
+
+    cluster: Cluster
+    scheme: str
+    predicted: Prediction
+    measured: dict[str, Any]  # a result of gradtide compare
+
+    @property
+    def error(self) -> float:
+        return self.predicted.step / float(self.measured["step_seconds"]) - 1
+
+
+def jobs(cluster: Cluster, schemes: Sequence[str]) -> Iterator[Job]:
+    """All that has to be run for a cluster, whether it has been or not."""
+    start = 5.0 + 2.5 * cluster.hosts  # two cores import torch on every rank
+    effort = ("--steps", "8", "--warmup", "3", "--ranks", str(cluster.hosts))
+    words = ("profile", "trace", cluster.workload, *effort)
+    there = ("--hosts", str(cluster.hosts), "--rate", cluster.rate)
+    rate = parse_rate(cluster.rate)
+    assert rate is not None
+    budget = 60.0 if rate >= 2e8 else 120.0
+    yield Job((*words, "--out", str(cluster.trace)), cluster.trace, start + 20)
+    words = ("profile", "network", *there, "--seconds", f"{budget:g}")
+    out = ("--out", str(cluster.network))
+    yield Job((*words, *out), cluster.network, start + 1.2 * budget)
+
+    trace = read_trace(cluster.workload)
+    network = Network.ideal(cluster.hosts, 1, rate)
+    # Parameters, gradients, buckets and means, and what a process holds anyway.
+    room = cluster.hosts * (4 * trace.nbytes + 2.5e8)
+    together = max(1, int(MEMORY / room))
+    for first in range(0, len(schemes), together):
+        names = schemes[first : first + together]
+        each = [simulate(trace, parse(name), network).step for name in names]
+        timed = round(min(max(TIMED / max(each), STEPS[0]), STEPS[1]))
+        warmup = 1 if max(each) > TIMED else 3
+        words = ("compare", "--schemes", ",".join(names), "--workload")
+        effort = ("--steps", str(timed), "--warmup", str(warmup), "--rounds", "1")
+        folder = cluster.measured("+".join(names))
+        out = ("--out", str(folder))
+        seconds = start + len(names) * broadcast(trace.nbytes, network)
+        seconds += 1.3 * (warmup + 1 + timed) * sum(each)
+        asked = (*words, cluster.workload, *there, *effort, *out)
+        yield Job(asked, folder / "record.json", seconds)
+
+
+def cells(clusters: Sequence[Cluster]) -> list[Cell]:
+    """Everything that has been measured."""
+    found: dict[tuple[Cluster, str], Cell] = {}
+    for cluster in clusters:
+        if not (cluster.trace.exists() and cluster.network.exists()):
+            continue
+        trace, network = traces.load(cluster.trace), networks.load(cluster.network)
+        records = cluster.measured("*") / "record.json"
+        for record in sorted(
+            cluster.folder.glob(str(records.relative_to(cluster.folder)))
+        ):
+            for result in json.loads(record.read_text(encoding="utf-8"))["results"]:
+                name = result["scheme"]
+                predicted = simulate(trace, parse(name), network)
+                found[cluster, name] = Cell(cluster, name, predicted, result)
+    return list(found.values())
+
+
+def pick(cluster: Cluster, measured: Sequence[Cell]) -> str:
+    """The fastest of the measured schemes, by the planner."""
+    trace, network = traces.load(cluster.trace), networks.load(cluster.network)
+    names = [cell.scheme for cell in measured]
+    schemes = {name: parse(name) for name in names}
+    ranked = search.rank(trace, network, schemes, tune=False)
+    return next(choice.name for choice in ranked if choice.name in names)
+
+
+def columns(found: Sequence[Cell]) -> list[dict[str, Any]]:
+    """For every cluster, the planner's pick beside the fastest scheme."""
+    made = []
+    for cluster in dict.fromkeys(cell.cluster for cell in found):
+        own = {c.scheme: c for c in found if c.cluster == cluster}
+        steps = {n: float(c.measured["step_seconds"]) for n, c in own.items()}
+        chosen, fastest = pick(cluster, list(own.values())), min(steps, key=steps.get)  # type: ignore[arg-type]
+        behind = steps[chosen] / steps[fastest]
+        row = {"workload": cluster.workload, "hosts": cluster.hosts}
+        row |= {"rate": cluster.rate, "schemes": len(own), "pick": chosen}
+        made.append(row | {"fastest": fastest, "behind": behind - 1})
+    return made
+
+
+def parts(cell: Cell) -> dict[str, tuple[float, float]]:
+    """Predicted and measured seconds of what a step is made of."""
+    return {
+        name: (getattr(cell.predicted, name), float(cell.measured[f"{name}_seconds"]))
+        for name in PARTS
+        if cell.measured.get(f"{name}_seconds") is not None
+    }
+
+
+def shown(found: Sequence[Cell], detailed: bool) -> Table:
+    table = Table(box=None, header_style="bold")
+    for name in ("workload", "cluster", "scheme", "predicted", "measured", "error"):
+        table.add_column(name, justify="left" if name in "workload scheme" else "right")
+    names = PARTS if detailed else ()
+    for name in names:
+        table.add_column(name, justify="right")
+    for cell in found:
+        there, own = f"{cell.cluster.hosts} x {cell.cluster.rate}", parts(cell)
+        mark = "" if abs(cell.error) <= NEAR else " !"
+        table.add_row(
+            cell.cluster.short,
+            there,
+            cell.scheme,
+            milliseconds(cell.predicted.step),
+            milliseconds(float(cell.measured["step_seconds"])),
+            f"{cell.error:+.1%}{mark}",
+            *(
+                " / ".join(map(milliseconds, own[name])) if name in own else ""
+                for name in names
+            ),
+        )
+    return table
+
+
+def _clusters(folder: Path, workload: str, hosts: str, rate: str) -> list[Cluster]:
+    sizes = [int(word) for word in hosts.split(",")]
+    every = product(workload.split(","), sizes, rate.split(","))
+    return [Cluster(folder, *one) for one in every]
+
+
+Folder = Annotated[Path, typer.Option(help="Where everything is kept.")]
+Workload = Annotated[str, typer.Option(help="Which, with commas between.")]
+Hosts = Annotated[str, typer.Option(help="How many, with commas between.")]
+Rate = Annotated[str, typer.Option(help="Of their links, with commas between.")]
+ALL = (",".join(WORKLOADS), ",".join(map(str, HOSTS)), ",".join(RATES))
+
+
+@app.command()
+def run(
+    folder: Folder = Path("out/predictions"),
+    workload: Workload = ALL[0],
+    hosts: Hosts = ALL[1],
+    rate: Rate = ALL[2],
+    schemes: Annotated[str, typer.Option(help="Which.")] = ",".join(SCHEMES),
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin nothing that would end later.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
+) -> None:
+    """Measure what is missing, one command after the other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clusters = _clusters(folder, workload, hosts, rate)
+    wanted = [job for c in clusters for job in jobs(c, schemes.split(","))]
+    missing = {j.makes: j for j in wanted if not j.makes.exists()}
+    total = sum(job.seconds for job in missing.values())
+    print(f"{len(missing)} commands, about {total / 60:.0f} minutes")
+    begin = time.monotonic()
+    for job in missing.values():
+        passed = (time.monotonic() - begin + job.seconds) / 60
+        if minutes is not None and passed > minutes:
+            continue
+        print(
+            f"about {job.seconds:.0f} s: gradtide {shlex.join(job.words)}", flush=True
+        )
+        if not dry_run:
+            started = time.monotonic()
+            subprocess.run(
+                [sys.executable, "-m", "gradtide.cli", *job.words], check=True
+            )
+            print(f"took {time.monotonic() - started:.0f} s", flush=True)
+
+
+@app.command()
+def table(
+    folder: Folder = Path("out/predictions"),
+    workload: Workload = ALL[0],
+    hosts: Hosts = ALL[1],
+    rate: Rate = ALL[2],
+    parts_too: Annotated[
+        bool, typer.Option("--parts", help="Predicted / measured parts of steps.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write JSON there.")] = None,
+) -> None:
+    """Predict what has been measured, and say whether the bar is met."""
+    clusters = _clusters(folder, workload, hosts, rate)
+    found = cells(clusters)
+    if not found:
+        raise typer.BadParameter(f"{folder} holds no measured cluster: use run first")
+    console = Console()
+    console.print(shown(found, parts_too))
+    errors = [abs(cell.error) for cell in found]
+    within = sum(error <= NEAR for error in errors) / len(errors)
+    picks = columns(found)
+    for row in picks:
+        console.print(
+            f"{row['workload']} {row['hosts']} x {row['rate']}: of {row['schemes']} "
+            f"the pick is {row['pick']}, {row['behind']:.1%} behind {row['fastest']}"
+        )
+    best = all(1 + row["behind"] <= BEHIND for row in picks)
+    whole = len(found) == len(clusters) * len(SCHEMES)
+    met = whole and within >= SHARE and median(errors) <= MIDDLE and best
+    console.print(
+        f"{len(found)} cells{'' if whole else ' (not all)'}: {within:.0%} within "
+        f"{NEAR:.0%}, median error {median(errors):.1%}; met: {met}"
+    )
+    if out is not None:
+        record = {
+            "command": " ".join(sys.argv),
+            "commit": commit(),
+            "versions": versions(),
+            "machine": machine(),
+            "within": within,
+            "median": median(errors),
+            "met": met,
+            "picks": picks,
+            "cells": [_written(cell) for cell in found],
+            "inputs": [_inputs(c) for c in dict.fromkeys(c.cluster for c in found)],
+        }
+        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _written(cell: Cell) -> dict[str, Any]:
+    where = {"workload": cell.cluster.workload, "hosts": cell.cluster.hosts}
+    where |= {"rate": cell.cluster.rate, "scheme": cell.scheme, "error": cell.error}
+    return where | {"predicted": asdict(cell.predicted), "measured": cell.measured}
+
+
+def _inputs(cluster: Cluster) -> dict[str, Any]:
+    """What predictions were made of; of a trace, the sums."""
+    trace = traces.load(cluster.trace)
+    sums = {n: getattr(trace, n) for n in ("forward", "loss", "backward", "optimizer")}
+    network = asdict(networks.load(cluster.network))
+    return {"workload": cluster.workload, "trace": sums, "network": network}
+
+
+if __name__ == "__main__":
+    app()
