@@ -140,22 +140,22 @@ def _carry(
                 slot.param.grad = grad.clone()
             view.zero_()
     if same:
-        home.bucket.load.state.update(_remembered(home, before))
+        home.bucket.load.state.update(remembered(home, before))
 
 
-def _remembered(
+def remembered(
     home: GradientBucket, before: Sequence[tuple[GradientBucket, Slot]]
 ) -> dict[str, Tensor]:
     """What the algorithm of a new bucket can go on with.
 
-    Everything, if the bucket is an old one. Otherwise numbers of steps, if those of all
-    the old buckets are equal, and what has an entry for every element (a velocity).
-    Thresholds, boundaries and factors are about a bucket as a whole, and are learnt
-    anew, as in a first step.
+    `before` says where each slot's parameter was. Everything, if the bucket is an old
+    one. Otherwise numbers of steps, if those of all the old buckets are equal, and what
+    has an entry for every element (a velocity). Thresholds, boundaries and factors are
+    about a bucket as a whole, and are learnt anew, as in a first step.
     """
     olds = list(dict.fromkeys(old for old, _ in before))
     states = [old.bucket.load.state for old in olds]
-    if [slot.name for slot in home.slots] == [slot.name for slot in olds[0].slots]:
+    if [id(slot.param) for slot in home.slots] == [id(s.param) for s in olds[0].slots]:
         return states[0]
     kept: dict[str, Tensor] = {}
     for key in {key: None for state in states for key in state}:

@@ -9,6 +9,7 @@ This module does without the future import: DDP compares the hook's annotations 
 classes, not with strings.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,8 @@ from gradtide.agree import agree
 from gradtide.collectives import Auto
 from gradtide.engine import Engine
 from gradtide.fusion import BySize
-from gradtide.layout import GradientBucket, lay_out
+from gradtide.layout import GradientBucket, Slot, lay_out
+from gradtide.placement import remembered
 from gradtide.scheme import Scheme, check, parse
 from gradtide.transport import ProcessGroup, connect
 
@@ -33,22 +35,26 @@ class State:
 
     def __init__(self, scheme: Scheme, engine: Engine) -> None:
         self.scheme, self.engine = scheme, engine
-        self.homes: dict[tuple[nn.Parameter, ...], GradientBucket] = {}
+        self.homes: dict[frozenset[nn.Parameter], GradientBucket] = {}
         self.waiting: list[tuple[GradientBucket, GradBucket, Future[Tensor]]] = []
+        self._places: dict[nn.Parameter, tuple[GradientBucket, Slot]] = {}
 
     def home(self, bucket: GradBucket) -> GradientBucket:
-        """This bucket's; laid out anew, with what was left behind, if DDP cut anew."""
-        params = cast(tuple[nn.Parameter, ...], tuple(bucket.parameters()))
-        if params not in self.homes:
-            self.homes[params] = self._move(params)
-        return self.homes[params]
+        """This bucket's; laid out anew, with what was left behind, if DDP cut anew.
+
+        Its slots keep their order if DDP has changed that alone.
+        """
+        params = cast(list[nn.Parameter], bucket.parameters())
+        whole = frozenset(params)
+        if whole not in self.homes:
+            self._move(params)
+        return self.homes[whole]
 
     def remainders(self) -> dict[nn.Parameter, Tensor]:
         """What was left behind, in the parameters' shapes; a view of it."""
         return {
-            slot.param: view
-            for home in self.homes.values()
-            for slot, view in zip(home.slots, home.views, strict=True)
+            p: slot.of(home.bucket.load.flat)
+            for p, (home, slot) in self._places.items()
             if not home.clean
         }
 
@@ -68,43 +74,43 @@ class State:
             raise ValueError(f"the state has no {key!r}: every rank saves its own")
         params = dict(module.named_parameters())
         self.homes.clear()
+        self._places.clear()
         for name, left in state[key].items():
-            home = self.homes[(params[name],)] = self._lay_out((params[name],))
+            home = self._lay_out((params[name],))
             home.views[0].copy_(left)
             home.clean = False
 
-    def _move(self, params: tuple[nn.Parameter, ...]) -> GradientBucket:
-        left, moved = self.remainders(), set(params)
+    def _move(self, params: Sequence[nn.Parameter]) -> None:
+        left = self.remainders()
+        before = [self._places[p] for p in params if p in self._places]
         new = self._lay_out(params)
         for slot, view in zip(new.slots, new.views, strict=True):
             if slot.param in left:
                 view.copy_(left[slot.param])
                 new.clean = False
-        # Others of an old bucket's parameters may not have moved yet.
-        for old in self.homes.values():
-            for slot, view in zip(old.slots, old.views, strict=True):
-                if slot.param in moved:
-                    view.zero_()
+        if len(before) == len(params):
+            new.bucket.load.state.update(remembered(new, before))
+        # An old bucket is of use as long as it is whole.
         self.homes = {
-            key: old
-            for key, old in self.homes.items()
-            if any(bool(view.any()) for view in old.views)
+            key: home
+            for key, home in self.homes.items()
+            if all(self._places[p][0] is home for p in key)
         }
-        return new
 
-    def _lay_out(self, params: tuple[nn.Parameter, ...]) -> GradientBucket:
+    def _lay_out(self, params: Sequence[nn.Parameter]) -> GradientBucket:
         named = [(str(i), p) for i, p in enumerate(params)]
         size = self.engine.transport.group.size
         (home,) = lay_out(named, _WHOLE, self.scheme.collective, size)
         home.bucket.name = f"ddp{id(home)}"
+        self.homes[frozenset(params)] = home
+        self._places.update((slot.param, (home, slot)) for slot in home.slots)
         return home
 
 
 def exchange(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook: `DistributedDataParallel.register_comm_hook(state, exchange)`."""
     home, future = state.home(bucket), Future[Tensor]()
-    views = list(home.views)
-    gradients = bucket.gradients()
+    views, gradients = list(home.views), _gradients(home, bucket)
     (torch._foreach_copy_ if home.clean else torch._foreach_add_)(views, gradients)
     state.engine.launch(home.bucket)
     state.waiting.append((home, bucket, future))
@@ -114,9 +120,15 @@ def exchange(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Ten
         waiting, state.waiting = state.waiting, []
         for each, its, done in waiting:
             state.engine.finish(each.bucket)
-            torch._foreach_copy_(its.gradients(), list(each.gradients()))
+            torch._foreach_copy_(_gradients(each, its), list(each.gradients()))
             done.set_result(its.buffer())
     return future
+
+
+def _gradients(home: GradientBucket, bucket: GradBucket) -> list[Tensor]:
+    """DDP's gradients in the order of the slots."""
+    own = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
+    return [own[slot.param] for slot in home.slots]
 
 
 def comm_hook(
