@@ -8,11 +8,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from gradtide.lab.failure import LabError
 from gradtide.plan.fit import Fit, Point
 from gradtide.plan.measure import Row
 from gradtide.plan.network import Network, load
 from gradtide.profile.cli import app
 from gradtide.profile.network.chart import draw
+from gradtide.profile.network.progress import follow, passed_on, without_progress
 from gradtide.profile.network.report import device, fits, notes
 from gradtide.profile.network.run import Found, _rows
 
@@ -77,3 +79,17 @@ def test_reports(tmp_path: Path) -> None:
 def test_rows_travel_as_text() -> None:
     found = _found()
     assert _rows(found.rows_text()) == found.rows
+
+
+def test_progress_is_told_and_kept_out_of_failures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told: list[str] = []
+    passed_on("Swap of 1 MB")
+    line = capsys.readouterr().out.rstrip()
+    follow(told.append)(0, line)
+    follow(told.append)(3, "Traceback")
+    assert told == ["Swap of 1 MB"]
+    with pytest.raises(LabError) as raised, without_progress():
+        raise LabError("rank 0 failed", 0, 1, [line, "Traceback"])
+    assert list(raised.value.lines) == ["Traceback"]
