@@ -90,7 +90,7 @@ def equality(steps: int) -> dict[str, Any]:
     alone = dist.new_group([0])
     one = torch.zeros(0)
     if dist.get_rank() == 0:
-        one = trained("spd_kfac", steps, alone)  # type: ignore[arg-type]
+        one = trained("spd_kfac", steps, alone)
     found = {}
     for name in NAMES:
         for recipe in (f"{name}_kfac", f"{name}_kfac-dear"):
@@ -128,7 +128,7 @@ def sent(scheme: str, steps: int, clock: Clock) -> tuple[float, float]:
     training.end()
     totals = torch.tensor([link, payload], dtype=torch.float64) / steps
     dist.all_reduce(totals)
-    return tuple((totals / dist.get_world_size()).tolist())  # type: ignore[return-value]
+    return tuple((totals / dist.get_world_size()).tolist())
 
 
 def traffic(steps: int) -> dict[str, Any]:

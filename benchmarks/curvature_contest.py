@@ -23,6 +23,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class Wait(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         time.sleep(2 * ctx.seconds)
         return gradient, None
 
@@ -122,15 +123,13 @@ def peers(args: argparse.Namespace) -> Iterator[Contestant]:
     """kfac-pytorch in each of its modes; nobody where it is not installed."""
     if find_spec("kfac") is None:
         return
-    from kfac.enums import ComputeMethod, DistributedStrategy
-    from kfac.preconditioner import KFACPreconditioner
-
-    for strategy in DistributedStrategy:
-        for method in ComputeMethod:
+    enums, package = import_module("kfac.enums"), import_module("kfac.preconditioner")
+    for strategy in enums.DistributedStrategy:
+        for method in enums.ComputeMethod:
             own = workload(args)
             # Without views: the package writes gradients of its own.
             module = DistributedDataParallel(own.model)
-            package = KFACPreconditioner(
+            peer = package.KFACPreconditioner(
                 own.model,
                 factor_update_steps=1,
                 inv_update_steps=1,
@@ -140,7 +139,7 @@ def peers(args: argparse.Namespace) -> Iterator[Contestant]:
                 grad_worker_fraction=strategy,
                 symmetry_aware=True,
             )
-            own.optimizer.register_step_pre_hook(lambda *_, p=package: p.step())
+            own.optimizer.register_step_pre_hook(lambda *_, p=peer: p.step())
             yield Contestant(
                 name=f"kfac-pytorch {strategy.name} {method.name}",
                 schedule=WFBP,
