@@ -70,10 +70,9 @@ def measure(config: KFAC, layers: Sequence[Layer], engine: Engine) -> Costs:
     probes = (0.0, 0.0)
     if config.early:
         probes = _probe(engine, PROBES[0]), _probe(engine, PROBES[1])
-    inverses: dict[int, float] = {}
-    # The others wait: on shared cores they would slow what is measured.
-    if engine.transport.group.rank == 0:
-        inverses = estimate_inverses(dims, layers[0].weight.device, config.form)
+    # All at once, as in training: ranks may share cores.
+    engine.transport.gather_objects(None)
+    inverses = estimate_inverses(dims, layers[0].weight.device, config.form)
     size = engine.transport.group.size
     slope = max(0.0, probes[1] - probes[0]) / ((PROBES[1] - PROBES[0]) * size)
     costs: list[Costs] = engine.transport.gather_objects(
