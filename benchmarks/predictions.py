@@ -106,7 +106,7 @@ def jobs(cluster: Cluster, schemes: Sequence[str]) -> Iterator[Job]:
     """All that has to be run for a cluster, whether it has been or not."""
     start = 5.0 + 2.5 * cluster.hosts  # two cores import torch on every rank
     effort = ("--steps", "8", "--warmup", "3", "--ranks", str(cluster.hosts))
-    words = ("profile", "trace", cluster.workload, *effort)
+    words: tuple[str, ...] = ("profile", "trace", cluster.workload, *effort)
     there = ("--hosts", str(cluster.hosts), "--rate", cluster.rate)
     rate = parse_rate(cluster.rate)
     assert rate is not None

@@ -101,9 +101,9 @@ def rows(published: Path) -> list[Row]:
             gpus, scheme = int(line["num_gpus"]), SCHEMES[line["method"]]
             there = network(line["network"], gpus)
             step = simulate(trace(line["workload"]), scheme, there).step
-            published = float(line["seconds_per_iteration"])
-            words = (line["network"], line["workload"], line["method"])
-            found.append(Row(*words, gpus, published, step))
+            seconds = float(line["seconds_per_iteration"])
+            key = (line["network"], line["workload"], line["method"], gpus)
+            found.append(Row(*key, seconds, step))
     return found
 
 

@@ -47,6 +47,7 @@ def test_what_is_saved_is_loaded(network: Network, tmp_path: Path) -> None:
         ({"inter": None}, "damaged"),
         ({"surprise": 1}, "surprise"),
         ({"interference": 0.5}, "interference"),
+        ({"sharing": 2.5}, "sharing"),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(

@@ -59,6 +59,13 @@ def kinds(script: Script) -> list[str]:
     return [type(op).__name__ for act in script.acts for op in act.asked]
 
 
+def done(script: Script, kind: str) -> float:
+    """Elements of all work of a kind."""
+    return sum(
+        getattr(work, kind) for work in (*(a.work for a in script.acts), script.work)
+    )
+
+
 def played(collective: Collective, numel: int, size: int) -> Script:
     return script_of(scripts(collective, numel, torch.float32, (), size), 1)
 
@@ -106,6 +113,8 @@ def test_sizes_continue_in_a_straight_line(
     continued = played(collective, n, 4)
     assert kinds(continued) == kinds(real)
     assert sent(continued, 4) == pytest.approx(sent(real, 4), rel=0.03)
+    for kind in ("moved", "entries", "ordered"):
+        assert done(continued, kind) == pytest.approx(done(real, kind), rel=0.3)
 
 
 def test_selection_and_entries_are_counted() -> None:

@@ -40,8 +40,10 @@ def test_a_grid_has_a_cell_for_everything_and_knows_the_fastest() -> None:
     assert len(grid.cells) == 2 * 2 * 3
     assert grid.fastest(8, 1e8).scheme == "topk"
     assert grid.fastest(8, 1e11).scheme in ("wfbp", "dear")
+    alone = grid.trace.compute
+    assert alone > trace.compute  # by the device's optimizer
     for cell in grid.cells:
-        assert cell.efficiency == pytest.approx(trace.compute / cell.prediction.step)
+        assert cell.efficiency == pytest.approx(alone / cell.prediction.step)
         assert cell.prediction.buckets > 1
     same = run(trace, network, {"wfbp": SCHEMES["wfbp"]}, [4])
     assert same.rates == [1e9]

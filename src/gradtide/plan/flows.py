@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,7 +24,7 @@ from gradtide.bucket import Payload
 from gradtide.collectives import Dense, OkTopk
 from gradtide.ops import Cut, Flow, Group, Op, ToHost, payload_bytes
 from gradtide.plan.answers import reflected, shaped
-from gradtide.plan.labour import Counter, Work
+from gradtide.plan.labour import Counter, Idle, Work
 from gradtide.plan.sketch import Request, sketched
 from gradtide.testing import answer
 
@@ -34,7 +34,11 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Noted(NamedTuple):
-    """One exchange: work and the requests that follow it, and the work at its end."""
+    """One exchange: work and the requests that follow it, and the work at its end.
+
+    Of the first one the work is not counted: it is unlike that of all others, and to
+    count takes as long as to run.
+    """
 
     asked: list[tuple[Work, tuple[Request, ...]]]
     work: Work
@@ -68,10 +72,12 @@ def by_shapes(
         begin += -(-n // size) * size
     load, steps = Payload(flat, parts or [flat]), []
     with _believing():
-        for _ in range(1 if isinstance(collective, Dense) else STEPS):
+        for step in range(1 if isinstance(collective, Dense) else STEPS):
             load.flat, load.alarm = flat, 0.0
-            flow = collective.reduce(load, group)
-            steps.append(_noted(flow, group, lambda op: shaped(op, group))[0])
+            flow, first = collective.reduce(load, group), step == 0
+            counter = _counter(first and not isinstance(collective, Dense))
+            reply = partial(shaped, group=group)
+            steps.append(_noted(flow, group, reply, counter)[0])
     return steps
 
 
@@ -106,7 +112,8 @@ def by_numbers(
     loads = [Payload(flat, [flat]) for flat in flats]
     steps = []
     with torch.no_grad():
-        for _ in range(2):
+        for step in range(2):
+            counter = _counter(step == 0)
             for draw, flat in zip(draws, flats, strict=True):
                 fresh = torch.randn(numel, generator=draw, dtype=torch.float32)
                 flat += fresh.pow_(3).to(dtype)
@@ -115,9 +122,9 @@ def by_numbers(
                 for rank, load in zip(ranks, loads, strict=True)
             ]
             if everybody:
-                noted, means = _together(flows)
+                noted, means = _together(flows, counter)
             else:
-                noted, means = _alone(flows[0], sharp, size)
+                noted, means = _alone(flows[0], sharp, size, counter)
             steps.append(noted)
             for flat, mean in zip(flats, means, strict=True):
                 if flat.data_ptr() == mean.data_ptr():
@@ -125,10 +132,12 @@ def by_numbers(
     return steps
 
 
-def _together(flows: Sequence[Flow]) -> tuple[Noted, list[Tensor]]:
+def _together(
+    flows: Sequence[Flow], counter: Counter | Idle
+) -> tuple[Noted, list[Tensor]]:
     """All ranks in lockstep; of each request that of the rank that sends most."""
     noted: list[tuple[Work, tuple[Request, ...]]] = []
-    size, counter, work = len(flows), Counter(), Work()
+    size, work = len(flows), Work()
     answers: list[Any] = [None] * size
     while True:
         asked: list[Any] = []
@@ -158,11 +167,14 @@ def _busiest(ops: Sequence[Op]) -> Request:
     return sketched(ops[rank], Group(rank, size))
 
 
-def _alone(flow: Flow, collective: Any, size: int) -> tuple[Noted, list[Tensor]]:
+def _alone(
+    flow: Flow, collective: Any, size: int, counter: Counter | Idle
+) -> tuple[Noted, list[Tensor]]:
     group = Group(0, size)
     alike = not isinstance(collective, OkTopk)
     try:
-        noted, mean = _noted(flow, group, lambda op: reflected(op, group, alike))
+        reply = partial(reflected, group=group, alike=alike)
+        noted, mean = _noted(flow, group, reply, counter)
     except (RuntimeError, IndexError) as error:
         raise ValueError(
             f"{collective!r} cannot be rehearsed among {size} ranks, with answers made "
@@ -172,11 +184,11 @@ def _alone(flow: Flow, collective: Any, size: int) -> tuple[Noted, list[Tensor]]
 
 
 def _noted(
-    flow: Flow, group: Group, reply: Callable[[Op], Any]
+    flow: Flow, group: Group, reply: Callable[[Op], Any], counter: Counter | Idle
 ) -> tuple[Noted, Tensor]:
     """What one flow asks for, which gets replies, and the mean that it returns."""
     noted: list[tuple[Work, tuple[Request, ...]]] = []
-    counter, work = Counter(), Work()
+    work = Work()
     answered: Any = None
     while True:
         try:
@@ -190,6 +202,10 @@ def _noted(
             work = Work()
         replies = tuple(None if isinstance(op, Cut) else reply(op) for op in ops)
         answered = replies if isinstance(asked, tuple) else replies[0]
+
+
+def _counter(first: bool) -> Counter | Idle:
+    return Idle() if first else Counter()
 
 
 def _several(asked: Any) -> tuple[Op, ...]:

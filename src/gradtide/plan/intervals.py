@@ -31,6 +31,47 @@ def stretched(
     return start + seconds
 
 
+def held_up(
+    start: float,
+    seconds: float,
+    busy: Iterable[Interval],
+    factor: float,
+    taken: Iterable[Interval],
+    more: float,
+) -> float:
+    """As `stretched`, but where work is `taken` it slows by `more` instead.
+
+    `busy` and `taken` are unions.
+    """
+    if more <= factor:
+        return stretched(start, seconds, busy, factor)
+    pieces = [(begin, end, more) for begin, end in taken]
+    pieces += [(*piece, factor) for piece in _without(busy, taken)]
+    for begin, end, slower in sorted(pieces):
+        ends = stretched(start, seconds, [(begin, end)], slower)
+        if ends <= end:
+            return ends
+        if end > start:
+            before = max(begin - start, 0.0)
+            seconds -= before + (end - max(start, begin)) / slower
+            start = end
+    return start + seconds
+
+
+def _without(busy: Iterable[Interval], taken: Iterable[Interval]) -> list[Interval]:
+    """What is left of `busy`; both are unions."""
+    left, others = list[Interval](), list(taken)
+    for begin, end in busy:
+        for first, last in others:
+            if last > begin and first < end:
+                if first > begin:
+                    left.append((begin, first))
+                begin = min(last, end)
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same times as intervals in order that do not overlap."""
     merged: list[Interval] = []

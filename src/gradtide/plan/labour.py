@@ -37,14 +37,14 @@ class Work(NamedTuple):
 
     def times(self, factor: float) -> Work:
         """So many times the elements, in as many calls."""
-        return Work(*(factor * n for n in self[:-1]), calls=self.calls)
+        return Work(*(factor * n for n in self))._replace(calls=self.calls)
 
 
-class Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered; `read` returns what has come together since."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found = [0, 0, 0, 0]
 
     def __torch_dispatch__(
@@ -70,12 +70,23 @@ class Counter(TorchDispatchMode):
         return Work(0.0, *(n / ranks for n in found))
 
 
+class Idle:
+    """In the place of a counter: finds nothing."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def read(self, ranks: int = 1) -> Work:
+        return Work()
+
+
 def _elements(name: str, kind: int, args: tuple[Any, ...], answer: Any) -> int:
     if kind == 1:
         if name in _BY_INDEX:
             return int(args[2].numel())  # (tensor, dimension, indices)
         if name in ("index_put_", "_index_put_impl_"):
-            return max(i.numel() for i in args[1] if i is not None)
+            return max(_numel(i) for i in args[1] if i is not None)
         return int(answer.numel())
     if kind == 2:
         return int(args[0].numel())

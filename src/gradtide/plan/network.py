@@ -77,6 +77,8 @@ class Network:
 
     `interference` is the factor by which compute slows while the lane is busy, and
     `contention` that by which a request slows while another lane's is on the wire.
+    `sharing` is the factor by which the lane's own work and that of the training thread
+    slow each other: 1 where each has a processor, 2 where ranks have one or less.
     """
 
     hosts: int
@@ -86,6 +88,7 @@ class Network:
     device: Device = Device()  # noqa: RUF009  (frozen: not shared by mistake)
     interference: float = 1.0
     contention: float = 2.0
+    sharing: float = 1.0
     rate: float | None = None
     one_hop_bytes: int = ONE_HOP_BYTES
     one_hop_ranks: int = ONE_HOP_RANKS
@@ -100,6 +103,8 @@ class Network:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 1):
                 raise ValueError(f"{name}={value!r}: a factor, 1 (none) or more")
+        if not 1 <= self.sharing <= 2:
+            raise ValueError(f"sharing={self.sharing!r}: a factor from 1 (none) to 2")
 
     @property
     def size(self) -> int:

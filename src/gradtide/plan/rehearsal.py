@@ -117,27 +117,20 @@ def _scripts(
 
 
 def _between(one: Noted, two: Noted, weight: float, ratio: float) -> Noted:
-    """`sketch.between`, and work on as straight a line where the same was asked for."""
+    """`sketch.between`; work grows by `ratio`.
+
+    Not in a straight line: messages of more than one block of indices bring more work
+    than shorter ones, and a line through both would bring it again and again.
+    """
     requests = between(
         [asked for _, asked in one.asked],
         [asked for _, asked in two.asked],
         weight,
         ratio,
     )
-    before = [*(work for work, _ in one.asked), one.work]
-    after = [*(work for work, _ in two.asked), two.work]
-    if _kinds(one) == _kinds(two):
-        works = [
-            b.plus(b, weight).plus(a, -weight)
-            for a, b in zip(before, after, strict=True)
-        ]
-    else:
-        works = [work.times(ratio) for work in after]
-    return Noted(list(zip(works[:-1], requests, strict=True)), works[-1])
-
-
-def _kinds(noted: Noted) -> list[list[str]]:
-    return [[request.kind for request in asked] for _, asked in noted.asked]
+    works = [work.times(ratio) for work, _ in two.asked]
+    asked = list(zip(works, requests, strict=True))
+    return Noted(asked, two.work.times(ratio))
 
 
 def _without_sorting(noted: Noted) -> Noted:

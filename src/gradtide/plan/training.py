@@ -26,10 +26,11 @@ from gradtide.plan.device import Device
 from gradtide.plan.network import Network
 from gradtide.plan.played import Rehearsed, exchange_seconds
 from gradtide.plan.rehearsal import settled
-from gradtide.plan.trace import StepTrace
+from gradtide.plan.trace import StepTrace, Unit
 from gradtide.plan.transport import VirtualTransport
 from gradtide.scheme import Scheme
 
+CREDIT = 50e-3  # seconds: gradtide.lab.workloads.replay.MAX_CREDIT
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -51,6 +52,7 @@ class Run:
         self.transport = VirtualTransport(network)
         # Of a replay, only what is done to gradients and parameters is work.
         self._model = self.transport.rest if trace.replayed else self.transport.compute
+        self._ahead = 0.0  # seconds that a replay has waited in advance
         self.engine = Engine(self.transport, self.transport.clock)
         self.homes = buckets(trace, scheme, network)
         self.count, self.spent = 1, Spent()  # as if it had gone on for long
@@ -111,7 +113,10 @@ class Run:
         missing = [len(home.slots) for home in self.homes]
         places = {home: i for i, home in enumerate(self.homes)}
         for place, unit in enumerate(self.trace.units):
-            self._model(unit.backward)
+            if self.trace.replayed:
+                self._replay(unit)
+            else:
+                self.transport.compute(unit.backward)
             home = self._home[place]
             if unit.numel >= LARGE:
                 self.transport.compute(self.device.take_in(unit.numel))
@@ -126,6 +131,15 @@ class Run:
             len(self.trace.units) + ranks, dtype=torch.int32, device="meta"
         )
         self._used = self.engine.ask("used", lambda: AllReduce(flags))
+
+    def _replay(self, unit: Unit) -> None:
+        """Write a gradient within the wait, as gradtide.lab.workloads.replay does."""
+        start = self.transport.clock()
+        written = self.transport.computed(start, self.device.take_in(unit.numel))
+        ends = max(written, start + unit.backward - self._ahead)
+        behind = ends - start - unit.backward
+        self._ahead = min(max(self._ahead + behind, 0.0), CREDIT)
+        self.transport.rest(ends - start)
 
     def _launch(self, place: int) -> None:
         home = self.homes[place]

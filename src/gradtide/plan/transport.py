@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from gradtide.ops import (
@@ -31,7 +32,7 @@ from gradtide.ops import (
 )
 from gradtide.plan import cost
 from gradtide.plan.answers import shaped
-from gradtide.plan.intervals import Interval, stretched, union
+from gradtide.plan.intervals import Interval, held_up, stretched, union
 from gradtide.plan.network import Network
 
 AHEAD = 6  # messages of a ring that are posted early: gradtide.transport.ring
@@ -103,6 +104,7 @@ class VirtualTransport:
         self._windows: list[Window] = []
         self.busy: list[Interval] = []  # when the lane had an errand
         self.wired: list[Interval] = []  # when it had a request on the wire
+        self._worked: list[Interval] = []  # when its processor worked; recent ones
 
     # - What a transport does ----------------------------------------------------------
 
@@ -185,10 +187,11 @@ class VirtualTransport:
 
     def work(self, seconds: float) -> None:
         """The processor works: on the lane if called there, else in the training."""
-        if self._at is not None:
-            self._at += seconds
-        else:
+        if self._at is None:
             self.compute(seconds)
+        elif seconds:
+            self._worked.append((self._at, self._at + seconds))
+            self._at += seconds
 
     def rest(self, seconds: float) -> None:
         """The training thread waits for something that nothing here slows down."""
@@ -196,11 +199,21 @@ class VirtualTransport:
 
     def compute(self, seconds: float) -> None:
         """The training thread computes: slower while a lane is busy."""
-        lanes = [self, *self._others]
+        self._time.now = self.computed(self._time.now, seconds)
+
+    def computed(self, start: float, seconds: float) -> float:
+        """When the training thread ends what it begins to compute at `start`."""
+        lanes, network = [self, *self._others], self.network
         busy = self.busy if len(lanes) == 1 else union(i for t in lanes for i in t.busy)
-        self._time.now = stretched(
-            self._time.now, seconds, busy, self.network.interference
-        )
+        if network.sharing == 1.0:
+            return stretched(start, seconds, busy, network.interference)
+        for lane in lanes:  # time only goes on
+            lane._worked = [i for i in lane._worked if i[1] > self._time.now]
+        # Two threads that slow each other by 2 have one processor: the lane first.
+        more = network.sharing / (2 - network.sharing) if network.sharing < 2 else inf
+        taken = union(i for t in lanes for i in t._worked)
+        recent = [i for i in busy if i[1] > start]
+        return held_up(start, seconds, recent, network.interference, taken, more)
 
     def _travel(self, op: Op) -> float:
         """Put a request behind what is on the wire; when it will have been answered."""
