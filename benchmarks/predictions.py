@@ -1,7 +1,6 @@
 """Predicted step times against measured ones, over a grid of clusters in the lab.
 
-    python benchmarks/predictions.py run --folder out/predictions --dry-run
-    python benchmarks/predictions.py run --folder out/predictions
+    python benchmarks/predictions.py run --folder out/predictions [--dry-run]
     python benchmarks/predictions.py table --folder out/predictions --out FILE.json
 
 A cluster is so many hosts behind links of one rate. `run` makes what is not there yet:
@@ -18,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -26,19 +25,16 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from predictions_lab import Cluster, jobs
 from rich.console import Console
 from rich.table import Table
 
-from gradtide.lab.rate import parse_rate
 from gradtide.lab.record import commit, machine, milliseconds, versions
 from gradtide.plan import network as networks
 from gradtide.plan import search
 from gradtide.plan import trace as traces
-from gradtide.plan.cost import broadcast
-from gradtide.plan.network import Network
 from gradtide.plan.virtual import Prediction, simulate
 from gradtide.scheme import parse
-from gradtide.simulate.grid import read_trace
 
 WORKLOADS = ("replay:resnet50", "replay:bert-base")
 HOSTS = (4, 8)
@@ -46,46 +42,9 @@ RATES = ("50mbit", "200mbit", "1gbit")
 SCHEMES = ("wfbp", "dear", "wfbp-bf16", "topk", "topka2a", "oktopk")
 NEAR, SHARE, MIDDLE = 0.10, 0.9, 0.05  # the bar: errors of cells, and their median
 BEHIND = 1.05  # the pick may take so many times as long as the fastest
-MEMORY = 12e9  # bytes for the contestants of one process set
-TIMED = 20.0  # seconds of timed steps that are worth waiting for
-STEPS = (2, 10)  # timed, at least and at most
 PARTS = ("forward", "backward", "exposed", "apply", "select")
 
 app = typer.Typer(no_args_is_help=True)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A workload on so many hosts, and the files that belong to it."""
-
-    folder: Path
-    workload: str
-    hosts: int
-    rate: str
-
-    @property
-    def short(self) -> str:
-        return self.workload.removeprefix("replay:")
-
-    @property
-    def trace(self) -> Path:
-        return self.folder / f"trace_{self.short}_{self.hosts}.json"
-
-    @property
-    def network(self) -> Path:
-        return self.folder / f"network_{self.hosts}x{self.rate}.json"
-
-    def measured(self, schemes: str) -> Path:
-        return self.folder / f"{self.short}_{self.hosts}x{self.rate}_{schemes}"
-
-
-@dataclass(frozen=True)
-class Job:
-    """A command, the file that is there when it has been run, and about how long."""
-
-    words: tuple[str, ...]
-    makes: Path
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -100,40 +59,6 @@ class Cell:
     @property
     def error(self) -> float:
         return self.predicted.step / float(self.measured["step_seconds"]) - 1
-
-
-def jobs(cluster: Cluster, schemes: Sequence[str]) -> Iterator[Job]:
-    """All that has to be run for a cluster, whether it has been or not."""
-    start = 5.0 + 2.5 * cluster.hosts  # two cores import torch on every rank
-    effort = ("--steps", "8", "--warmup", "3", "--ranks", str(cluster.hosts))
-    words: tuple[str, ...] = ("profile", "trace", cluster.workload, *effort)
-    there = ("--hosts", str(cluster.hosts), "--rate", cluster.rate)
-    rate = parse_rate(cluster.rate)
-    assert rate is not None
-    budget = 60.0 if rate >= 2e8 else 120.0
-    yield Job((*words, "--out", str(cluster.trace)), cluster.trace, start + 20)
-    words = ("profile", "network", *there, "--seconds", f"{budget:g}")
-    out = ("--out", str(cluster.network))
-    yield Job((*words, *out), cluster.network, start + 1.2 * budget)
-
-    trace = read_trace(cluster.workload)
-    network = Network.ideal(cluster.hosts, 1, rate)
-    # Parameters, gradients, buckets and means, and what a process holds anyway.
-    room = cluster.hosts * (4 * trace.nbytes + 2.5e8)
-    together = max(1, int(MEMORY / room))
-    for first in range(0, len(schemes), together):
-        names = schemes[first : first + together]
-        each = [simulate(trace, parse(name), network).step for name in names]
-        timed = round(min(max(TIMED / max(each), STEPS[0]), STEPS[1]))
-        warmup = 1 if max(each) > TIMED else 3
-        words = ("compare", "--schemes", ",".join(names), "--workload")
-        effort = ("--steps", str(timed), "--warmup", str(warmup), "--rounds", "1")
-        folder = cluster.measured("+".join(names))
-        out = ("--out", str(folder))
-        seconds = start + len(names) * broadcast(trace.nbytes, network)
-        seconds += 1.3 * (warmup + 1 + timed) * sum(each)
-        asked = (*words, cluster.workload, *there, *effort, *out)
-        yield Job(asked, folder / "record.json", seconds)
 
 
 def cells(clusters: Sequence[Cluster]) -> list[Cell]:
@@ -275,8 +200,7 @@ def table(
     found = cells(clusters)
     if not found:
         raise typer.BadParameter(f"{folder} holds no measured cluster: use run first")
-    console = Console()
-    console.print(shown(found, parts_too))
+    (console := Console()).print(shown(found, parts_too))
     errors = [abs(cell.error) for cell in found]
     within = sum(error <= NEAR for error in errors) / len(errors)
     picks = columns(found)

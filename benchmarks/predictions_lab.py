@@ -1,0 +1,86 @@
+"""What has to be run in the lab for predictions.py: commands, files and durations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradtide.lab.rate import parse_rate
+from gradtide.plan.cost import broadcast
+from gradtide.plan.network import Network
+from gradtide.plan.virtual import simulate
+from gradtide.scheme import parse
+from gradtide.simulate.grid import read_trace
+
+MEMORY = 12e9  # bytes for the contestants of one process set
+TIMED = 20.0  # seconds of timed steps that are worth waiting for
+STEPS = (2, 10)  # timed, at least and at most
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A workload on so many hosts, and the files that belong to it."""
+
+    folder: Path
+    workload: str
+    hosts: int
+    rate: str
+
+    @property
+    def short(self) -> str:
+        return self.workload.removeprefix("replay:")
+
+    @property
+    def trace(self) -> Path:
+        return self.folder / f"trace_{self.short}_{self.hosts}.json"
+
+    @property
+    def network(self) -> Path:
+        return self.folder / f"network_{self.hosts}x{self.rate}.json"
+
+    def measured(self, schemes: str) -> Path:
+        return self.folder / f"{self.short}_{self.hosts}x{self.rate}_{schemes}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command, the file that is there when it has been run, and about how long."""
+
+    words: tuple[str, ...]
+    makes: Path
+    seconds: float
+
+
+def jobs(cluster: Cluster, schemes: Sequence[str]) -> Iterator[Job]:
+    """All that has to be run for a cluster, whether it has been or not."""
+    start = 5.0 + 2.5 * cluster.hosts  # two cores import torch on every rank
+    effort = ("--steps", "8", "--warmup", "3", "--ranks", str(cluster.hosts))
+    words: tuple[str, ...] = ("profile", "trace", cluster.workload, *effort)
+    there = ("--hosts", str(cluster.hosts), "--rate", cluster.rate)
+    rate = parse_rate(cluster.rate)
+    assert rate is not None
+    budget = 60.0 if rate >= 2e8 else 120.0
+    yield Job((*words, "--out", str(cluster.trace)), cluster.trace, start + 20)
+    words = ("profile", "network", *there, "--seconds", f"{budget:g}")
+    out = ("--out", str(cluster.network))
+    yield Job((*words, *out), cluster.network, start + 1.2 * budget)
+
+    trace = read_trace(cluster.workload)
+    network = Network.ideal(cluster.hosts, 1, rate)
+    # Parameters, gradients, buckets and means, and what a process holds anyway.
+    room = cluster.hosts * (4 * trace.nbytes + 2.5e8)
+    together = max(1, int(MEMORY / room))
+    for first in range(0, len(schemes), together):
+        names = schemes[first : first + together]
+        each = [simulate(trace, parse(name), network).step for name in names]
+        timed = round(min(max(TIMED / max(each), STEPS[0]), STEPS[1]))
+        warmup = 1 if max(each) > TIMED else 3
+        words = ("compare", "--schemes", ",".join(names), "--workload")
+        effort = ("--steps", str(timed), "--warmup", str(warmup), "--rounds", "1")
+        folder = cluster.measured("+".join(names))
+        out = ("--out", str(folder))
+        seconds = start + len(names) * broadcast(trace.nbytes, network)
+        seconds += 1.3 * (warmup + 1 + timed) * sum(each)
+        asked = (*words, cluster.workload, *there, *effort, *out)
+        yield Job(asked, folder / "record.json", seconds)
