@@ -34,10 +34,12 @@ def test_all_ranks_get_the_same_network(tmp_path: Path) -> None:
         assert rate.alpha + rate.beta > 0
     assert first.inter.broadcast == first.inter.swap
     assert set(first.device.select) == {s.__name__ for s in SELECTORS}
-    for line in (first.device.take_in, first.device.scatter, first.device.optimizer):
+    device = first.device
+    for line in (device.take_in, device.scatter, device.sort, device.optimizer):
         assert line(1e6) > 0
     assert first.device.request > 0
     assert first.interference >= 1
+    assert 1 <= first.sharing <= 2
     first.save(tmp_path / "network.json")
     assert load(tmp_path / "network.json") == first
 

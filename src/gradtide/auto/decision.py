@@ -15,6 +15,7 @@ import torch
 
 from gradtide.collectives import Auto
 from gradtide.plan.advice import Advice, advise, more, ms
+from gradtide.plan.bench import RankError
 from gradtide.plan.measure import measure
 from gradtide.plan.network import Network
 from gradtide.plan.search import Choice, rank
@@ -85,6 +86,8 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
         return work(), None
     except CommunicationError:
         raise
+    except RankError as error:  # says which rank it was
+        return None, str(error)
     except Exception as error:  # whatever it is, training can go on without a plan
         LOG.debug("auto", exc_info=True)
         return None, f"{type(error).__name__}: {error}"
@@ -93,7 +96,8 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
 def _failed(errors: Sequence[str | None]) -> Decision | None:
     for number, error in enumerate(errors):
         if error is not None:
-            return stay(f"rank {number} raised {error}")
+            known = error.startswith("rank ")
+            return stay(error if known else f"rank {number} raised {error}")
     return None
 
 

@@ -19,12 +19,12 @@ from gradtide.plan.fit import Fit, Point, beyond_burst, fit
 from gradtide.plan.network import Link, Network, Rate
 from gradtide.plan.points import Kind, kinds, sweep
 from gradtide.plan.workbench import device as workbench
-from gradtide.plan.workbench import interference
+from gradtide.plan.workbench import interference, sharing
 from gradtide.transport import Transport
 
 HURRIED = 10.0  # seconds for a link below which only what is needed is timed
 BUSY_BYTES = (1e5, 4e6)  # of the tensors that keep the lane busy, least and most
-SHARES = (0.75, 0.15, 0.1)  # of the budget: links, processor, interference
+SHARES = (0.75, 0.15, 0.1)  # of the budget: links, processor, two threads at once
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,13 @@ def link(rows: Sequence[Row]) -> Link:
 def finish(bench: Bench, network: Network, budget: float) -> Network:
     """The network, with what its ranks' processors can do measured."""
     seconds = SHARES[2] * budget
-    quick = seconds / 4 / max(network.inter.ring.beta, 1e-12)
+    quick = seconds / 8 / max(network.inter.ring.beta, 1e-12)
     nbytes = max(min(quick, BUSY_BYTES[1]), BUSY_BYTES[0])
     return replace(
         network,
         device=workbench(bench, SHARES[1] * budget),
-        interference=interference(bench, nbytes, seconds),
+        interference=interference(bench, nbytes, seconds / 2),
+        sharing=sharing(bench, seconds / 2),
     )
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from gradtide.bucket import Payload
 from gradtide.ops import ReduceScatter, Swap
 from gradtide.plan.bench import Bench
 from gradtide.plan.fit import Point, fit
@@ -31,14 +30,16 @@ Work = Callable[[], object]
 
 def device(bench: Bench, budget: float) -> Device:
     """The lines of all the work that an exchange brings; about `budget` seconds."""
-    each = budget / (len(SIZES) * (3 + len(SELECTORS)) + 1)
+    each = budget / (len(SIZES) * (4 + len(SELECTORS)) + 1)
+    entries = [round(DENSITY * n) for n in SIZES]
     return Device(
         take_in=_line(bench, _copy, SIZES, each),
         select={
             selector.__name__: _line(bench, _select(selector()), SIZES, each)
             for selector in SELECTORS
         },
-        scatter=_line(bench, _scatter, [n // 100 for n in SIZES], each),
+        scatter=_line(bench, _scatter, entries, each),
+        sort=_line(bench, _order, entries, each),
         optimizer=_line(bench, _step, SIZES, each),
         request=_request(bench),
     )
@@ -70,6 +71,33 @@ def interference(bench: Bench, nbytes: float, budget: float) -> float:
                 join()
 
     return max(1.0, bench.middle(beside)[0] / alone)
+
+
+def sharing(bench: Bench, budget: float) -> float:
+    """The factor, 1 to 2, by which the lane's work and the training thread's slow down.
+
+    When both compute, and all ranks at once: 2 where a rank has one core or less.
+    """
+    if bench.device.type != "cpu":
+        return 1.0  # what a kernel leaves of a device to another is not told from here
+    bench.tell("computing, by one thread and by two")
+    a = bench.prepared(lambda: torch.rand(WIDTH, WIDTH))
+    alone = _mean(bench, lambda: a @ a, budget / 2)
+
+    def beside() -> list[float]:
+        ticket = bench.transport.submit(
+            lambda: None, lambda: _compute(bench, a, budget / 2)
+        )
+        try:
+            return [_spent(bench, lambda: a @ a, budget / 2)]
+        finally:
+            ticket.join()
+
+    return min(max(bench.middle(beside)[0] / alone, 1.0), 2.0)
+
+
+def _compute(bench: Bench, a: Tensor, seconds: float) -> None:
+    _spent(bench, lambda: a @ a, seconds)
 
 
 def _line(
@@ -125,19 +153,18 @@ def _scatter(bench: Bench, n: int) -> Work:
     return lambda: flat.index_add_(0, where, values)
 
 
+def _order(bench: Bench, n: int) -> Work:
+    """Entries brought in order, as those of several ranks are."""
+    most = round(n / DENSITY)
+    where = torch.randint(most, (n,), dtype=torch.int32, device=bench.device)
+    return lambda: torch.unique(where, return_inverse=True)
+
+
 def _select(selector: Selector) -> Callable[[Bench, int], Work]:
     def select(bench: Bench, n: int) -> Work:
-        gradient = torch.randn(n, device=bench.device)
-        load, k = Payload(gradient.clone(), []), max(1, round(DENSITY * n))
-
-        def work() -> Tensor:
-            where = selector(load.flat, k, load.state)
-            taken = load.take(where)
-            load.flat[where] = gradient[where]  # the next round selects as many
-            return taken
-
-        work()  # thresholds settle
-        return work
+        flat, k = torch.randn(n, device=bench.device), max(1, round(DENSITY * n))
+        state: dict[str, Tensor] = {}
+        return lambda: selector(flat, k, state)
 
     return select
 
