@@ -128,11 +128,18 @@ def compare(
 @app.command()
 def plan(
     trace: Annotated[
-        Path, typer.Option(help="A step's times: gradtide profile trace makes it.")
+        str,
+        typer.Option(
+            help="Made by gradtide profile trace, or a workload: replay:resnet50."
+        ),
     ],
     network: Annotated[
         Path | None,
         typer.Option(help="Made by gradtide profile network. Without: an ideal one."),
+    ] = None,
+    step_ms: Annotated[
+        float | None,
+        typer.Option(help="Forward and backward of a replay workload."),
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Number of all ranks.")] = None,
     ranks_per_host: Annotated[
@@ -165,12 +172,12 @@ def plan(
     from gradtide.plan.network import load as load_network
     from gradtide.plan.report import dumps, show
     from gradtide.plan.search import rank
-    from gradtide.plan.trace import load as load_trace
     from gradtide.plan.whatif import imagine
     from gradtide.scheme import parse
+    from gradtide.simulate.grid import read_trace
 
     try:
-        step = load_trace(trace)
+        step = read_trace(trace, step_ms)
         measured = None if network is None else load_network(network)
         bits = None if rate is None else parse_rate(rate)
         there = imagine(measured, ranks, ranks_per_host, bits)

@@ -33,11 +33,14 @@ def show(
     grid.add_column("scheme", overflow="fold", max_width=28)
     for heading in _NUMBERS:
         grid.add_column(heading, justify="right", no_wrap=True)
-    grid.add_column("why", overflow="fold")
+    # Below the table: in 80 columns they would get one of a word's width.
+    why = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    why.add_column(overflow="fold", max_width=28)
+    why.add_column(overflow="fold")
     for choice in _shown(advice.choices, most):
         style = "bold" if choice is advice.recommended else ""
-        why = "; ".join(advice.reasons(choice))
-        grid.add_row(choice.name, *_numbers(advice, choice), why, style=style)
+        grid.add_row(choice.name, *_numbers(advice, choice), style=style)
+        why.add_row(choice.name, "; ".join(advice.reasons(choice)), style=style)
     lines = [
         Text(preface(trace, network)),
         Text(advice.verdict, style="bold"),
@@ -48,7 +51,7 @@ def show(
         Text(f"of no use here: {', '.join(names)}: {why}", style="dim")
         for why, names in _refused(advice.choices).items()
     ]
-    return Group(*lines, grid, *refused)
+    return Group(*lines, grid, why, *refused)
 
 
 def _shown(choices: Sequence[Choice], most: int | None) -> list[Choice]:
