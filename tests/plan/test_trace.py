@@ -67,7 +67,10 @@ def _spoil(change: Callable[[dict[str, Any]], None], path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.update(format="other"), "is no step trace: make one with"),
+        (
+            lambda t: t.update(format="other"),
+            "is no gradtide step trace: make one with",
+        ),
         (lambda t: t.update(version=2), "version 2 of the format, this gradtide"),
         (lambda t: t.pop("optimizer"), "no optimizer: record it anew"),
         (lambda t: t.update(loss=-1), "loss is -1, expected seconds"),

@@ -5,7 +5,6 @@ Knows nothing of how they were measured, nor of what they are used for (`cost`).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,8 +15,11 @@ from gradtide.plan.device import TYPICAL as TYPICAL
 from gradtide.plan.device import Device as Device
 from gradtide.plan.device import Line as Line
 from gradtide.plan.device import seconds
+from gradtide.plan.document import Document
 
-FORMAT, VERSION = "gradtide network profile", 1
+DOCUMENT = Document(
+    "network", "gradtide network profile", 1, "gradtide profile network"
+)
 ONE_HOP_BYTES, ONE_HOP_RANKS = 1 << 17, 32  # as gradtide.transport.gloo has them
 SMALL_BYTES = 1 << 14
 
@@ -167,27 +169,12 @@ class Network:
 
     def save(self, path: Path) -> None:
         """Write JSON."""
-        head = {"format": FORMAT, "version": VERSION}
-        text = json.dumps({**head, **asdict(self)}, indent=1) + "\n"
-        path.write_text(text, encoding="utf-8")
+        DOCUMENT.save(path, asdict(self))
 
 
 def load(path: Path) -> Network:
     """The network that `Network.save` wrote; `ValueError` says what is wrong."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the network {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    remedy = f"make one with `gradtide profile network --out {path}`"
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is no network profile: {remedy}")
-    if (version := found.pop("version", None)) != VERSION:
-        raise ValueError(
-            f"{path} has version {version} of the format, this gradtide reads "
-            f"{VERSION}: measure anew with `gradtide profile network`"
-        )
+    found = DOCUMENT.read(path)
     try:
         device = dict(found.pop("device"))
         device["select"] = {
@@ -203,6 +190,7 @@ def load(path: Path) -> Network:
             **found,
         )
     except (KeyError, TypeError, AttributeError) as error:
+        remedy = DOCUMENT.remedy(path)
         raise ValueError(f"{path} is damaged ({error}): {remedy}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

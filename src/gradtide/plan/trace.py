@@ -14,7 +14,6 @@ no unit.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -22,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from gradtide.fusion import Trace
+from gradtide.plan.document import Document
 
-FORMAT, VERSION = "gradtide step trace", 1
+DOCUMENT = Document("trace", "gradtide step trace", 1, "gradtide profile trace")
 
 
 @dataclass(frozen=True)
@@ -107,29 +107,12 @@ class StepTrace:
 
     def save(self, path: Path) -> None:
         """Write JSON."""
-        head = {"format": FORMAT, "version": VERSION}
-        text = json.dumps({**head, **asdict(self)}, indent=1) + "\n"
-        path.write_text(text, encoding="utf-8")
+        DOCUMENT.save(path, asdict(self))
 
 
 def load(path: Path) -> StepTrace:
     """The trace that `save` wrote; `ValueError` says what is wrong with it."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} is no step trace: make one with `gradtide profile trace --out "
-            f"{path}`"
-        )
-    if found.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has version {found.get('version')} of the format, this gradtide "
-            f"reads {VERSION}: record it anew with `gradtide profile trace`"
-        )
+    found = DOCUMENT.read(path)
     names = {field.name for field in fields(StepTrace)}
     _complete(found, names, str(path))
     units = found["units"]

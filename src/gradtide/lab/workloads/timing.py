@@ -10,11 +10,12 @@ Names are those of `shapes.units`. A unit whose time is unknown gets 0, not omis
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from gradtide.plan.document import read_json
 
 from .shapes import Unit
 
@@ -39,12 +40,7 @@ def by_work(units: Sequence[Unit], step_ms: float) -> list[Timing]:
 
 def from_trace(units: Sequence[Unit], path: Path) -> list[Timing]:
     """The trace's times in the order of `units`; `ValueError` says what is wrong."""
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    entries = read_json(path, "trace")
     if not isinstance(entries, list):
         raise ValueError(
             f"{path} holds a {type(entries).__name__}: a trace is a list of objects "
