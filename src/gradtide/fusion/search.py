@@ -70,7 +70,47 @@ def search(
 
 
 @dataclass(frozen=True)
-class BinarySearch:
+class _Sizes:
+    """What searches for the size of buckets have in common."""
+
+    trials: int
+    steps: int = 5  # that are measured for a trial: more, less noise
+    smallest: float = 0.5  # MB
+    ends: float = 1.0  # MB, see BySize
+
+    def __post_init__(self) -> None:
+        if self.trials < 1 or self.steps < 1:
+            raise ValueError(f"{self}: at least one trial of at least one step")
+        if not (self.smallest > 0 and self.ends > 0):
+            raise ValueError(f"{self}: sizes of buckets are positive numbers")
+
+    def at(self, megabytes: float) -> BySize:
+        return BySize(megabytes, ends=min(self.ends, megabytes), pieces=1)
+
+    def propose(self, whole: int, tried: Sequence[Trial]) -> float | None:
+        if len(tried) >= self.trials:
+            return None
+        # The sizes (MB) between which something changes.
+        high = max(whole / 1e6, 1e-6)
+        return self._next(min(self.smallest, high), high, tried)
+
+    def _next(self, low: float, high: float, tried: Sequence[Trial]) -> float | None:
+        raise NotImplementedError
+
+    def __call__(self, trace: Trace, cost: Cost) -> list[slice]:
+        """By formula; of the first size where nothing is known."""
+        whole = sum(trace.nbytes)
+        tried: Sequence[Trial] = ()
+        if trace.backward is not None and cost(1) > 0:
+            tried = search(
+                self, whole, lambda sized: overlapped(trace, sized(trace, cost), cost)
+            )
+        size = best(tried).megabytes if tried else self.propose(whole, ())
+        return self.at(self.smallest if size is None else size)(trace)
+
+
+@dataclass(frozen=True)
+class BinarySearch(_Sizes):
     """TopKA2A's search for the size of buckets (Li, ICPP 2024, algorithm 2).
 
     The interval is halved: a little to the left and to the right of its middle a step
@@ -81,20 +121,8 @@ class BinarySearch:
     """
 
     trials: int = 12
-    steps: int = 5  # that are measured for a trial: more, less noise
-    smallest: float = 0.5  # MB
-    ends: float = 1.0  # MB, see BySize
 
-    def __post_init__(self) -> None:
-        _check(self, self.trials, self.steps, self.smallest, self.ends)
-
-    def at(self, megabytes: float) -> BySize:
-        return _at(megabytes, self.ends)
-
-    def propose(self, whole: int, tried: Sequence[Trial]) -> float | None:
-        if len(tried) >= self.trials:
-            return None
-        low, high = _bounds(whole, self.smallest)
+    def _next(self, low: float, high: float, tried: Sequence[Trial]) -> float | None:
         known = dict(tried)
         asking = _halving(low, high)
         size = next(asking, None)
@@ -104,9 +132,6 @@ class BinarySearch:
             except StopIteration:
                 return None
         return size
-
-    def __call__(self, trace: Trace, cost: Cost) -> list[slice]:
-        return _found(self, trace, cost)
 
 
 def _halving(low: float, high: float) -> Generator[float, float, None]:
@@ -126,7 +151,7 @@ def _halving(low: float, high: float) -> Generator[float, float, None]:
 
 
 @dataclass(frozen=True)
-class Bayesian:
+class Bayesian(_Sizes):
     """DeAR's search for the size of buckets (Zhang et al., ICDCS 2023).
 
     A Gaussian process is fitted to the logarithm of the times; tried is next where it
@@ -137,29 +162,17 @@ class Bayesian:
     """
 
     trials: int = 15
-    steps: int = 5  # that are measured for a trial: more, less noise
-    smallest: float = 0.5  # MB
-    ends: float = 1.0  # MB, see BySize
     seed: int = 0
 
     def __post_init__(self) -> None:
         require()  # before a training begins
-        _check(self, self.trials, self.steps, self.smallest, self.ends)
+        super().__post_init__()
 
-    def at(self, megabytes: float) -> BySize:
-        return _at(megabytes, self.ends)
-
-    def propose(self, whole: int, tried: Sequence[Trial]) -> float | None:
-        if len(tried) >= self.trials:
-            return None
-        low, high = _bounds(whole, self.smallest)
+    def _next(self, low: float, high: float, tried: Sequence[Trial]) -> float | None:
         first = _spread(low, high)
         if len(tried) < len(first):
             return first[len(tried)]
         return _expected(low, high, tried, self.seed)
-
-    def __call__(self, trace: Trace, cost: Cost) -> list[slice]:
-        return _found(self, trace, cost)
 
 
 def _spread(low: float, high: float) -> list[float]:
@@ -184,37 +197,6 @@ def _expected(
     return None if size in known else size
 
 
-def _found(fusion: Search, trace: Trace, cost: Cost) -> list[slice]:
-    """The cuts of the best size by formula; of the first one where nothing is known."""
-    whole = sum(trace.nbytes)
-    tried: Sequence[Trial] = ()
-    if trace.backward is not None and cost(1) > 0:
-        tried = search(
-            fusion, whole, lambda sized: overlapped(trace, sized(trace, cost), cost)
-        )
-    size = best(tried).megabytes if tried else fusion.propose(whole, ())
-    return fusion.at(fusion.smallest if size is None else size)(trace)
-
-
-def _at(megabytes: float, ends: float) -> BySize:
-    return BySize(megabytes, ends=min(ends, megabytes), pieces=1)
-
-
-def _bounds(whole: int, smallest: float) -> tuple[float, float]:
-    """The sizes (MB) between which something changes."""
-    high = max(whole / 1e6, 1e-6)
-    return min(smallest, high), high
-
-
 def _rounded(megabytes: float) -> float:
     """To DIGITS, so that the fusion can be read."""
     return float(f"{megabytes:.{DIGITS}g}")
-
-
-def _check(
-    fusion: object, trials: int, steps: int, smallest: float, ends: float
-) -> None:
-    if trials < 1 or steps < 1:
-        raise ValueError(f"{fusion}: at least one trial of at least one step")
-    if not (smallest > 0 and ends > 0):
-        raise ValueError(f"{fusion}: sizes of buckets are positive numbers")
