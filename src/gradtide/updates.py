@@ -7,7 +7,6 @@ engine and the deferred step; nothing of the backward pass.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -218,7 +217,7 @@ class Updates:
             self.alarm.refuse()
         if self.second is not None:
             self._precondition(home, self.second)
-        start = time.perf_counter()
+        start = self.engine.clock()
         updates = [(s.param, mean) for s, mean in home.delivered() if s.wanted]
         device = home.bucket.load.flat.device.type
         # As at step(): outside the forward's inference mode and autocast.
@@ -234,7 +233,7 @@ class Updates:
             for (p, _), grad in zip(updates, aside, strict=True):
                 p.grad = grad
         self._rest(home)
-        self.engine.applied.append((start, time.perf_counter()))
+        self.engine.applied.append((start, self.engine.clock()))
 
     def _arrive(self, home: GradientBucket) -> None:
         """Wait for a bucket that is due; it may have been needed before its turn."""
