@@ -10,7 +10,7 @@ import gradtide
 ROOT = Path(gradtide.__file__).parent
 LAYERS = (
     {"ops"},
-    {"bucket", "schedule", "promise", "deferred"},
+    {"autograd", "bucket", "schedule", "promise", "deferred"},
     {"select"},
     {"collectives", "fusion"},
     {"testing", "transport"},

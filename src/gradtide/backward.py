@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from gradtide.autograd import after_backward
 from gradtide.engine import Engine
 from gradtide.layout import LARGE, GradientBucket, Slot
 from gradtide.placement import Placement
@@ -49,7 +50,7 @@ class Backward:
             if self.second is not None:
                 self.second.follow()
         self.open = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        after_backward(self._end)
 
     def gradient_hook(self, p: nn.Parameter) -> Callable[[nn.Parameter], None]:
         """Called when the parameter's gradient is complete.

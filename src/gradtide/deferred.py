@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -48,3 +48,8 @@ def _captured(group: dict[str, Any]) -> dict[str, Any]:
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in group.items()
     }
+
+
+def closes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether step() was given a closure; `args` of a hook begin with the optimizer."""
+    return any(a is not None for a in (*args[1:], kwargs.get("closure")))

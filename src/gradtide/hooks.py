@@ -6,16 +6,17 @@ All are plain functions: copies of the module share them. What they set off is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from gradtide.autograd import before_backward, in_backward
 from gradtide.backward import Backward
 from gradtide.broadcast import broadcast
+from gradtide.deferred import closes
 from gradtide.updates import Updates
 
 
@@ -82,7 +83,7 @@ class Hooks:
 
     def _before_forward(self) -> None:
         backward = self._backward
-        if backward.open and torch._C._current_graph_task_id() == -1:
+        if backward.open and not in_backward():
             raise RuntimeError(
                 "the last backward pass raised before its end, so the ranks may have "
                 "sent different gradients: end the run, or call sync.remove() on every "
@@ -102,13 +103,10 @@ class Hooks:
         A gradient hook alone could not tell the backward's end from that of a nested
         one (re-entrant activation checkpointing runs backward passes inside backward).
         """
-        if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _: self._backward.begin())  # type: ignore[no-untyped-call]
+        before_backward(output, self._backward.begin)
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._backward.second is not None and _closes(args, kwargs):
+        if self._backward.second is not None and closes(args, kwargs):
             raise RuntimeError(
                 "step(closure) makes gradients inside the step, after K-FAC has "
                 "preconditioned: call step() without a closure"
@@ -116,14 +114,9 @@ class Hooks:
         self._updates.stepping(optimizer)
 
     def _deferring(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _closes(args, kwargs):
+        if closes(args, kwargs):
             raise RuntimeError(
                 "step(closure) evaluates the model inside the step, which a deferred "
                 "update cannot: call step() without a closure, or use 'wfbp'"
             )
         self._updates.defer(optimizer)
-
-
-def _closes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether step() was given a closure; `args` begin with the optimizer."""
-    return any(a is not None for a in (*args[1:], kwargs.get("closure")))

@@ -62,16 +62,17 @@ def decide(
     """
     if transport.group.size == 1:
         return Decision(RECIPES["wfbp"], "wfbp: one rank has nobody to average with")
-    seen, error = _attempt(see)
+    own = transport.group.rank
+    seen, error = _attempt(see, own)
     everyone = transport.gather_objects((error, seen))
     failed = _failed([error for error, _ in everyone])
     if failed is not None:
         return failed
-    network, error = _attempt(lambda: measure(transport, BUDGET, device))
+    network, error = _attempt(lambda: measure(transport, BUDGET, device), own)
     said: tuple[str, str] | None = None
-    if network is not None and transport.group.rank == 0:
+    if network is not None and own == 0:
         heard = [seen for _, seen in everyone]
-        said, error = _attempt(lambda: plan(auto, heard, network))
+        said, error = _attempt(lambda: plan(auto, heard, network), own)
     answers = transport.gather_objects((error, said))
     failed = _failed([error for error, _ in answers])
     if failed is not None:
@@ -80,8 +81,8 @@ def decide(
     return Decision(parse(text), words)
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What `work` returns, or what it raised, in words; a lost peer ends the run."""
+def _attempt(work: Callable[[], T], own: int) -> tuple[T | None, str | None]:
+    """What `work` returns, or who raised what, in words; a lost peer ends the run."""
     try:
         return work(), None
     except CommunicationError:
@@ -90,15 +91,11 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, str(error)
     except Exception as error:  # whatever it is, training can go on without a plan
         LOG.debug("auto", exc_info=True)
-        return None, f"{type(error).__name__}: {error}"
+        return None, f"rank {own} raised {type(error).__name__}: {error}"
 
 
 def _failed(errors: Sequence[str | None]) -> Decision | None:
-    for number, error in enumerate(errors):
-        if error is not None:
-            known = error.startswith("rank ")
-            return stay(error if known else f"rank {number} raised {error}")
-    return None
+    return next((stay(error) for error in errors if error is not None), None)
 
 
 def plan(auto: Auto, seen: Sequence[Seen], network: Network) -> tuple[str, str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+
+from gradtide.autograd import after_backward, before_backward
+from gradtide.deferred import closes
 
 
 class Hands:
@@ -41,18 +42,11 @@ class Hands:
         self._noted = [(g, 0 if g is None else g._version) for g in grads]
 
     def _after_forward(self, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self._begin())  # type: ignore[no-untyped-call]
-
-    def _begin(self) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self.note)
+        before_backward(output, lambda: after_backward(self.note))
 
     def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         noted, self._noted = self._noted, None
-        if any(a is not None for a in (*args[1:], kwargs.get("closure"))):
+        if closes(args, kwargs):
             self.obstacle = "step() is called with a closure"
         elif noted is None or any(
             p.grad is not grad or (grad is not None and grad._version != version)

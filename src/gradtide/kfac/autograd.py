@@ -1,8 +1,7 @@
-"""What statistics have to know of torch's autograd beyond its documented surface."""
+"""Where to hook for the gradient of an output."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -16,8 +15,3 @@ def hookable(output: Tensor) -> Tensor:
     if base is None or base.numel() != output.numel() or not base.requires_grad:
         return output
     return base
-
-
-def in_backward() -> bool:
-    """Whether a forward runs inside a backward: activation checkpointing."""
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -26,7 +26,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradtide.kfac.autograd import hookable, in_backward
+from gradtide.autograd import in_backward
+from gradtide.kfac.autograd import hookable
 from gradtide.kfac.gram import add_gram
 from gradtide.kfac.layers import KINDS, Kind, Layer
 from gradtide.kfac.samples import batch as batch

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from gradtide.autograd import before_backward
 from gradtide.plan.medians import Seconds, typical
 from gradtide.plan.trace import StepTrace
 
@@ -177,13 +177,11 @@ class Watch:
     def _output(self, output: Any) -> None:
         current = self._pass
 
-        def begin(_: Tensor) -> None:
+        def begin() -> None:
             if current.backward_begin is None:
                 current.backward_begin = self._clock.now()
 
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(begin)  # type: ignore[no-untyped-call]
+        before_backward(output, begin)
 
     def _arrive(self, p: nn.Parameter) -> None:
         if not self.done:

@@ -1,0 +1,36 @@
+"""What hooks have to know of torch's autograd beyond its documented surface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+def before_backward(output: Any, call: Callable[[], object]) -> None:
+    """Have `call` called when a backward begins at tensors of a model's output.
+
+    Once for each of them, before any gradient of the model's is produced.
+    """
+    if not torch.is_grad_enabled():
+        return
+
+    def hook(_: Tensor) -> None:
+        call()
+
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have `call` called when the backward that is running has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def in_backward() -> bool:
+    """Whether this runs inside a backward: a hook, or activation checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)
