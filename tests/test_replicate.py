@@ -649,9 +649,8 @@ def test_what_rank_0_sends_at_first_goes_in_short_messages(
     run_ranks(2, _short_messages)
 
 
-def _short_messages() -> None:
-    torch.manual_seed(dist.get_rank())
-    model = plain().to(torch.float32)  # 1,700 parameters, one tensor over 1000 bytes
+def _broadcast_bytes(model: nn.Module) -> tuple[list[int], gradtide.Replica]:
+    """What rank 0 sends when the model is replicated, message by message."""
     sent: list[int] = []
     ask = Engine.ask
 
@@ -662,7 +661,13 @@ def _short_messages() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "ask", counting)
-        sync = gradtide.replicate(model, sgd(model.parameters()), "wfbp")
+        return sent, gradtide.replicate(model, sgd(model.parameters()), "wfbp")
+
+
+def _short_messages() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = plain().to(torch.float32)  # 1,700 parameters, one tensor over 1000 bytes
+    sent, sync = _broadcast_bytes(model)
     total = sum(p.nbytes for p in model.parameters())
     assert sum(sent) == total
     assert max(sent) <= 1000
@@ -670,4 +675,27 @@ def _short_messages() -> None:
     agreed: list[Any] = [None] * 2
     dist.all_gather_object(agreed, [p.tolist() for p in model.parameters()])
     assert agreed[0] == agreed[1]
+    sync.remove()
+
+
+def test_what_all_ranks_have_already_does_not_travel() -> None:
+    run_ranks(3, _only_the_difference)
+
+
+def _only_the_difference() -> None:
+    torch.manual_seed(7)
+    model = plain()
+    model.register_buffer("noise", torch.tensor(float("nan")))
+    sent, sync = _broadcast_bytes(model)
+    assert sent == []
+    sync.remove()
+    changed = next(model.parameters())
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            changed.view(-1)[0] += 1
+    sent, sync = _broadcast_bytes(model)
+    assert sent == [changed.nbytes]
+    agreed: list[Any] = [None] * 3
+    dist.all_gather_object(agreed, changed.tolist())
+    assert agreed[0] == agreed[1] == agreed[2]
     sync.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +12,30 @@ from gradtide.engine import Engine
 from gradtide.ops import Broadcast
 
 MESSAGE_BYTES = 25_000_000  # more => a larger copy, fewer start-ups
+
+
+def synchronize(engine: Engine, tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors with rank 0's where any rank has other bits than that.
+
+    Models that were built from one seed are equal already: of 440 MB that a link of 50
+    Mb/s takes minutes for, 16 bytes of each tensor are compared.
+    """
+    everyone = engine.transport.gather_objects([_digest(tensor) for tensor in tensors])
+    first = everyone[0]
+    broadcast(
+        engine,
+        [
+            tensor
+            for i, tensor in enumerate(tensors)
+            if any(digests[i] != first[i] for digests in everyone)
+        ],
+    )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """16 bytes that tell a tensor's bits from any others."""
+    held = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(held.numpy(), digest_size=16).digest()
 
 
 def broadcast(engine: Engine, tensors: Sequence[Tensor]) -> None:

@@ -22,7 +22,7 @@ from gradtide.admit import admit, admit_optimizer
 from gradtide.agree import Signature, agree, describe
 from gradtide.auto import Pilot, start, undecided
 from gradtide.backward import Backward
-from gradtide.broadcast import broadcast
+from gradtide.broadcast import synchronize
 from gradtide.engine import Engine
 from gradtide.fusion import BySize, Search
 from gradtide.hooks import Hooks
@@ -103,7 +103,7 @@ class Replica:
         self._updates = Updates(self.engine, self._placement, in_forward)
         eager = scheme.schedule.launch == "ready"
         self._backward = Backward(self.engine, self._placement, self._updates, eager)
-        broadcast(self.engine, [*model.parameters(), *model.buffers()])
+        synchronize(self.engine, [*model.parameters(), *model.buffers()])
         self.kfac = self._prepare_kfac(grad_scaler)
         self._hooks = Hooks(
             model,
