@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradtide.lab.rate import parse_rate
-from gradtide.plan.cost import broadcast
 from gradtide.plan.network import Network
 from gradtide.plan.virtual import simulate
 from gradtide.scheme import parse
@@ -80,7 +79,6 @@ def jobs(cluster: Cluster, schemes: Sequence[str]) -> Iterator[Job]:
         effort = ("--steps", str(timed), "--warmup", str(warmup), "--rounds", "1")
         folder = cluster.measured("+".join(names))
         out = ("--out", str(folder))
-        seconds = start + len(names) * broadcast(trace.nbytes, network)
-        seconds += 1.3 * (warmup + 1 + timed) * sum(each)
+        seconds = start + 1.3 * (warmup + 1 + timed) * sum(each)
         asked = (*words, cluster.workload, *there, *effort, *out)
         yield Job(asked, folder / "record.json", seconds)

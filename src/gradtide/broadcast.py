@@ -35,7 +35,7 @@ def synchronize(engine: Engine, tensors: Sequence[Tensor]) -> None:
 def _digest(tensor: Tensor) -> bytes:
     """16 bytes that tell a tensor's bits from any others."""
     held = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(held.numpy(), digest_size=16).digest()
+    return hashlib.blake2b(held.numpy().data, digest_size=16).digest()
 
 
 def broadcast(engine: Engine, tensors: Sequence[Tensor]) -> None:
