@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gradtide.kfac.timing import CUBIC, InverseTime
+
 
 def seconds(what: str, value: float) -> None:
     """Raise ValueError unless `value` can be a time."""
@@ -38,6 +40,11 @@ class Device:
     `scatter`: an entry that is read or written here and there. `sort`: an entry that is
     put in order. `optimizer`: an element of an optimizer's step, for traces that do not
     know. `request`: seconds to post any request.
+
+    For K-FAC, `inverse` is the time of an inversion by its rows (None: not measured;
+    a mapping of its fields will do), and `product` that of a multiply-add of a product
+    of matrices. Inversions run `beside` the training thread and the lane, as on a CPU;
+    or on the lane, as on an accelerator.
     """
 
     take_in: Line = Line()
@@ -46,9 +53,17 @@ class Device:
     sort: Line = Line()
     optimizer: Line = Line()
     request: float = 0.0
+    inverse: InverseTime | None = None
+    product: Line = Line()
+    beside: bool = True
 
     def __post_init__(self) -> None:
         seconds("Device(request=...)", self.request)
+        # As they come from a file.
+        if isinstance(self.inverse, Mapping):
+            object.__setattr__(self, "inverse", InverseTime(**self.inverse))
+        if isinstance(self.product, Mapping):
+            object.__setattr__(self, "product", Line(**self.product))
 
     def selecting(self, selector: str) -> Line:
         """The time of a selector; of one that was not measured, that of the slowest."""
@@ -60,7 +75,8 @@ class Device:
 # Two cores of a virtual machine (AMD EPYC), one thread, arrays beyond the caches.
 # Measured are the elements of `select` (benchmarks/records/selection_202611.json, 1e7
 # elements at a density of 1 %) and of `take_in` (a copy, ibid.); round numbers of the
-# right order are all else: starts, `scatter`, `sort`, `optimizer` and `request`.
+# right order are all else: starts, `scatter`, `sort`, `optimizer`, `request`, `inverse`
+# and `product`.
 TYPICAL = Device(
     take_in=Line(5e-6, 1e-9),
     select={
@@ -73,4 +89,6 @@ TYPICAL = Device(
     sort=Line(5e-6, 2e-8),
     optimizer=Line(5e-6, 2e-9),
     request=1e-4,
+    inverse=CUBIC,
+    product=Line(5e-6, 3e-11),
 )
