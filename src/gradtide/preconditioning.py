@@ -7,7 +7,7 @@ anything leaves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,9 +19,19 @@ from gradtide.kfac.preconditioner import Preconditioner
 from gradtide.kfac.sharing import LayerGroup, Read
 from gradtide.layout import GradientBucket
 from gradtide.ops import Group
-from gradtide.placement import Placement
+from gradtide.placement import Home
 
 Launchable: TypeAlias = GradientBucket | FactorBucket
+
+
+class Places(Protocol):
+    """Where gradients go: a `Placement`, or what a planner knows of one."""
+
+    @property
+    def buckets(self) -> list[GradientBucket]: ...
+
+    @property
+    def homes(self) -> Mapping[nn.Parameter, Home]: ...
 
 
 class Preconditioning:
@@ -31,7 +41,7 @@ class Preconditioning:
     of those that hold a gradient of it: a layer may be cut between its weight and bias.
     """
 
-    def __init__(self, placement: Placement, kfac: Preconditioner) -> None:
+    def __init__(self, placement: Places, kfac: Preconditioner) -> None:
         self.kfac, self._placement = kfac, placement
         self.groups: dict[GradientBucket, LayerGroup] = {}
         self._followed: tuple[object, object] = (None, None)

@@ -5,8 +5,7 @@ Ranks measure different times, and the same one more than one: all go by rank 0'
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -16,7 +15,7 @@ from torch import nn
 from gradtide.engine import Engine
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.layers import KINDS, Kind, Layer, left_out, supported
-from gradtide.kfac.timing import estimate_inverses
+from gradtide.kfac.timing import CUBIC
 from gradtide.ops import AllGather
 
 PROBES = (1 << 8, 1 << 16)  # elements of a rank's part
@@ -62,21 +61,29 @@ def admitted(model: nn.Module, config: KFAC) -> list[Layer]:
     return layers
 
 
-def measure(config: KFAC, layers: Sequence[Layer], engine: Engine) -> Costs:
-    """The same on all ranks; a collective call."""
+def measure(
+    config: KFAC,
+    layers: Sequence[Layer],
+    engine: Engine,
+    inverses: Callable[[Sequence[int]], dict[int, float]],
+) -> Costs:
+    """The same on all ranks; a collective call.
+
+    `inverses` tells the seconds of inversions by rows on this rank.
+    """
     dims = sorted({layer.dim(kind) for layer in layers for kind in KINDS})
     if config.placement == "cubic" or engine.transport.group.size == 1:
-        return Costs({d: 2e-5 + d**3 / 3e10 for d in dims})
+        return Costs({d: CUBIC(d) for d in dims})
     probes = (0.0, 0.0)
     if config.early:
         probes = _probe(engine, PROBES[0]), _probe(engine, PROBES[1])
     # All at once, as in training: ranks may share cores.
     engine.transport.gather_objects(None)
-    inverses = estimate_inverses(dims, layers[0].weight.device, config.form)
+    seconds = inverses(dims)
     size = engine.transport.group.size
     slope = max(0.0, probes[1] - probes[0]) / ((PROBES[1] - PROBES[0]) * size)
     costs: list[Costs] = engine.transport.gather_objects(
-        Costs(inverses, probes[0], slope)
+        Costs(seconds, probes[0], slope)
     )
     return costs[0]
 
@@ -96,7 +103,7 @@ def watched(
 def _probe(engine: Engine, numel: int) -> float:
     seconds = []
     for _ in range(REPEATS):
-        begin = time.perf_counter()
+        begin = engine.clock()
         engine.ask("kfac.probe", AllGather(torch.zeros(numel)))()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(engine.clock() - begin)
     return median(seconds)

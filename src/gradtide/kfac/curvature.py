@@ -47,12 +47,16 @@ class Curvature:
     # - Factors ------------------------------------------------------------------------
 
     def numbers(self) -> int:
-        """Length of what ranks tell each other of a layer: see `measured`."""
+        """Length of what ranks tell each other of a layer: see `take`."""
         return 2 * (1 + self.layer.groups)
 
-    def measured(self, kind: Kind, packed: Tensor, out: Tensor) -> None:
-        """Write, to `out` [numbers()] in float64, that this rank has a factor: a 1 and
-        the traces."""
+    def take(self, kind: Kind, factor: Tensor, packed: Tensor, out: Tensor) -> None:
+        """Pack a factor [groups, d, d] of this rank to `packed`.
+
+        And write to `out` [numbers()] in float64 that this rank has it: a 1 and the
+        traces.
+        """
+        pack(factor, packed)
         begin = KINDS.index(kind) * (1 + self.layer.groups)
         own = out[begin : begin + 1 + self.layer.groups]
         own[0] = 1

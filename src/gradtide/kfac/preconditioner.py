@@ -36,16 +36,11 @@ from gradtide.kfac import assign, buckets, costs, invert
 from gradtide.kfac.buckets import Factor, FactorBucket
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.costs import Costs
-from gradtide.kfac.curvature import Curvature
 from gradtide.kfac.distributions import assignment, servers
 from gradtide.kfac.layers import KINDS, Kind, Layer
-from gradtide.kfac.packing import pack
+from gradtide.kfac.parts import Parts, Trained
 from gradtide.kfac.sharing import LayerGroup, Read, Roles, Shared, gradients, matrix
 from gradtide.kfac.stages import Stages, stages
-from gradtide.kfac.statistics import Statistics, batch, tokens
-from gradtide.kfac.worker import Worker
-
-SAMPLES = {"batch": batch, "tokens": tokens}
 
 
 class Preconditioner:
@@ -66,6 +61,7 @@ class Preconditioner:
         begin: Callable[[], None],
         launch: Callable[[], None],
         scale: Callable[[], float],
+        parts: Parts | None = None,
     ) -> None:
         layers = costs.admitted(model, config)
         self.config, self.layers, self.engine = config, list(layers), engine
@@ -77,28 +73,23 @@ class Preconditioner:
         self._local = config.distribution == "dp"
         self._rank, self._size = engine.transport.group
         self.device = layers[0].weight.device
-        self.worker = Worker(self.device)
+        self._parts = parts or Trained(model, config, self.device, scale)
+        self.worker, self.scale = self._parts.worker, scale
         self._absent: set[Factor] = set()  # in the last step, on this rank
         self._arrived: set[Factor] = set()
         self._open = False  # buffers are in use by this step
         self._inverting = False  # what is summed now is to be inverted
         self._homes: dict[Factor, FactorBucket] = {}
-        self._model, self.scale = model, scale
-        self.statistics = Statistics(model, [], self._ready)
-        self.place(costs.measure(config, layers, engine))
+        self.statistics = self._parts.statistics([], self._ready)
+        self.place(costs.measure(config, layers, engine, self._parts.inverses))
 
     def place(self, known: Costs) -> None:
         """Place factors by their costs, and begin with no curvature at all."""
         self._assign(known)
         self._absent, self._arrived, self._open = set(), set(), False
         self.statistics.disarm()
-        self.statistics = Statistics(
-            self._model,
-            [layer for layer in self.layers if self._measures(layer)],
-            self._ready,
-            samples=SAMPLES[self.config.samples],
-            scale=self.scale,
-        )
+        measured = [layer for layer in self.layers if self._measures(layer)]
+        self.statistics = self._parts.statistics(measured, self._ready)
         self._arm()
         self.lay_out(self.layers[::-1], [self.layers])
 
@@ -106,7 +97,7 @@ class Preconditioner:
         self.costs = known
         self.placed = assignment(self.config, self.layers, self._size, known)
         self.curvatures = {
-            layer: Curvature(layer, self.config, self._inverted(layer))
+            layer: self._parts.curvature(layer, self._inverted(layer))
             for layer in self.layers
         }
 
@@ -210,8 +201,8 @@ class Preconditioner:
         home = self._homes[layer, kind]
         if home.left:
             return
-        view = pack(factor, home.views[layer])
-        self.curvatures[layer].measured(kind, view, self._homes[layer, "G"].rows[layer])
+        row = self._homes[layer, "G"].rows[layer]
+        self.curvatures[layer].take(kind, factor, home.views[layer], row)
         self._arrived.add((layer, kind))
         home.missing -= (layer, kind) not in self._absent
         if self._local:
@@ -361,6 +352,12 @@ class Preconditioner:
             weight, bias = gradients(layer, read)
             assert weight is not None
             invert.write_back(layer, product, weight, bias, scale)
+
+    def jump(self, step: int) -> None:
+        """Go on as if so many steps had been taken."""
+        self.step = step
+        self.statistics.disarm()
+        self._arm()
 
     def stages(self) -> Stages:
         """Busy seconds of this rank since the engine's records were last cleared, and

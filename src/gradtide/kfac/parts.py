@@ -1,0 +1,62 @@
+"""What a preconditioner is made of: here for a model in training.
+
+A planner has other parts, which take time and compute nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from gradtide.kfac.config import KFAC
+from gradtide.kfac.curvature import Curvature
+from gradtide.kfac.layers import Kind, Layer
+from gradtide.kfac.statistics import Ready, Statistics, batch, tokens
+from gradtide.kfac.timing import estimate_inverses
+from gradtide.kfac.worker import Worker
+
+SAMPLES = {"batch": batch, "tokens": tokens}
+
+
+class Parts(Protocol):
+    """All that computes; who does what, and what travels, is decided elsewhere."""
+
+    @property
+    def worker(self) -> Worker: ...
+
+    def inverses(self, dims: Sequence[int]) -> dict[int, float]:
+        """Seconds of inversions by rows."""
+        ...
+
+    def statistics(self, layers: Sequence[Layer], ready: Ready) -> Statistics: ...
+
+    def curvature(self, layer: Layer, kinds: Sequence[Kind]) -> Curvature: ...
+
+
+class Trained:
+    """The parts for a model in training; `scale` as `Statistics` has it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: KFAC,
+        device: torch.device,
+        scale: Callable[[], float],
+    ) -> None:
+        self._model, self._config, self._device = model, config, device
+        self._scale, self.worker = scale, Worker(device)
+
+    def inverses(self, dims: Sequence[int]) -> dict[int, float]:
+        return estimate_inverses(dims, self._device, self._config.form)
+
+    def statistics(self, layers: Sequence[Layer], ready: Ready) -> Statistics:
+        samples = SAMPLES[self._config.samples]
+        return Statistics(
+            self._model, layers, ready, samples=samples, scale=self._scale
+        )
+
+    def curvature(self, layer: Layer, kinds: Sequence[Kind]) -> Curvature:
+        return Curvature(layer, self._config, kinds)
