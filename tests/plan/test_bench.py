@@ -90,7 +90,7 @@ FAILURES = [
     (2, measuring, "_rows", 0),
     (1, Bench, "empty", 0),
     (1, Bench, "empty", 5),
-    (0, points, "AllToAll", 3),
+    (0, points, "AllToAll", 2),  # a first look and two sizes come at any speed
     (2, points, "shape", 0),
     (1, workbench, "_copy", 1),
     (2, workbench, "_spent", 4),
