@@ -45,6 +45,19 @@ def test_finds_what_the_definition_finds(tool, dtype, n, threshold) -> None:
     assert found.tolist() == reference(x, threshold)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 1000])
+@pytest.mark.parametrize("threshold", [-1.0, 0.5, INF])
+@pytest.mark.parametrize("limit", [10, 1000])
+def test_entries_come_with_their_values(tool, dtype, n, threshold, limit) -> None:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+    x[3:4], x[60:61], x[900:901] = NAN, -INF, -NAN
+    where, values = kernels.entries(x, threshold, limit)
+    assert torch.equal(where, kernels.above(x, threshold, limit))
+    assert values.dtype == dtype
+    assert torch.equal(values.nan_to_num(7.0), x[where].nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("begin", [1, 2, 3])
 def test_parts_that_are_not_aligned(tool, begin) -> None:
     x = torch.randn(500, generator=torch.Generator().manual_seed(0))[begin:]

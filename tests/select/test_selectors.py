@@ -9,7 +9,16 @@ from statistics import mean
 import pytest
 import torch
 
-from gradtide.select import SELECTORS, Bisect, Exact, Fitted, Threshold, within
+from gradtide.select import (
+    SELECTORS,
+    Bisect,
+    Exact,
+    Fitted,
+    Threshold,
+    fitted,
+    follow,
+    within,
+)
 
 INF, NAN = float("inf"), float("nan")
 ALL = [*(make() for make in SELECTORS), Fitted("gaussian")]
@@ -222,14 +231,63 @@ def test_does_not_lag_behind_a_trend(rate) -> None:
     assert mean(found[20:]) == pytest.approx(1, abs=0.01)
 
 
-def test_one_pass_is_the_rule(monkeypatch) -> None:
-    from gradtide.select import follow
-
-    passes, above = [], follow.above
-    spy = lambda x, *rest: passes.append(x.numel()) or above(x, *rest)  # noqa: E731
+@pytest.fixture
+def passes(monkeypatch) -> list[int]:
+    """The lengths of what is searched, pass by pass."""
+    found, above = [], follow.above
+    spy = lambda x, *rest: found.append(x.numel()) or above(x, *rest)  # noqa: E731
     monkeypatch.setattr(follow, "above", spy)
+    return found
+
+
+def test_one_pass_is_the_rule(passes) -> None:
     densities(Threshold(), "pareto", 20_000, 200, feedback=True, steps=60)
     assert passes.count(20_000) <= 1.1 * 60
+
+
+@pytest.mark.parametrize("kind", ["exponential", "gaussian"])
+@pytest.mark.parametrize("look", [5000, 1 << 19])
+def test_fit_follows_a_change_of_scale_in_one_pass(
+    monkeypatch, passes, kind, look
+) -> None:
+    monkeypatch.setattr(fitted, "LOOK", look)
+    jumps = lambda step: 100.0 ** (step % 2)  # noqa: E731
+    densities(Fitted(kind), "normal", 20_000, 200, feedback=False, scale=jumps)
+    assert passes.count(20_000) <= 1.1 * 60
+
+
+@pytest.mark.parametrize("select", [Fitted(), Fitted("gaussian")], ids=repr)
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "layers", "fading", "bursts"])
+def test_fit_to_a_share_of_a_long_one(monkeypatch, select, kind, feedback) -> None:
+    monkeypatch.setattr(fitted, "LOOK", 5000)
+    found = densities(select, kind, 20_000, 200, feedback=feedback)
+    assert max(found) <= 1.5
+    assert all(abs(density - 1) < 0.1 for density in windows(found))
+
+
+@pytest.mark.parametrize("n", [1, 9999, 10_000, 20_001, 35_000])
+def test_share_is_spread_over_everything(monkeypatch, n) -> None:
+    monkeypatch.setattr(fitted, "LOOK", 5000)
+    seen = fitted._runs(torch.arange(n))
+    assert min(n, 5000) <= len(seen) + fitted.RUN
+    assert len(seen) < 10_000
+    assert int(seen[0]) == 0
+    gaps = torch.cat([seen, torch.tensor([n])]).diff()
+    assert int(gaps.max()) <= 2 * max(1, n // 5000) * fitted.RUN
+
+
+@pytest.mark.parametrize("k", [20, 2000])
+@pytest.mark.parametrize("hits", [64, 256])
+def test_estimate_from_a_sample(k, hits) -> None:
+    n, rng = 100_003, torch.Generator().manual_seed(0)
+    x = torch.randn(n, generator=rng) * torch.linspace(1, 3, n)
+    found = [follow.estimate(x, k, hits, seed) for seed in range(20)]
+    counts = [int((x.abs() > threshold).sum()) / k for threshold, _ in found]
+    assert mean(counts) == pytest.approx(1, abs=0.1)
+    assert max(abs(count - 1) for count in counts) < 4 / math.sqrt(hits)
+    assert (len(set(found)) > 1) == (k > hits)
+    assert follow.estimate(x, k, hits, seed=3) == found[3]
 
 
 @pytest.mark.parametrize(

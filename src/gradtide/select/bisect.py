@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradtide.select.follow import estimate, with_ties
-from gradtide.select.kernels import above, everything
+from gradtide.select.kernels import above, entries, everything
 
 AIM = 1.25  # times k: what the sampled threshold should find, as k to 2k will do
-GUESS = 1 << 14  # candidates that are sampled for the first guess of the bisection
+GUESS = 1 << 12  # candidates that are sampled for the first guess of the bisection
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -26,7 +27,7 @@ class Bisect:
     """
 
     tolerance: float = 0.02  # of k
-    sample: int = 512  # sampled entries above the threshold: more, and fewer passes
+    sample: int = 256  # sampled entries above the threshold: more, and fewer passes
     passes: int = 8  # over memory at most; one is the rule
 
     def __post_init__(self) -> None:
@@ -44,23 +45,27 @@ class Bisect:
         n, k = x.numel(), max(k, 1)
         if k >= n:
             return everything(x)
-        found = self._candidates(x, k)
+        found, values = self._candidates(x, k)
         if len(found) <= k * (1 + self.tolerance):
             return found
-        values = x.index_select(0, found)
         guess, _ = estimate(values, k, GUESS, seed=0)
         candidates, first = magnitudes(values), magnitudes(values.new_tensor([guess]))
-        kept = found[candidates > self._bisect(candidates, k, int(first))]
+        bits = candidates.new_tensor([self._bisect(candidates, k, int(first))])
+        threshold = float(bits.view(values.dtype))
+        if math.isnan(threshold):
+            return found[:k]
+        # three times as fast as found[candidates > bits]
+        kept = found.index_select(0, above(values, threshold, len(values)))
         return kept if len(kept) > k / 2 else found[:k]
 
-    def _candidates(self, x: Tensor, k: int) -> Tensor:
+    def _candidates(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """k to 2k entries above some threshold; fewer if there is none such."""
         aim = min(round(AIM * k) + 1, x.numel() - 1)
         limit = 2 * k + 16
         threshold, slope = estimate(x, aim, self.sample, seed=0)
         low, high = 0.0, float("inf")  # found too many, too few
         for _ in range(self.passes):
-            found = above(x, threshold, limit)
+            found, values = entries(x, threshold, limit)
             if k <= len(found) < limit or threshold == 0:
                 break
             if len(found) < k:
@@ -71,8 +76,9 @@ class Bisect:
             inside = low > 0 and high < float("inf")
             threshold = (low * high) ** 0.5 if inside else threshold * step
         if len(found) < k:
-            return with_ties(x, k, high if high < float("inf") else threshold, found)
-        return found
+            found = with_ties(x, k, high if high < float("inf") else threshold, found)
+            values = x.index_select(0, found)
+        return found, values
 
     def _bisect(self, magnitudes: Tensor, k: int, middle: int) -> int:
         """What about `k` of `magnitudes` are above; `middle` is the first guess."""

@@ -49,7 +49,20 @@ def above(x: Tensor, threshold: float, limit: int) -> Tensor:
     return _in_chunks(lambda begin, end: _nonzero(x[begin:end], threshold), x, limit)
 
 
-def _scan(x: Tensor, threshold: float, limit: int) -> Tensor:
+def entries(x: Tensor, threshold: float, limit: int) -> tuple[Tensor, Tensor]:
+    """`above`, and the values there: of the same pass where it is a compiled one."""
+    compiled = x.device.type == "cpu" and x.dtype in BITS and x.numel() < 1 << 31
+    if compiled and _compact() is not None:
+        values = torch.empty(min(limit, x.numel()), dtype=x.dtype)
+        found = _scan(x, threshold, limit, values)
+        return found, values[: len(found)]
+    found = above(x, threshold, limit)
+    return found, x.index_select(0, found)
+
+
+def _scan(
+    x: Tensor, threshold: float, limit: int, values: Tensor | None = None
+) -> Tensor:
     # without its sign, a float orders like the integer of the same bits, and NaN is
     # above infinity
     integer = BITS[x.dtype]
@@ -60,7 +73,8 @@ def _scan(x: Tensor, threshold: float, limit: int) -> Tensor:
     compact = _compact()
     if compact is not None:
         out = torch.empty(min(limit, x.numel()), dtype=torch.int32)
-        return out[: compact(bits, bound, out.numpy())]
+        there = None if values is None else values.numpy().view(integer)
+        return out[: compact(bits, bound, out.numpy(), there)]
     magnitude = np.empty(min(CHUNK, bits.size), integer)
     unsigned = np.iinfo(integer).max
 
@@ -88,7 +102,7 @@ def _nonzero(x: Tensor, threshold: float) -> Tensor:
 
 
 @cache
-def _compact() -> Callable[[Any, Any, Any], int] | None:
+def _compact() -> Callable[..., int] | None:
     try:
         from gradtide.select.fast import compact
     except ImportError:
@@ -98,5 +112,5 @@ def _compact() -> Callable[[Any, Any, Any], int] | None:
             stacklevel=2,
         )
         return None
-    loop: Callable[[Any, Any, Any], int] = compact
+    loop: Callable[..., int] = compact
     return loop
