@@ -48,9 +48,8 @@ class Bisect:
         found, values = self._candidates(x, k)
         if len(found) <= k * (1 + self.tolerance):
             return found
-        guess, _ = estimate(values, k, GUESS, seed=0)
-        candidates, first = magnitudes(values), magnitudes(values.new_tensor([guess]))
-        bits = candidates.new_tensor([self._bisect(candidates, k, int(first))])
+        candidates = magnitudes(values)
+        bits = candidates.new_tensor([self._bisect(candidates, k)])
         threshold = float(bits.view(values.dtype))
         if math.isnan(threshold):
             return found[:k]
@@ -80,9 +79,12 @@ class Bisect:
             values = x.index_select(0, found)
         return found, values
 
-    def _bisect(self, magnitudes: Tensor, k: int, middle: int) -> int:
-        """What about `k` of `magnitudes` are above; `middle` is the first guess."""
+    def _bisect(self, magnitudes: Tensor, k: int) -> int:
+        """What about `k` of `magnitudes` are above."""
         low, high = -1, int(magnitudes.max())
+        some = magnitudes[:: max(1, len(magnitudes) // GUESS)]
+        rank = len(some) - round(len(some) * k / len(magnitudes))
+        middle = int(some.kthvalue(max(rank, 1)).values)
         while low < middle < high:
             count = int(torch.count_nonzero(magnitudes > middle))
             if abs(count - k) <= self.tolerance * k:
