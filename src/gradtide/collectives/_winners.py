@@ -10,6 +10,7 @@ from torch import Tensor
 from gradtide.collectives._balance import Curve, curve_ranks, shares
 from gradtide.collectives._entries import Entries, Steps
 from gradtide.ops import AllToAll, Group, ToHost
+from gradtide.select.kernels import entries
 
 SKEW = 2  # times the average that a region may receive before regions are cut anew
 SLACK = 1.0  # powers of 2 that the threshold may fall unnoticed in one step
@@ -44,13 +45,11 @@ def rank_sums(
 
     Remembers in `state` the level that was reached, and whether regions were uneven.
     """
-    magnitudes = sums[1].abs()
     known = None if fresh else state.get("level")
-    looked_at = _candidates(magnitudes, known, -(-k // group.size))
+    looked_at, magnitudes = _candidates(sums[1], known, -(-k // group.size))
     # The bits of magnitudes rank like the magnitudes, NaNs above infinity; and integers
     # are sorted ten times as fast.
-    bits = magnitudes.index_select(0, looked_at).view(_BITS[magnitudes.itemsize])
-    ranked, order = bits.sort()
+    ranked, order = magnitudes.view(_BITS[magnitudes.itemsize]).sort()
     levels = _sample(ranked.view(magnitudes.dtype))
     head = levels.new_tensor([len(looked_at), received])
     told = yield from tell(torch.cat([head, levels]), group)
@@ -70,17 +69,19 @@ def _curve(count: int, levels: Sequence[float]) -> Curve:
     return Curve([-level for level in levels], curve_ranks(count))
 
 
-def _candidates(magnitudes: Tensor, known: Tensor | None, least: int) -> Tensor:
+def _candidates(values: Tensor, known: Tensor | None, least: int) -> Entries:
     """Where to look for winners: near the last level if there are enough, never at 0.
 
-    The choice concerns this rank alone: what it tells is about what it looked at.
+    Places in `values` and the magnitudes there. The choice concerns this rank alone:
+    what it tells is about what it looked at.
     """
     if known is not None:
-        floor = (known - SLACK).exp2().to(magnitudes)
-        found = (~(magnitudes <= floor)).nonzero().squeeze(1)
+        floor = float((known - SLACK).exp2())
+        found, there = entries(values, floor, len(values))
         if len(found) >= least:
-            return found
-    return (~(magnitudes <= 0)).nonzero().squeeze(1)
+            return found, there.abs()
+    found, there = entries(values, 0.0, len(values))
+    return found, there.abs()
 
 
 def _sample(ranked: Tensor) -> Tensor:

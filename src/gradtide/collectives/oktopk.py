@@ -16,6 +16,7 @@ from gradtide.collectives._winners import add_up, rank_sums, tell
 from gradtide.collectives.dense import Dense
 from gradtide.ops import AllGather, AllToAll, Cut, Flow, Group, ToHost
 from gradtide.select import Selector, Threshold
+from gradtide.select.kernels import above
 
 
 @dataclass(frozen=True)
@@ -182,16 +183,15 @@ class OkTopk:
         Looking the entries up in the mean costs a sixth of a sorted intersection. A
         winner whose mean was rounded to zero has not been delivered, and stays.
         """
-        delivered = mean.index_select(0, where) != 0
-        keep = _finite(values)
+        heard = mean.index_select(0, where)
+        delivered = above(heard, 0.0, len(heard))
+        values = values.index_select(0, delivered)
+        lost = torch.zeros_like(values)
         if self._rounds(load.flat):
             wire = _entries.wire_dtype(values.dtype, self.wire)
             lost = _finite(values - values.to(wire).to(values.dtype))
-            keep = torch.where(delivered, lost, keep)
-        else:
-            keep.masked_fill_(delivered, 0)
-        load.flat.index_copy_(0, where.long(), keep)
-        load.taken += int(delivered.count_nonzero())
+        load.flat.index_copy_(0, where.index_select(0, delivered).long(), lost)
+        load.taken += len(delivered)
 
     def _rounds(self, flat: Tensor) -> bool:
         return _entries.wire_dtype(flat.dtype, self.wire) != flat.dtype
