@@ -69,7 +69,9 @@ class Engine:
         self.records: deque[Record] = deque(maxlen=RECORDED)
         # Deferred updates: when each began and ended, seconds of the clock.
         self.applied: deque[tuple[float, float]] = deque(maxlen=RECORDED)
-        self.exposed_seconds = 0.0  # that the training thread waited for the lane
+        # When the training thread waited for the lane, and how long in all.
+        self.waited: deque[tuple[float, float]] = deque(maxlen=RECORDED)
+        self.exposed_seconds = 0.0
         self.select_seconds = 0.0  # that flows took up to their first request
         self.selected = self.offered = 0  # entries taken out of buckets, and in them
 
@@ -161,6 +163,7 @@ class Engine:
         """Forget what was recorded."""
         self.records.clear()
         self.applied.clear()
+        self.waited.clear()
         self.exposed_seconds = self.select_seconds = 0.0
         self.selected = self.offered = 0
 
@@ -171,7 +174,9 @@ class Engine:
     def _wait(self, ticket: Ticket) -> None:
         start = self.clock()
         ticket.join()
-        self.exposed_seconds += self.clock() - start
+        end = self.clock()
+        self.waited.append((start, end))
+        self.exposed_seconds += end - start
 
     def _resume(self, flight: Flight, answer: Any = None) -> None:
         """Run a flow to what it asks for next, and start that (on the lane)."""

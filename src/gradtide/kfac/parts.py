@@ -11,18 +11,26 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from gradtide.kfac.assign import Assignment
 from gradtide.kfac.config import KFAC
+from gradtide.kfac.costs import Costs
 from gradtide.kfac.curvature import Curvature
+from gradtide.kfac.distributions import assignment
+from gradtide.kfac.flows import Piece, Share
 from gradtide.kfac.layers import Kind, Layer
 from gradtide.kfac.statistics import Ready, Statistics, batch, tokens
 from gradtide.kfac.timing import estimate_inverses
 from gradtide.kfac.worker import Worker
+from gradtide.ops import Group
 
 SAMPLES = {"batch": batch, "tokens": tokens}
 
 
 class Parts(Protocol):
-    """All that computes; who does what, and what travels, is decided elsewhere."""
+    """All that computes, who does it, and how results are handed out.
+
+    What travels when, and what together, is decided elsewhere.
+    """
 
     @property
     def worker(self) -> Worker: ...
@@ -31,9 +39,21 @@ class Parts(Protocol):
         """Seconds of inversions by rows."""
         ...
 
+    def assignment(
+        self, layers: Sequence[Layer], size: int, known: Costs
+    ) -> Assignment: ...
+
     def statistics(self, layers: Sequence[Layer], ready: Ready) -> Statistics: ...
 
     def curvature(self, layer: Layer, kinds: Sequence[Kind]) -> Curvature: ...
+
+    def share(
+        self,
+        pieces: Sequence[Piece],
+        group: Group,
+        make: Callable[[], None],
+        take: Callable[[], None],
+    ) -> Share: ...
 
 
 class Trained:
@@ -52,6 +72,11 @@ class Trained:
     def inverses(self, dims: Sequence[int]) -> dict[int, float]:
         return estimate_inverses(dims, self._device, self._config.form)
 
+    def assignment(
+        self, layers: Sequence[Layer], size: int, known: Costs
+    ) -> Assignment:
+        return assignment(self._config, layers, size, known)
+
     def statistics(self, layers: Sequence[Layer], ready: Ready) -> Statistics:
         samples = SAMPLES[self._config.samples]
         return Statistics(
@@ -60,3 +85,12 @@ class Trained:
 
     def curvature(self, layer: Layer, kinds: Sequence[Kind]) -> Curvature:
         return Curvature(layer, self._config, kinds)
+
+    def share(
+        self,
+        pieces: Sequence[Piece],
+        group: Group,
+        make: Callable[[], None],
+        take: Callable[[], None],
+    ) -> Share:
+        return Share(pieces, group, self._device, make, take)

@@ -36,7 +36,7 @@ from gradtide.kfac import assign, buckets, costs, invert
 from gradtide.kfac.buckets import Factor, FactorBucket
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.costs import Costs
-from gradtide.kfac.distributions import assignment, servers
+from gradtide.kfac.distributions import servers
 from gradtide.kfac.layers import KINDS, Kind, Layer
 from gradtide.kfac.parts import Parts, Trained
 from gradtide.kfac.sharing import LayerGroup, Read, Roles, Shared, gradients, matrix
@@ -95,7 +95,7 @@ class Preconditioner:
 
     def _assign(self, known: Costs) -> None:
         self.costs = known
-        self.placed = assignment(self.config, self.layers, self._size, known)
+        self.placed = self._parts.assignment(self.layers, self._size, known)
         self.curvatures = {
             layer: self._parts.curvature(layer, self._inverted(layer))
             for layer in self.layers
@@ -163,7 +163,7 @@ class Preconditioner:
         roles = {layer: self._roles(layer) for layer in self.layers}
         group = self.engine.transport.group
         self.groups = [
-            LayerGroup(i, members, roles, self.curvatures, self.worker, group)
+            LayerGroup(i, members, roles, self.curvatures, self._parts, group)
             for i, members in enumerate(groups)
             if members
         ]

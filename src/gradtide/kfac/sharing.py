@@ -18,7 +18,7 @@ from gradtide.kfac.buckets import Factor, nothing
 from gradtide.kfac.curvature import Curvature
 from gradtide.kfac.flows import Piece, Share
 from gradtide.kfac.layers import KINDS, Layer
-from gradtide.kfac.worker import Worker
+from gradtide.kfac.parts import Parts
 from gradtide.ops import Group
 
 Read: TypeAlias = Callable[[nn.Parameter], Tensor | None]
@@ -69,11 +69,11 @@ class LayerGroup:
         layers: Sequence[Layer],
         roles: Mapping[Layer, Roles],
         curvatures: Mapping[Layer, Curvature],
-        worker: Worker,
+        parts: Parts,
         group: Group,
     ) -> None:
         self.layers, self._roles = layers, roles
-        self._curvatures, self._worker, self._rank = curvatures, worker, group.rank
+        self._curvatures, self._parts, self._rank = curvatures, parts, group.rank
         self._made: dict[Layer, Tensor] = {}  # by this rank, to be shared
         self.read: Read = lambda _: None  # gradients, on the lane
         device = next(iter(roles)).weight.device
@@ -92,7 +92,7 @@ class LayerGroup:
                     numel = self._curvatures[layer].numel(kind)
                     pieces.append(Piece(numel, source, receivers))
                     self._inverses.append((layer, kind))
-        flow = Share(pieces, group, device, self._collect, self._take)
+        flow = self._parts.share(pieces, group, self._collect, self._take)
         bucket = Bucket(name, nothing(device), flow, lambda _: self._deliver())
         return Shared(bucket, flow)
 
@@ -107,7 +107,7 @@ class LayerGroup:
                 self._products.append(layer)
         if not pieces:
             return None
-        flow = Share(pieces, group, device, self._precondition, lambda: None)
+        flow = self._parts.share(pieces, group, self._precondition, lambda: None)
         return Shared(Bucket(name, nothing(device), flow, lambda _: None), flow)
 
     # - On the lane --------------------------------------------------------------------
@@ -115,7 +115,7 @@ class LayerGroup:
     def _collect(self) -> None:
         """Wait for the inverses that this rank makes, and put them where they leave."""
         for layer in self.layers:
-            self._worker.wait(layer)
+            self._parts.worker.wait(layer)
         with torch.no_grad():
             for i, view in self.inverses.flow.views.items():
                 layer, kind = self._inverses[i]

@@ -38,8 +38,15 @@ def stages(
     """From an engine's records, and the seconds of computing that were counted."""
     busy = dict.fromkeys(_COMMUNICATION.values(), 0.0)
     for record in records:
-        for prefix, stage in _COMMUNICATION.items():
-            if record.bucket.startswith(prefix):
-                busy[stage] += record.end - record.start
-                break
+        stage = stage_of(record.bucket)
+        if stage is not None:
+            busy[stage] += record.end - record.start
     return Stages(**busy, factor_comp=factor_seconds, inverse_comp=inverse_seconds)
+
+
+def stage_of(bucket: str) -> str | None:
+    """The stage that a bucket's requests belong to; None where it is no stage's."""
+    for prefix, stage in _COMMUNICATION.items():
+        if bucket.startswith(prefix):
+            return stage
+    return None

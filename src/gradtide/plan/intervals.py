@@ -46,7 +46,7 @@ def held_up(
     if more <= factor:
         return stretched(start, seconds, busy, factor)
     pieces = [(begin, end, more) for begin, end in taken]
-    pieces += [(*piece, factor) for piece in _without(busy, taken)]
+    pieces += [(*piece, factor) for piece in without(busy, taken)]
     for begin, end, slower in sorted(pieces):
         ends = stretched(start, seconds, [(begin, end)], slower)
         if ends <= end:
@@ -58,7 +58,7 @@ def held_up(
     return start + seconds
 
 
-def _without(busy: Iterable[Interval], taken: Iterable[Interval]) -> list[Interval]:
+def without(busy: Iterable[Interval], taken: Iterable[Interval]) -> list[Interval]:
     """What is left of `busy`; both are unions."""
     left, others = list[Interval](), list(taken)
     for begin, end in busy:

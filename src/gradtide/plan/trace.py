@@ -44,6 +44,21 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """A layer that K-FAC can precondition; `weight` and `bias` are names of units.
+
+    `a` and `g` are seconds of computing and packing its factors A, after its forward,
+    and G, before its backward. `groups` as a convolution has them.
+    """
+
+    weight: str
+    bias: str | None
+    a: float
+    g: float
+    groups: int = 1
+
+
+@dataclass(frozen=True)
 class StepTrace:
     """A model's step without any exchange.
 
@@ -51,6 +66,8 @@ class StepTrace:
     the indices into `units` in the order in which parameters are first read; without
     it, that is the opposite order. All times are in seconds. Where the forward and the
     backward are `replayed`, they are waits, which a busy processor does not slow down.
+    `layers` are those that K-FAC can precondition, in the order of registration; none
+    where nothing is known of them.
     """
 
     name: str
@@ -59,6 +76,7 @@ class StepTrace:
     loss: float = 0.0  # between the forward of the last unit and the first backward
     forward_order: tuple[int, ...] = ()
     replayed: bool = False
+    layers: tuple[Factors, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -73,6 +91,22 @@ class StepTrace:
                 f"{self.name}: forward_order has to hold every index into the "
                 f"{len(self.units)} units once: record the trace anew"
             )
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        units = {unit.name: unit for unit in self.units}
+        for layer in self.layers:
+            weight = units.get(layer.weight)
+            if weight is None or (layer.bias is not None and layer.bias not in units):
+                raise ValueError(
+                    f"{self.name}: the layer of {layer.weight} has a tensor that is no "
+                    "unit: record the trace anew"
+                )
+            if not 2 <= len(weight.shape) <= 5 or weight.shape[0] % layer.groups:
+                raise ValueError(
+                    f"{self.name}: {layer.weight} has the shape {weight.shape}, and "
+                    f"{layer.groups} groups: no layer of K-FAC; record the trace anew"
+                )
 
     @property
     def forward(self) -> float:
@@ -113,11 +147,13 @@ class StepTrace:
 def load(path: Path) -> StepTrace:
     """The trace that `save` wrote; `ValueError` says what is wrong with it."""
     found = DOCUMENT.read(path)
-    names = {field.name for field in fields(StepTrace)}
+    # Not all files of this version have layers.
+    names = {field.name for field in fields(StepTrace)} - {"layers"}
     _complete(found, names, str(path))
-    units = found["units"]
-    if not isinstance(units, list):
-        raise ValueError(f"{path}: units is no list: record the trace anew")
+    units, layers = found["units"], found.get("layers", [])
+    for name, value in (("units", units), ("layers", layers)):
+        if not isinstance(value, list):
+            raise ValueError(f"{path}: {name} is no list: record the trace anew")
     return StepTrace(
         name=str(found["name"]),
         units=tuple(_unit(unit, f"{path}, unit {i}") for i, unit in enumerate(units)),
@@ -125,6 +161,9 @@ def load(path: Path) -> StepTrace:
         loss=_number(found, "loss", str(path)),
         forward_order=_order(found["forward_order"], str(path)),
         replayed=bool(found["replayed"]),
+        layers=tuple(
+            _factors(layer, f"{path}, layer {i}") for i, layer in enumerate(layers)
+        ),
     )
 
 
@@ -142,6 +181,20 @@ def _unit(found: Any, where: str) -> Unit:
         backward=_number(found, "backward", where),
         optimizer=_number(found, "optimizer", where),
         shape=_shape(found.get("shape", []), numel, where),
+    )
+
+
+def _factors(found: Any, where: str) -> Factors:
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: expected an object, found {found!r}")
+    _complete(found, {field.name for field in fields(Factors)}, where)
+    bias = found["bias"]
+    return Factors(
+        str(found["weight"]),
+        None if bias is None else str(bias),
+        a=_number(found, "a", where),
+        g=_number(found, "g", where),
+        groups=_count(found, "groups", where),
     )
 
 

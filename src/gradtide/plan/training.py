@@ -9,34 +9,33 @@ a parameter of theirs is read. Guard: tests/plan/test_order.py, against a real r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gradtide import fusion as fusions
 from gradtide.collectives import Dense
 from gradtide.engine import Engine
-from gradtide.fusion import Fusion
-from gradtide.layout import LARGE, GradientBucket, lay_out
+from gradtide.layout import LARGE, GradientBucket
 from gradtide.ops import AllReduce
+from gradtide.plan.curvature import Replace, Second, busiest
+from gradtide.plan.cutting import buckets
 from gradtide.plan.device import Device
 from gradtide.plan.network import Network
-from gradtide.plan.played import Rehearsed, exchange_seconds
+from gradtide.plan.played import Rehearsed
 from gradtide.plan.rehearsal import settled
 from gradtide.plan.trace import StepTrace, Unit
 from gradtide.plan.transport import VirtualTransport
+from gradtide.preconditioning import Launchable
 from gradtide.scheme import Scheme
 
 CREDIT = 50e-3  # seconds: gradtide.lab.workloads.replay.MAX_CREDIT
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 @dataclass
 class Spent:
-    """Seconds of the training thread."""
+    """Seconds of the training thread; `apply` is the optimizer's and K-FAC's."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -44,12 +43,22 @@ class Spent:
 
 
 class Run:
-    """A training run on the virtual clock."""
+    """A training run on the virtual clock.
 
-    def __init__(self, trace: StepTrace, scheme: Scheme, network: Network) -> None:
+    With `parts`, K-FAC as another program has it.
+    """
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        scheme: Scheme,
+        network: Network,
+        parts: Replace | None = None,
+    ) -> None:
         trace = with_optimizer(trace, network.device)
-        self.trace, self.device = trace, network.device
-        self.transport = VirtualTransport(network)
+        self.trace, self.scheme, self.device = trace, scheme, network.device
+        rank = busiest(trace, scheme, network, parts)
+        self.transport = VirtualTransport(network, rank)
         # Of a replay, only what is done to gradients and parameters is work.
         self._model = self.transport.rest if trace.replayed else self.transport.compute
         self._ahead = 0.0  # seconds that a replay has waited in advance
@@ -68,25 +77,61 @@ class Run:
             home.bucket.collective = Rehearsed(
                 self.transport, scheme.collective, shapes, lambda: self.count
             )
+            home.rearm()
+        self._cursor, self._open = 0, False  # launched in this step; in the backward
+        self._ahead = False  # factors leave in the forward
+        self._plan: tuple[object, Sequence[Launchable]] = (None, ())
+        self.second: Second | None = None
+        if scheme.preconditioner is not None:
+            self.second = Second(
+                trace,
+                scheme.preconditioner,
+                self.engine,
+                self.homes,
+                self._launch_factors,
+                parts,
+            )
 
     def step(self) -> None:
         """One forward, backward and step()."""
         self._forward()
-        start = self.transport.clock() - self.engine.exposed_seconds
+        start = self._own()
         self._model(self.trace.loss)
         self._backward()
         if not self._deferring:
             for home in self.homes:
                 self.engine.finish(home.bucket)
             self._learn_used()
-        own = self.transport.clock() - self.engine.exposed_seconds
-        self.spent.backward += own - start
+        self.spent.backward += self._own() - start
         if self._deferring:
-            self.engine.release(home.bucket for home in reversed(self.homes))
-            self._due = set(self.homes)
+            self._release()
         else:
-            self._apply(self.trace.optimizer)
+            start = self._own()
+            if self.second is not None:
+                self.second.steps.precondition(self.second.optimizer, self._read)
+            self.transport.compute(self.trace.optimizer)
+            self.spent.apply += self._own() - start
         self.count += 1
+
+    def _own(self) -> float:
+        """Seconds that the training thread has not waited, nor computed factors."""
+        own = self.transport.clock() - self.engine.exposed_seconds
+        return own if self.second is None else own - self.second.told.seconds
+
+    def _read(self, p: nn.Parameter) -> Tensor:
+        """A gradient, or what stands for it."""
+        return p
+
+    def _release(self) -> None:
+        """As `Updates` does: let second halves go, in forward order."""
+        second = self.second
+        if second is not None:
+            second.steps.defer(second.optimizer)
+        for home in reversed(self.homes):
+            self.engine.release([home.bucket])
+            if second is not None:
+                second.steps.release(home, self._read)
+        self._due = set(self.homes)
 
     def flush(self) -> None:
         """Apply what is due, from the last bucket to the first."""
@@ -99,20 +144,36 @@ class Run:
             start = self.transport.clock()
             self._model(self.trace.units[place].forward)
             self.spent.forward += self.transport.clock() - start
+            if self.second is not None:
+                self.second.moment("A", place)
 
     def _before_read(self, home: GradientBucket) -> None:
         if home not in self._due:
             return
         self._due.remove(home)
-        self.engine.finish(home.bucket)
+        self._arrive(home)
         self._learn_used()
-        self._apply(sum(self.trace.units[s.position].optimizer for s in home.slots))
+        start = self._own()
+        if self.second is not None:
+            steps = self.second.steps
+            groups = steps.needed(home)
+            for other in steps.homes(groups):
+                self._arrive(other)
+            if groups:
+                steps.apply(groups, self._read)
+        units = [self.trace.units[slot.position] for slot in home.slots]
+        self.transport.compute(sum(unit.optimizer for unit in units))
+        self.spent.apply += self._own() - start
+
+    def _arrive(self, home: GradientBucket) -> None:
+        if home.bucket.name in self.engine.flying:
+            self.engine.finish(home.bucket)
 
     def _backward(self) -> None:
-        cursor = 0
-        missing = [len(home.slots) for home in self.homes]
-        places = {home: i for i, home in enumerate(self.homes)}
+        self._open = True
         for place, unit in enumerate(self.trace.units):
+            if self.second is not None:
+                self.second.moment("G", place)
             if self.trace.replayed:
                 self._replay(unit)
             else:
@@ -120,17 +181,25 @@ class Run:
             home = self._home[place]
             if unit.numel >= LARGE:
                 self.transport.compute(self.device.take_in(unit.numel))
-            missing[places[home]] -= 1
-            while self._eager and cursor < len(self.homes) and not missing[cursor]:
-                self._launch(cursor)
-                cursor += 1
-        for last in range(cursor, len(self.homes)):
-            self._launch(last)
+            home.missing -= 1
+            if self._eager:
+                self._launch_full()
+        self._open = False
+        if self.second is not None:
+            self.second.kfac.collect()
+        while self._cursor < len(self._planned()):
+            self._launch()
+        self._cursor = 0
         ranks = 0 if self._dense else self.transport.group.size
         flags = torch.empty(
             len(self.trace.units) + ranks, dtype=torch.int32, device="meta"
         )
         self._used = self.engine.ask("used", lambda: AllReduce(flags))
+        for home in self.homes:
+            home.rearm()
+        if self.second is not None:
+            self.second.kfac.invert(self._deferring)
+            self._ahead = True
 
     def _replay(self, unit: Unit) -> None:
         """Write a gradient within the wait, as gradtide.lab.workloads.replay does."""
@@ -141,18 +210,37 @@ class Run:
         self._ahead = min(max(self._ahead + behind, 0.0), CREDIT)
         self.transport.rest(ends - start)
 
-    def _launch(self, place: int) -> None:
-        home = self.homes[place]
-        units = [self.trace.units[slot.position] for slot in home.slots]
-        small = sum(unit.numel for unit in units if unit.numel < LARGE)
-        self.transport.compute(self.device.take_in(small))
-        home.bucket.hold = self._deferring and place < len(self.homes) - 1
-        self.engine.launch(home.bucket)
+    def _planned(self) -> Sequence[Launchable]:
+        """What leaves in this step, in order."""
+        if self.second is None:
+            return self.homes
+        kfac = self.second.kfac
+        key = kfac.factors, kfac.step
+        if self._plan[0] != key:
+            self._plan = key, self.second.steps.plan()
+        return self._plan[1]
 
-    def _apply(self, seconds: float) -> None:
-        start = self.transport.clock()
-        self.transport.compute(seconds)
-        self.spent.apply += self.transport.clock() - start
+    def _launch_full(self) -> None:
+        plan = self._planned()
+        while self._cursor < len(plan) and not plan[self._cursor].missing:
+            self._launch()
+
+    def _launch_factors(self) -> None:
+        """A bucket of factors is full."""
+        if self._eager and (self._open or self._ahead):
+            self._launch_full()
+
+    def _launch(self) -> None:
+        home = self._planned()[self._cursor]
+        if isinstance(home, GradientBucket):
+            units = [self.trace.units[slot.position] for slot in home.slots]
+            small = sum(unit.numel for unit in units if unit.numel < LARGE)
+            self.transport.compute(self.device.take_in(small))
+            home.bucket.hold = self._deferring and home is not self.homes[-1]
+        elif self.second is not None:
+            self.second.kfac.leave(home)
+        self.engine.launch(home.bucket)
+        self._cursor += 1
 
     def _learn_used(self) -> None:
         if self._used is not None:
@@ -170,53 +258,3 @@ def with_optimizer(trace: StepTrace, device: Device) -> StepTrace:
         for unit in trace.units
     )
     return replace(trace, units=units, optimizer=seconds)
-
-
-def buckets(trace: StepTrace, scheme: Scheme, network: Network) -> list[GradientBucket]:
-    """The buckets that a replica would cut, without memory.
-
-    The fusion is told the times of the trace, and what an exchange of so many bytes
-    costs on the network (`exchange_seconds`).
-    """
-
-    @cache
-    def seconds(nbytes: int) -> float:
-        return exchange_seconds(nbytes, scheme, network)
-
-    return lay_out(
-        _named(trace), _Informed(scheme.fusion, trace, seconds), Dense(), network.size
-    )
-
-
-@dataclass(frozen=True)
-class _Informed:
-    """A fusion that is told the times of a trace and the cost of an exchange."""
-
-    fusion: Fusion
-    trace: StepTrace
-    seconds: Callable[[int], float]
-
-    def __call__(
-        self, trace: fusions.Trace, cost: Callable[[int], float]
-    ) -> list[slice]:
-        units = self.trace.units
-        if len(trace.nbytes) == len(units):
-            trace = replace(
-                trace,
-                forward=[unit.forward for unit in units],
-                backward=[unit.backward for unit in units],
-            )
-        return self.fusion(trace, self.seconds)
-
-
-@lru_cache(maxsize=16)
-def _named(trace: StepTrace) -> list[tuple[str, nn.Parameter]]:
-    return [
-        (
-            unit.name,
-            nn.Parameter(
-                torch.empty(unit.numel, dtype=DTYPES[unit.itemsize], device="meta")
-            ),
-        )
-        for unit in trace.units
-    ]

@@ -15,7 +15,7 @@ from gradtide.lab.workloads.timing import by_work
 from gradtide.plan import network as networks
 from gradtide.plan import trace as traces
 from gradtide.plan.network import Network
-from gradtide.plan.trace import StepTrace, Unit
+from gradtide.plan.trace import Factors, StepTrace, Unit
 from gradtide.plan.virtual import Prediction, simulate, with_optimizer
 from gradtide.scheme import Scheme
 
@@ -105,10 +105,13 @@ def read_trace(text: str, step_ms: float | None = None) -> StepTrace:
 def replayed(architecture: str, step_ms: float) -> StepTrace:
     """A replay workload's step: forward and backward by the work of its units.
 
-    The optimizer takes no time here: what it takes depends on the device alone.
+    The optimizer takes no time here: what it takes depends on the device alone. Factors
+    of K-FAC take what half of their products does, of those of the forward: A and G
+    are symmetric.
     """
     parts = units(architecture)
     groups: list[list[Unit]] = []  # the tensors of every layer, in forward order
+    layers = []
     for part, timing in zip(parts, by_work(parts, step_ms), strict=True):
         if part.shapes:
             groups.append([_unit(part.name, *shape) for shape in part.shapes])
@@ -117,6 +120,8 @@ def replayed(architecture: str, step_ms: float) -> StepTrace:
         # Read at once, and ready at once: see gradtide.plan.trace, [Note: Whose time].
         group[-1] = replace(group[-1], forward=group[-1].forward + timing.forward)
         group[0] = replace(group[0], backward=group[0].backward + timing.backward)
+        if part.positions:
+            layers.append(_factors(group, timing.forward * part.positions / part.work))
     ready = [unit for group in reversed(groups) for unit in group]
     place = {unit.name: i for i, unit in enumerate(ready)}
     return StepTrace(
@@ -124,7 +129,16 @@ def replayed(architecture: str, step_ms: float) -> StepTrace:
         units=tuple(ready),
         optimizer=0.0,
         forward_order=tuple(place[unit.name] for group in groups for unit in group),
+        layers=tuple(layers),
     )
+
+
+def _factors(tensors: Sequence[Unit], seconds: float) -> Factors:
+    """Of a layer with its weight first; `seconds`: of an operation at all positions."""
+    weight, *biases = tensors
+    g, a = weight.shape[0], math.prod(weight.shape[1:]) + len(biases)
+    bias = biases[0].name if biases else None
+    return Factors(weight.name, bias, a=seconds * a**2, g=seconds * g**2)
 
 
 def _unit(layer: str, name: str, shape: tuple[int, ...]) -> Unit:

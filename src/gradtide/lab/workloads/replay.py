@@ -45,7 +45,13 @@ from .workload import NOISE, Batch, Workload, stream
 
 # Milliseconds of a step unless told: round numbers of the order of a data-centre GPU of
 # 2018 with some tens of samples, no measurement. Give `step_ms` or a trace for yours.
-STEP_MS = {"resnet50": 200.0, "bert-base": 250.0, "bert-large": 600.0, "gpt2": 400.0}
+STEP_MS = {
+    "resnet50": 200.0,
+    "resnet152": 500.0,
+    "bert-base": 250.0,
+    "bert-large": 600.0,
+    "gpt2": 400.0,
+}
 MIN_WAIT = 1e-3  # seconds; sleeping overshoots by about 60 us, 6 % of it
 MAX_CREDIT = 50e-3  # seconds; after a longer stall, steps do not catch up
 SCALE = 1e-3  # of a gradient's elements

@@ -25,11 +25,16 @@ LOOKUP_OPS = 1  # an element copied
 
 @dataclass(frozen=True)
 class Unit:
-    """One layer: its dotted name, its tensors in order, and its work in operations."""
+    """One layer: its dotted name, its tensors in order, and its work in operations.
+
+    `positions` of a sample are what a Linear or a convolution is applied to: layers
+    that K-FAC can precondition. 0 for all others.
+    """
 
     name: str
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     work: int
+    positions: int = 0
 
 
 def units(architecture: str) -> list[Unit]:
@@ -40,7 +45,7 @@ def units(architecture: str) -> list[Unit]:
 def linear(name: str, inputs: int, outputs: int, tokens: int, extra: int = 0) -> Unit:
     """A matrix with bias, applied to `tokens` vectors; `extra` is work before it."""
     shapes = (("weight", (outputs, inputs)), ("bias", (outputs,)))
-    return Unit(name, shapes, 2 * inputs * outputs * tokens + extra)
+    return Unit(name, shapes, 2 * inputs * outputs * tokens + extra, tokens)
 
 
 def norm(name: str, width: int, positions: int) -> Unit:
@@ -57,15 +62,20 @@ def embedding(name: str, rows: int, width: int, tokens: int) -> Unit:
 def convolution(name: str, inputs: int, outputs: int, kernel: int, side: int) -> Unit:
     """A square convolution without bias whose output has `side` x `side` pixels."""
     work = 2 * inputs * outputs * kernel**2 * side**2
-    return Unit(name, (("weight", (outputs, inputs, kernel, kernel)),), work)
+    shapes = (("weight", (outputs, inputs, kernel, kernel)),)
+    return Unit(name, shapes, work, side**2)
 
 
-def resnet50() -> Iterator[Unit]:
-    """ResNet-50 v1.5 (He et al., 2015; the stride is in the 3 x 3): 25,557,032."""
+def resnet(blocks: tuple[int, int, int, int]) -> Iterator[Unit]:
+    """ResNet v1.5 with bottlenecks (He et al., 2015; the stride is in the 3 x 3).
+
+    ResNet-50 has 3, 4, 6 and 3 of them and 25,557,032 parameters; ResNet-152 has 3, 8,
+    36 and 3 and 60,192,808.
+    """
     yield convolution("conv1", 3, 64, 7, IMAGE // 2)
     yield norm("bn1", 64, (IMAGE // 2) ** 2)
     width, side = 64, IMAGE // 4  # after the max-pooling
-    for stage, num_blocks in enumerate((3, 4, 6, 3)):
+    for stage, num_blocks in enumerate(blocks):
         planes, stride = 64 << stage, 1 if stage == 0 else 2
         for block in range(num_blocks):
             name = f"layer{stage + 1}.{block}"
@@ -145,7 +155,8 @@ def gpt2() -> Iterator[Unit]:
 
 
 ARCHITECTURES: dict[str, Callable[[], Iterator[Unit]]] = {
-    "resnet50": resnet50,
+    "resnet50": partial(resnet, (3, 4, 6, 3)),
+    "resnet152": partial(resnet, (3, 8, 36, 3)),
     "bert-base": partial(bert, layers=12, width=768),
     "bert-large": partial(bert, layers=24, width=1024),
     "gpt2": gpt2,

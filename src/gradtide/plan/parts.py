@@ -1,0 +1,236 @@
+"""What K-FAC's parts are on the virtual clock: they take time and compute nothing.
+
+[Note: Slowest rank] The clock is that of one rank. Where ranks have different amounts
+to invert, all wait for the slowest when inverses are gathered, so the worker here has a
+queue for every rank. Under "dp" ranks also have different factors to compute: the rank
+that has most of all is the one that is run (`curvature.busiest`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gradtide.kfac.assign import EVERYWHERE, Assignment
+from gradtide.kfac.config import KFAC
+from gradtide.kfac.costs import Costs
+from gradtide.kfac.curvature import Curvature
+from gradtide.kfac.distributions import assignment
+from gradtide.kfac.flows import Piece, Share
+from gradtide.kfac.layers import KINDS, Kind, Layer
+from gradtide.kfac.statistics import Ready, Statistics
+from gradtide.kfac.worker import Worker
+from gradtide.ops import Group, ToHost
+from gradtide.plan.intervals import Interval
+from gradtide.plan.transport import Pending, VirtualTransport
+
+META = torch.device("meta")
+
+
+class Told:
+    """In place of `Statistics`: told of moments, it takes the seconds of factors."""
+
+    def __init__(
+        self, layers: Sequence[Layer], ready: Ready, clock: VirtualTransport
+    ) -> None:
+        self.quiet, self.armed, self.seconds = False, False, 0.0
+        self.slowed = 0.0  # of these, what the lane slowed them by
+        self._layers, self._ready, self._clock = layers, ready, clock
+        self._first = True  # as there, all is handed out at the end of the first step
+        self._at: dict[tuple[Layer, Kind], float] = {}
+        self._factor = torch.empty(0, device=META)
+
+    def arm(self) -> None:
+        self.armed, self._at = True, {}
+
+    def disarm(self) -> None:
+        self.armed = False
+
+    def compute(self, layer: Layer, kind: Kind, seconds: float) -> None:
+        """A factor's moment has come."""
+        if not self.armed or layer not in self._layers:
+            return
+        start = self._clock.clock()
+        self._clock.compute(seconds)
+        self._at[layer, kind] = self._clock.clock()
+        self.seconds += self._at[layer, kind] - start
+        self.slowed += self._at[layer, kind] - start - seconds
+        if not self._first:
+            self._ready(layer, kind, self._factor)
+
+    def times(self) -> dict[tuple[Layer, Kind], float]:
+        start = min(self._at.values(), default=0.0)
+        return {key: at - start for key, at in self._at.items()}
+
+    def finish(self) -> list[tuple[Layer, Kind]]:
+        if self._first:
+            order = [(layer, KINDS[0]) for layer in self._layers]
+            order += [(layer, KINDS[1]) for layer in reversed(self._layers)]
+            for layer, kind in order:
+                self._ready(layer, kind, self._factor)
+        self._first = False
+        self.disarm()
+        return []
+
+
+class Queues:
+    """In place of the `Worker`: inversions of all ranks, see [Note: Slowest rank].
+
+    `owners` are those of a layer's A and G.
+    """
+
+    def __init__(
+        self, clock: VirtualTransport, seconds: Callable[[int], float]
+    ) -> None:
+        self.busy: list[Interval] = []  # of any rank
+        self.loads = [0.0] * clock.group.size  # seconds of inversions, by rank
+        self.owners: Callable[[Layer], tuple[int, int]] = lambda _: (EVERYWHERE,) * 2
+        self._seconds, self._clock = seconds, clock
+        self._free = [0.0] * clock.group.size
+        self._done: dict[Layer, float] = {}
+        device = clock.network.device
+        self._beside, self._copy = device.beside, device.take_in
+        lane = VirtualTransport(clock.network, beside=clock) if self._beside else None
+        self._aside = lane  # slows the training thread as a lane does
+        self._round = (0.0, 0.0)  # inversions on the lane: from when, until when
+
+    @property
+    def seconds(self) -> float:
+        """Of the rank that has inverted longest."""
+        return max(self.loads)
+
+    @seconds.setter
+    def seconds(self, value: float) -> None:
+        self.loads = [value] * len(self.loads)
+
+    def submit(self, layer: Layer, job: Callable[[], None]) -> None:
+        now = self._clock.clock()
+        if not self._beside and now == self._round[1]:
+            now = self._round[0]  # submitted together: other ranks have other layers
+        ends = now
+        for kind, owner in zip(KINDS, self.owners(layer), strict=True):
+            d = layer.dim(kind)
+            seconds = layer.groups * (self._seconds(d) + self._copy(d * d))
+            everywhere = owner == EVERYWHERE
+            for rank in range(len(self._free)) if everywhere else (owner,):
+                begin = max(self._free[rank], now)
+                self._free[rank] = begin + seconds
+                self.loads[rank] += seconds
+                ends = max(ends, begin + seconds)
+                own = rank == self._clock.group.rank
+                if own or not everywhere:
+                    self.busy.append((begin, begin + seconds))
+                if own and self._aside is not None:
+                    self._aside.busy.append(self.busy[-1])
+                    self._aside._worked.append(self.busy[-1])
+        self._done[layer] = ends
+        if not self._beside:
+            until = max(ends, self._clock.clock())
+            self._clock.work(until - self._clock.clock())
+            self._round = (now, until)
+
+    def clear(self) -> list[Interval]:
+        """Forget when inversions ran, and tell once more."""
+        busy, self.busy = self.busy, []
+        return busy
+
+    def wait(self, layer: Layer) -> None:
+        """On the lane."""
+        if layer in self._done:
+            nothing = ToHost(torch.empty(0, device=META))
+            self._clock.wait(Pending(nothing, self._done[layer]))
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Charged:
+    """In place of a layer's `Curvature`: what it does takes time, and that is all."""
+
+    real: Curvature  # tells lengths
+    kinds: Sequence[Kind]  # that this rank inverts
+    running: Mapping[Kind, None]
+    clock: VirtualTransport
+    traces: dict[Kind, Tensor] = field(default_factory=dict)
+
+    def numbers(self) -> int:
+        return self.real.numbers()
+
+    def numel(self, kind: Kind) -> int:
+        return self.real.numel(kind)
+
+    def take(self, kind: Kind, factor: Tensor, packed: Tensor, out: Tensor) -> None:
+        """Is part of what a factor takes."""
+
+    def average(self, numbers: Tensor, sums: dict[Kind, Tensor], size: int) -> None:
+        for kind in self.kinds:
+            self._copy(2 * self.real.layer.numel(kind))
+
+    def invert(self) -> None: ...
+
+    def encode(self, kind: Kind, out: Tensor) -> None:
+        self._copy(out.numel())
+
+    def decode(self, kind: Kind, flat: Tensor) -> None:
+        groups, d, _ = self.real.layer.shape(kind)
+        self._copy(groups * d * d)
+
+    def complete(self) -> None: ...
+
+    def adopt(self) -> None: ...
+
+    def precondition(self, gradient: Tensor) -> Tensor:
+        groups, g, a = gradient.shape
+        device = self.clock.network.device
+        self.clock.work(device.product(groups * g * a * (g + a), 2))
+        self._copy(4 * gradient.numel())  # to a matrix, for the clip, and back
+        return gradient
+
+    def _copy(self, numel: int) -> None:
+        self.clock.work(self.clock.network.device.take_in(numel))
+
+
+class Parts:
+    """The parts of a `Preconditioner` on a virtual transport."""
+
+    def __init__(self, clock: VirtualTransport, config: KFAC) -> None:
+        inverse = clock.network.device.inverse
+        if inverse is None:
+            raise ValueError(
+                "K-FAC inverts matrices, and the network profile does not know how "
+                "long that takes: make one with `gradtide profile network`"
+            )
+        self._clock, self._config, self.inverse = clock, config, inverse
+        self.queues = Queues(clock, inverse)
+        self.worker = cast(Worker, self.queues)
+
+    def inverses(self, dims: Sequence[int]) -> dict[int, float]:
+        return {d: self.inverse(d) for d in dims}
+
+    def assignment(
+        self, layers: Sequence[Layer], size: int, known: Costs
+    ) -> Assignment:
+        return assignment(self._config, layers, size, known)
+
+    def statistics(self, layers: Sequence[Layer], ready: Ready) -> Statistics:
+        return cast(Statistics, Told(layers, ready, self._clock))
+
+    def curvature(self, layer: Layer, kinds: Sequence[Kind]) -> Curvature:
+        # Jobs are submitted for what any rank inverts; under "dp" others do not share.
+        running = kinds if self._config.distribution == "dp" else KINDS
+        real = Curvature(layer, self._config, ())
+        made: Any = Charged(real, kinds, dict.fromkeys(running), self._clock)
+        return cast(Curvature, made)
+
+    def share(
+        self,
+        pieces: Sequence[Piece],
+        group: Group,
+        make: Callable[[], None],
+        take: Callable[[], None],
+    ) -> Share:
+        return Share(pieces, group, META, make, take)
