@@ -2,12 +2,12 @@
 
     python benchmarks/published_curvature.py --out FILE.json
 
-The rows of published_curvature.csv are the stage figures of SPD-KFAC (Shi et al., ICDCS 2021): 64 GPUs (RTX 2080
-Ti) on 100 Gb/s InfiniBand, cumulative seconds after each stage. Known of a workload are
-its tensors, and what one GPU computes: forward and backward, and factors, whose time is
-divided among layers by their products. All communication and all inversions are
-predicted, with one fit of the network and one of inversions for all rows; nothing is
-fitted to a row.
+The rows of published_curvature.csv are the stage figures of SPD-KFAC (Shi et al., ICDCS
+2021): 64 GPUs (RTX 2080 Ti) on 100 Gb/s InfiniBand, cumulative seconds after each
+stage. Known of a workload are its tensors, and what one GPU computes: forward and
+backward, and factors, whose time is divided among layers by their products. All
+communication and all inversions are predicted, with one fit of the network and one of
+inversions for all rows; nothing is fitted to a row.
 
 What the published program does, in terms of this one: gradients leave during backward,
 and Horovod sends what gets ready within a few milliseconds in one message. D-KFAC

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -15,7 +15,9 @@ from rich.text import Text
 from gradtide.plan.advice import Advice, percent
 from gradtide.plan.network import Network
 from gradtide.plan.search import Choice
+from gradtide.plan.stages import Stages
 from gradtide.plan.trace import StepTrace
+from gradtide.plan.virtual import Prediction
 
 FORMAT, VERSION = "gradtide plan", 1
 MOST = 6  # lossy schemes in a table
@@ -47,11 +49,40 @@ def show(
         *(Text(f"rule: {rule.name}: {rule.words}") for rule in advice.rules),
         Text(f"as a scheme: {advice.recommended.scheme!r}"),
     ]
+    curved = [c for c in advice.choices if c.prediction.breakdown is not None]
+    if curved:
+        told = {choice.name: choice.prediction for choice in curved}
+        lines.append(Text("K-FAC: below, what a step consists of; not ranked"))
     refused = [
         Text(f"of no use here: {', '.join(names)}: {why}", style="dim")
         for why, names in _refused(advice.choices).items()
     ]
-    return Group(*lines, grid, why, *refused)
+    tables = [stages(told)] if curved else []
+    return Group(*lines, grid, why, *tables, *refused)
+
+
+def stages(told: Mapping[str, Prediction]) -> Table:
+    """What steps with K-FAC consist of, ms: shares, and busy in brackets."""
+    grid = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    grid.add_column("ms of a step (busy)", overflow="fold", max_width=28)
+    for name in told:
+        grid.add_column(name, justify="right")
+    grid.add_row("whole", *(f"{1e3 * p.step:.4g}" for p in told.values()), style="bold")
+    for field in fields(Stages):
+        grid.add_row(
+            field.name,
+            *(_stage(prediction, field.name) for prediction in told.values()),
+        )
+    return grid
+
+
+def _stage(prediction: Prediction, name: str) -> str:
+    if prediction.breakdown is None or prediction.busy is None:
+        return "-"
+    own, busy = (
+        getattr(part, name) for part in (prediction.breakdown, prediction.busy)
+    )
+    return f"{1e3 * own:.4g} ({1e3 * busy:.4g})"
 
 
 def _shown(choices: Sequence[Choice], most: int | None) -> list[Choice]:

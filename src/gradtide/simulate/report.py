@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gradtide.plan.report import stages
 from gradtide.simulate.grid import Grid, rate_name
 
 FORMAT, VERSION = "gradtide simulation", 1
@@ -31,6 +32,15 @@ def show(grid: Grid, console: Console) -> None:
         for scheme in grid.schemes:
             table.add_row(scheme, *(_entry(grid, scheme, n, rate) for n in grid.ranks))
         console.print(table)
+        for ranks in grid.ranks:
+            curved = {
+                cell.scheme: cell.prediction
+                for cell in grid.at(ranks, rate)
+                if cell.prediction.breakdown is not None
+            }
+            if curved:
+                console.print(f"{ranks} ranks, {rate_name(rate)}: stages of K-FAC")
+                console.print(stages(curved))
 
 
 def _entry(grid: Grid, name: str, ranks: int, rate: float | None) -> str:
