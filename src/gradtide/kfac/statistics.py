@@ -54,6 +54,7 @@ class _Sum:
     expected: int = 0  # calls of the last step; 0: not known, only `finish` completes
     done: bool = False
     at: float = 0.0  # when something was added last, of time.perf_counter()
+    seconds: float = 0.0  # that it took in this step
 
 
 @dataclass(eq=False)
@@ -150,6 +151,14 @@ class Statistics:
         seen = [at for at in parts.values() if at] or [0.0]
         return {key: (at or max(seen)) - min(seen) for key, at in parts.items()}
 
+    def spent(self) -> dict[tuple[Layer, Kind], float]:
+        """Seconds that each factor of this step took. Before `finish`."""
+        return {
+            (w.layer, k): part.seconds
+            for w in self._watches
+            for k, part in w.sums.items()
+        }
+
     def finish(self) -> list[tuple[Layer, Kind]]:
         """Hand out what is left, A in order of the layers and G in reverse; disarm.
 
@@ -242,7 +251,9 @@ class Statistics:
                 self._hand_out(layer, kind, part)
         if not self.quiet:
             part.at = time.perf_counter()
-        self.seconds += time.perf_counter() - start
+        spent = time.perf_counter() - start
+        part.seconds += spent
+        self.seconds += spent
 
     def _hand_out(self, layer: Layer, kind: Kind, part: _Sum) -> None:
         factor, part.factor, part.done = part.factor, None, True

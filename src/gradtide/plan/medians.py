@@ -87,6 +87,14 @@ def across(traces: Sequence[StepTrace]) -> StepTrace:
         units=units,
         optimizer=median(trace.optimizer for trace in traces),
         loss=median(trace.loss for trace in traces),
+        layers=tuple(
+            replace(
+                layers[0],
+                a=median(layer.a for layer in layers),
+                g=median(layer.g for layer in layers),
+            )
+            for layers in zip(*(trace.layers for trace in traces), strict=True)
+        ),
     )
 
 

@@ -26,6 +26,7 @@ from gradtide.plan.bench import Bench
 from gradtide.plan.fit import Fit, Point
 from gradtide.plan.measure import SHARES, Row, finish, measure_link
 from gradtide.plan.network import Link, Network, load
+from gradtide.profile.network.curvature import with_curvature
 from gradtide.profile.network.progress import (
     Tell,
     follow,
@@ -118,6 +119,9 @@ def measure(plan: Plan, tell: Tell = silent) -> Found:
     network = replace(network, inter=inter)
     network = finish(Bench(transport, device, tell), network, plan.seconds)
     transport.close()
+    tell("inversions and products of matrices")
+    dist.barrier()
+    network = replace(network, device=with_curvature(network.device, device))
     return Found(network, rows)
 
 

@@ -23,6 +23,7 @@ from gradtide.lab.launch import launch
 from gradtide.plan.medians import across
 from gradtide.plan.trace import StepTrace, load
 from gradtide.plan.watch import Watch
+from gradtide.profile.trace.factors import factors
 from gradtide.profile.trace.subject import Subject, Wanted, build
 
 
@@ -56,7 +57,9 @@ def trace(
             subject.optimizer.zero_grad()
     finally:
         watch.remove()
-    return replace(watch.trace(subject.name), replayed=subject.replayed)
+    found = watch.trace(subject.name)
+    layers = factors(subject, effort.steps, before)
+    return replace(found, replayed=subject.replayed, layers=layers)
 
 
 def here(wanted: Wanted, effort: Effort) -> StepTrace:
