@@ -19,7 +19,7 @@ from gradtide.plan.fit import Fit, Point, beyond_burst, fit
 from gradtide.plan.network import Link, Network, Rate
 from gradtide.plan.points import Kind, kinds, sweep
 from gradtide.plan.workbench import device as workbench
-from gradtide.plan.workbench import interference, sharing
+from gradtide.plan.workbench import interference, sharing, skew
 from gradtide.transport import Transport
 
 HURRIED = 10.0  # seconds for a link below which only what is needed is timed
@@ -118,6 +118,7 @@ def finish(bench: Bench, network: Network, budget: float) -> Network:
         device=workbench(bench, SHARES[1] * budget),
         interference=interference(bench, nbytes, seconds / 2),
         sharing=sharing(bench, seconds / 2),
+        skew=skew(bench),
     )
 
 

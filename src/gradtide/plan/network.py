@@ -81,6 +81,8 @@ class Network:
     `contention` that by which a request slows while another lane's is on the wire.
     `sharing` is the factor by which the lane's own work and that of the training thread
     slow each other: 1 where each has a processor, 2 where ranks have one or less.
+    `skew` is how many seconds later a request is answered when ranks come from work:
+    those that share processors finish one after the other.
     """
 
     hosts: int
@@ -91,6 +93,7 @@ class Network:
     interference: float = 1.0
     contention: float = 2.0
     sharing: float = 1.0
+    skew: float = 0.0
     rate: float | None = None
     one_hop_bytes: int = ONE_HOP_BYTES
     one_hop_ranks: int = ONE_HOP_RANKS
@@ -101,6 +104,7 @@ class Network:
             raise ValueError(
                 f"{self.hosts} hosts x {self.ranks_per_host} ranks: both are 1 or more"
             )
+        seconds("Network(skew=...)", self.skew)
         for name in ("interference", "contention"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 1):

@@ -104,6 +104,7 @@ class Run:
             self._learn_used()
         self.spent.backward += self._own() - start
         if self._deferring:
+            self._expect(self.trace.forward)
             self._release()
         else:
             start = self._own()
@@ -112,6 +113,11 @@ class Run:
             self.transport.compute(self.trace.optimizer)
             self.spent.apply += self._own() - start
         self.count += 1
+
+    def _expect(self, seconds: float) -> None:
+        """Tell the lane that the training thread has so much to compute."""
+        slower = 1.0 if self.trace.replayed else self.transport.network.sharing
+        self.transport.expect(seconds * slower)
 
     def _own(self) -> float:
         """Seconds that the training thread has not waited, nor computed factors."""
@@ -171,7 +177,10 @@ class Run:
 
     def _backward(self) -> None:
         self._open = True
+        writing = self.device.take_in.each
+        left = self.trace.backward + writing * self.trace.numel
         for place, unit in enumerate(self.trace.units):
+            left -= unit.backward + writing * unit.numel
             if self.second is not None:
                 self.second.moment("G", place)
             if self.trace.replayed:
@@ -182,6 +191,7 @@ class Run:
             if unit.numel >= LARGE:
                 self.transport.compute(self.device.take_in(unit.numel))
             home.missing -= 1
+            self._expect(left)
             if self._eager:
                 self._launch_full()
         self._open = False

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from gradtide.ops import (
@@ -40,9 +39,10 @@ AHEAD = 6  # messages of a ring that are posted early: gradtide.transport.ring
 
 @dataclass
 class Clock:
-    """The training thread's time, in seconds."""
+    """The training thread's time, in seconds, and until when it goes on computing."""
 
     now: float = 0.0
+    until: float = 0.0
 
 
 @dataclass
@@ -105,6 +105,7 @@ class VirtualTransport:
         self.busy: list[Interval] = []  # when the lane had an errand
         self.wired: list[Interval] = []  # when it had a request on the wire
         self._worked: list[Interval] = []  # when its processor worked; recent ones
+        self._skewed = False  # worked since the last request
 
     # - What a transport does ----------------------------------------------------------
 
@@ -156,7 +157,9 @@ class VirtualTransport:
         self.payload_bytes += self.sends(op)
         if isinstance(op, ToHost | Cut) or self.group.size == 1:
             return Pending(op, self.clock())
+        skewed = self._skewed
         self.work(self.network.device.request)
+        self._skewed = skewed
         if isinstance(op, Broadcast) or self._is_collective(op):
             return Pending(op, None)
         return Pending(op, self._travel(op))
@@ -190,8 +193,18 @@ class VirtualTransport:
         if self._at is None:
             self.compute(seconds)
         elif seconds:
-            self._worked.append((self._at, self._at + seconds))
-            self._at += seconds
+            shared = [(self._time.now, self._time.until)]
+            ends = stretched(self._at, seconds, shared, self.network.sharing)
+            self._worked.append((self._at, ends))
+            self._skewed = True
+            self._at = ends
+
+    def expect(self, seconds: float) -> None:
+        """The training thread will compute for so long, as far as it knows.
+
+        Where the lane has no processor of its own, its work takes longer until then.
+        """
+        self._time.until = self._time.now + seconds
 
     def rest(self, seconds: float) -> None:
         """The training thread waits for something that nothing here slows down."""
@@ -209,16 +222,19 @@ class VirtualTransport:
             return stretched(start, seconds, busy, network.interference)
         for lane in lanes:  # time only goes on
             lane._worked = [i for i in lane._worked if i[1] > self._time.now]
-        # Two threads that slow each other by 2 have one processor: the lane first.
-        more = network.sharing / (2 - network.sharing) if network.sharing < 2 else inf
         taken = union(i for t in lanes for i in t._worked)
         recent = [i for i in busy if i[1] > start]
-        return held_up(start, seconds, recent, network.interference, taken, more)
+        return held_up(
+            start, seconds, recent, network.interference, taken, network.sharing
+        )
 
     def _travel(self, op: Op) -> float:
         """Put a request behind what is on the wire; when it will have been answered."""
         start = max(self.clock(), self._wire)
         seconds = cost.seconds(op, self.group, self.network)
+        if self._skewed:
+            seconds += self.network.skew
+            self._skewed = False
         if self._others:
             wired = union(i for t in self._others for i in t.wired)
             self._wire = stretched(start, seconds, wired, self.network.contention)

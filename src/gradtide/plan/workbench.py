@@ -3,18 +3,22 @@
 [Note: Means] Ranks that share cores are stopped for a while now and then. The median of
 short calls would not see that; so calls are made for a fixed time, on all ranks at
 once, and their mean counts. What they call is made before, on all ranks.
+
+[Note: Cold] In training a bucket has left the caches by the time its turn comes round
+again: a selection from warm memory takes a third. So calls go through MEMORY in turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from gradtide.ops import ReduceScatter, Swap
+from gradtide.ops import AllToAll, ReduceScatter, Swap
 from gradtide.plan.bench import Bench
 from gradtide.plan.fit import Point, fit
 from gradtide.plan.network import Device, Line
@@ -22,8 +26,10 @@ from gradtide.select import SELECTORS, Selector
 
 DENSITY = 0.01
 SIZES = (1 << 14, 1 << 18, 1 << 21)  # elements
+MEMORY = 1 << 24  # elements, 64 MB: see [Note: Cold]
 WIDTH = 192  # of the matrices whose product is the computing that is slowed down
 REQUESTS = 50
+BETWEEN = 1 << 20  # elements copied between two requests
 MOST = 1000  # requests in line
 Work = Callable[[], object]
 
@@ -96,6 +102,28 @@ def sharing(bench: Bench, budget: float) -> float:
     return min(max(bench.middle(beside)[0] / alone, 1.0), 2.0)
 
 
+def skew(bench: Bench) -> float:
+    """Seconds by which a request is answered later when all ranks come from work."""
+    bench.tell("requests, after work and one behind the other")
+    size = bench.group.size
+    op = bench.prepared(lambda: AllToAll(bench.empty(4 * size), [1] * size, [1] * size))
+    work = bench.prepared(lambda: _copy(bench, BETWEEN))
+
+    def mean(*steps: Work) -> float:
+        begin = bench.now()
+        for _ in range(REQUESTS):
+            for step in steps:
+                step()
+        spent = (bench.now() - begin) / REQUESTS
+        return bench.middle(lambda: [spent])[0]
+
+    def request() -> None:
+        bench.ask(op)()
+
+    alone = mean(request) + mean(work)
+    return max(0.0, mean(work, request) - alone)
+
+
 def _compute(bench: Bench, a: Tensor, seconds: float) -> None:
     _spent(bench, lambda: a @ a, seconds)
 
@@ -133,24 +161,54 @@ def _spent(bench: Bench, work: Work, seconds: float) -> float:
             return passed / calls
 
 
+def _cold(flat: Tensor, n: int) -> Iterator[Tensor]:
+    """Stretches of n elements, again and again: see [Note: Cold]."""
+    return cycle(list(torch.split(flat, n)[: max(len(flat) // n, 1)]))
+
+
+def _zeros(bench: Bench) -> Tensor:
+    return torch.zeros(MEMORY, device=bench.device)
+
+
 def _copy(bench: Bench, n: int) -> Work:
-    bucket, gradient = (torch.zeros(n, device=bench.device) for _ in range(2))
-    return lambda: bucket.copy_(gradient)
+    buckets = _cold(_zeros(bench), n)
+    gradient = torch.zeros(n, device=bench.device)  # it has just been computed
+    return lambda: next(buckets).copy_(gradient)
 
 
 def _step(bench: Bench, n: int) -> Work:
-    p = nn.Parameter(torch.zeros(n, device=bench.device))
-    p.grad = torch.zeros_like(p)
-    optimizer = SGD([p], lr=0.1, foreach=True)
-    return optimizer.step
+    values, gradients = _zeros(bench), _zeros(bench)
+    optimizers = []
+    for value, gradient in zip(
+        torch.split(values, n), torch.split(gradients, n), strict=True
+    ):
+        p = nn.Parameter(value)
+        p.grad = gradient
+        optimizers.append(SGD([p], lr=0.1, foreach=True))
+    turns = cycle(optimizers)
+    return lambda: next(turns).step()
 
 
 def _scatter(bench: Bench, n: int) -> Work:
-    """The entries of a selection, added where they belong."""
-    flat = torch.zeros(round(n / DENSITY), device=bench.device)
-    where = torch.arange(n, device=bench.device) * (len(flat) // n)
+    """The entries of a selection: looked up, added to and cleared in turn.
+
+    An exchange touches most of its entries more than once, and finds them cold once.
+    """
+    flats = _cold(_zeros(bench), round(n / DENSITY))
+    where = torch.arange(n, device=bench.device) * round(1 / DENSITY)
     values = torch.ones(n, device=bench.device)
-    return lambda: flat.index_add_(0, where, values)
+    uses: list[Callable[[Tensor], object]] = [
+        lambda flat: flat.index_select(0, where),
+        lambda flat: flat.index_add_(0, where, values),
+        lambda flat: flat.index_fill_(0, where, 0.0),
+    ]
+    turns = ((use, flat) for flat in flats for use in uses)
+
+    def work() -> None:
+        use, flat = next(turns)
+        use(flat)
+
+    return work
 
 
 def _order(bench: Bench, n: int) -> Work:
@@ -162,9 +220,9 @@ def _order(bench: Bench, n: int) -> Work:
 
 def _select(selector: Selector) -> Callable[[Bench, int], Work]:
     def select(bench: Bench, n: int) -> Work:
-        flat, k = torch.randn(n, device=bench.device), max(1, round(DENSITY * n))
+        flats = _cold(torch.randn(MEMORY, device=bench.device), n)
         state: dict[str, Tensor] = {}
-        return lambda: selector(flat, k, state)
+        return lambda: selector(next(flats), max(1, round(DENSITY * n)), state)
 
     return select
 
