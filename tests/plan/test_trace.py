@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gradtide.plan.trace import StepTrace, Unit, load
+from gradtide.plan.trace import Factors, StepTrace, Unit, load
 
 HEAD = Unit("head.weight", 30, 4, 0.01, 0.02, optimizer=0.003, shape=(5, 6))
 BODY = Unit("body.weight", 10, 2, forward=0.04, backward=0.08, optimizer=0.001)
@@ -108,3 +108,45 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         load(tmp_path / "text.json")
+
+
+LAYER = Factors("head.weight", "body.weight", a=0.1, g=0.2)
+
+
+def test_layers_survive_a_round_trip(tmp_path: Path) -> None:
+    trace = StepTrace("two", (HEAD, BODY), 0.0, layers=(LAYER,))
+    trace.save(tmp_path / "trace.json")
+    assert load(tmp_path / "trace.json") == trace
+
+
+def test_a_file_from_before_layers_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    TRACE.save(file)
+    document = json.loads(file.read_text())
+    del document["layers"]
+    file.write_text(json.dumps(document))
+    assert load(file) == TRACE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": "tail.weight"}, "no unit: record the trace anew"),
+        ({"bias": "tail.bias"}, "no unit"),
+        ({"weight": "body.weight"}, "no layer of K-FAC"),
+        ({"groups": 2}, "2 groups"),
+        ({"groups": 0}, "groups is 0"),
+        ({"a": -1.0}, "layer 0: a is -1.0"),
+        ({"g": None}, "g is None"),
+    ],
+)
+def test_layers_that_are_none(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.json"
+    StepTrace("two", (HEAD, BODY), 0.0, layers=(LAYER,)).save(file)
+    document = json.loads(file.read_text())
+    document["layers"][0].update(changes)
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=message):
+        load(file)
