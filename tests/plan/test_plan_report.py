@@ -19,6 +19,7 @@ from gradtide.plan.search import DENSE, rank
 from gradtide.plan.trace import StepTrace, Unit
 from gradtide.plan.virtual import Prediction
 from gradtide.scheme import parse
+from gradtide.simulate.grid import replayed
 
 SPARSE = {name: parse(name) for name in ("topk", "topka2a", "oktopk")}
 
@@ -151,3 +152,25 @@ def test_refusals(tmp_path: Path, changed: dict[str, str | None], words: str) ->
     result = call(tmp_path, **changed)
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_k_fac_is_told_of_and_not_ranked() -> None:
+    asked = {name: parse(name) for name in ("topk", "spd_kfac")}
+    network = Network.ideal(4, 1, 1e9)
+    found = advise(rank(replayed("resnet50", 200.0), network, asked), 4)
+    told = StringIO()
+    Console(file=told, width=100).print(
+        show(found, replayed("resnet50", 200.0), network)
+    )
+    assert "factor_comm" in told.getvalue()
+    assert "spd_kfac" in told.getvalue().partition("of no use here")[2]
+    choices = json.loads(dumps(found, replayed("resnet50", 200.0), network))["choices"]
+    (curved,) = (choice for choice in choices if choice["name"] == "spd_kfac")
+    assert curved["refused"]
+    assert curved["prediction"]["breakdown"]["inverse_comp"] > 0
+    assert all(c["prediction"]["busy"] is None for c in choices if c is not curved)
+
+
+def test_no_k_fac_by_default() -> None:
+    names = {choice.name for choice in rank(trace(0.1), Network.ideal(4, 1, 1e9))}
+    assert not any("kfac" in name for name in names)

@@ -104,3 +104,20 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(
     assert code == 2
     assert match in output
     assert not (tmp_path / "out").exists()
+
+
+def test_stages_of_k_fac_are_shown_and_written(tmp_path: Path) -> None:
+    code, told = simulated(tmp_path, "--schemes", "wfbp,pad_kfac", "--ranks", "4")
+    assert code == 0
+    assert "stages of K-FAC" in told
+    plain, curved = json.loads((tmp_path / "simulate.json").read_text())["cells"]
+    assert plain["breakdown"] is None
+    assert sum(curved["breakdown"].values()) == pytest.approx(curved["step"])
+    assert curved["busy"]["factor_comm"] > 0
+
+
+def test_a_trace_without_layers_is_refused(tmp_path: Path) -> None:
+    words = ("--schemes", "dp_kfac", "--trace", "replay:gpt2")
+    code, told = simulated(tmp_path, *words)
+    assert code == 2
+    assert "gradtide profile trace" in told.replace("\n", " ")
