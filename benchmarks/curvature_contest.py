@@ -7,13 +7,16 @@
 Every contestant trains its own copy of one residual network (three stages of basic
 blocks, as for CIFAR) on the same noise, with new factors and inverses in every step.
 Factors, inverses and messages are real. Of forward and backward only a small batch is
-computed; a wait in every block stands for an accelerator that computes the rest.
+computed; a wait in every block stands for an accelerator that computes the rest, while
+the processor is free for factors and inversions.
 Contestants alternate, see [Note: What is timed] in `gradtide.lab.trial`. A step's time
 is that of its slowest rank.
 
-kfac-pytorch takes part if it can be imported, behind DistributedDataParallel, in its
-modes COMM-OPT, HYBRID and MEM-OPT with symmetry-aware transfers, with the eigenvalue
-and the inverse method.
+kfac-pytorch takes part if it can be imported, behind DistributedDataParallel at its
+best, in its modes COMM-OPT, HYBRID and MEM-OPT with symmetry-aware transfers and
+inverses, as ours. Its buckets of factors are of 25 MB, as it has them by default: more
+than all factors together, so that nothing overlaps; and of 0.25 MB. (HYBRID shares out
+half of the ranks, so their number has to be even.)
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ import os
 import time
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +48,19 @@ from gradtide.lab.workloads import Workload
 from gradtide.lab.workloads.workload import TRAIN, seeded, stream
 from gradtide.schedule import WFBP
 
-SCHEMES = "wfbp mpd_kfac spd_kfac pad_kfac dp_kfac"
+SETTING = "damping=0.003, decay=0.95, kl_clip=0.001"
+NAMES = ("mpd", "spd", "pad", "dp")
+# The last has one gradient worker for each layer, as the package in its MEM-OPT.
+SCHEMES = "; ".join(
+    [
+        "wfbp",
+        *(f"{name}_kfac({SETTING})" for name in NAMES),
+        f"pad_kfac({SETTING}, workers=1/P)",
+    ]
+)
 SIDE = 16  # pixels
-DAMPING, RATE = 0.003, 1e-4
+RATE = 1e-4
+BUCKETS = (25.0, 0.25)  # MB, of the package
 
 
 class Wait(torch.autograd.Function):
@@ -124,32 +139,42 @@ def peers(args: argparse.Namespace) -> Iterator[Contestant]:
     if find_spec("kfac") is None:
         return
     enums, package = import_module("kfac.enums"), import_module("kfac.preconditioner")
-    for strategy in enums.DistributedStrategy:
-        for method in enums.ComputeMethod:
-            own = workload(args)
-            # Without views: the package writes gradients of its own.
-            module = DistributedDataParallel(own.model)
-            peer = package.KFACPreconditioner(
-                own.model,
-                factor_update_steps=1,
-                inv_update_steps=1,
-                damping=DAMPING,
-                lr=RATE,
-                compute_method=method,
-                grad_worker_fraction=strategy,
-                symmetry_aware=True,
-            )
-            own.optimizer.register_step_pre_hook(lambda *_, p=peer: p.step())
-            yield Contestant(
-                name=f"kfac-pytorch {strategy.name} {method.name}",
-                schedule=WFBP,
-                workload=own,
-                module=module,
-                scheduler=None,
-                clip=lambda norm: norm,
-                flush=lambda: None,
-                leave=lambda: None,
-            )
+    for strategy, megabytes in product(enums.DistributedStrategy, BUCKETS):
+        own = workload(args)
+        module = DistributedDataParallel(
+            own.model, gradient_as_bucket_view=True, static_graph=True
+        )
+        peer = package.KFACPreconditioner(
+            own.model,
+            factor_update_steps=1,
+            inv_update_steps=1,
+            damping=0.003,
+            factor_decay=0.95,
+            kl_clip=0.001,
+            lr=RATE,
+            allreduce_bucket_cap_mb=megabytes,
+            compute_method=enums.ComputeMethod.INVERSE,
+            grad_worker_fraction=strategy,
+            symmetry_aware=True,
+        )
+        own.optimizer.register_step_pre_hook(lambda *_, p=peer: p.step())
+        yield Contestant(
+            name=f"kfac-pytorch {strategy.name} {megabytes:g} MB",
+            schedule=WFBP,
+            workload=own,
+            module=module,
+            scheduler=None,
+            clip=lambda norm: norm,
+            flush=lambda: None,
+            leave=lambda: None,
+        )
+
+
+def package_version() -> str | None:
+    try:
+        return version("kfac-pytorch")
+    except PackageNotFoundError:
+        return None
 
 
 def row(trials: list[Trial]) -> dict[str, Any]:
@@ -177,18 +202,22 @@ def row(trials: list[Trial]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schemes", default=SCHEMES, help="separated by spaces")
+    parser.add_argument(
+        "--schemes", default=SCHEMES, help="separated by ;; 1/P is 1 / ranks"
+    )
     parser.add_argument("--width", type=int, default=16, help="channels, first stage")
     parser.add_argument("--blocks", type=int, default=3, help="a stage")
     parser.add_argument("--batch", type=int, default=4, help="images a rank")
     parser.add_argument("--step-ms", type=float, default=60.0, help="of waiting")
-    parser.add_argument("--steps", type=int, default=15, help="timed")
+    parser.add_argument("--steps", type=int, default=9, help="timed")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     size, quiet = dist.get_world_size(), dist.get_rank() > 0
-    contestants = [enter(name, workload(args), size) for name in args.schemes.split()]
+    schemes = args.schemes.replace("1/P", str(1 / size))
+    names = [name.strip() for name in schemes.split(";")]
+    contestants = [enter(name, workload(args), size) for name in names]
     contestants += peers(args)
     clock = Clock(os.environ.get("GRADTIDE_LAB_INTERFACE", ""))
     blocks = [args.steps // args.rounds] * args.rounds
@@ -209,7 +238,7 @@ def main() -> None:
             "machine": machine(),
             "ranks": size,
             "rate_bits_per_s": os.environ.get("GRADTIDE_LAB_RATE") or None,
-            "package": find_spec("kfac") is not None,
+            "kfac_pytorch": package_version(),
             "results": results,
         }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
