@@ -42,6 +42,7 @@ def row(rank: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def requests(rank: int, size: int) -> list[Op]:
     uneven = [(3 * r + 1) % 5 for r in range(size)]
     begin = sum(uneven[:rank])
+    lonely = [300_000 if r == size // 2 else 3 for r in range(size)]
     send = [(rank + r) % 3 for r in range(size)]
     into = torch.zeros(7 * size)
     into[7 * rank : 7 * rank + 7] = row(rank, 7)
@@ -51,6 +52,8 @@ def requests(rank: int, size: int) -> list[Op]:
         ReduceScatter(row(rank, sum(uneven)), uneven),
         ReduceScatter(row(rank, 4 * size, torch.bfloat16)),
         ReduceScatter(row(rank, 400_000 * size // size * size)),  # several segments
+        ReduceScatter(row(rank, sum(lonely)), lonely),
+        AllGather(row(rank, lonely[rank]), lonely),
         AllGather(row(rank, 6).view(2, 3)),
         AllGather(row(rank, uneven[rank]), uneven),
         AllGather(into[7 * rank : 7 * rank + 7], into=into),

@@ -26,9 +26,9 @@ from gradtide.ops import (
     part_sizes,
 )
 from gradtide.plan.network import Link, Network
+from gradtide.transport.ring import UNEVEN, num_segments
 
 FREE = Link.of(0.0, 0.0)
-SEGMENTS, SMALLEST, LARGEST = 4, 1 << 19, 1 << 20  # of a ring: gradtide.transport.ring
 
 
 def seconds(op: Op, group: Group, network: Network, scale: float = 1.0) -> float:
@@ -78,7 +78,8 @@ def ring(sizes: Sequence[float], network: Network) -> float:
     beta = max(
         intra.beta if inside else 0.0, network.inter.ring.beta if between else 0.0
     )
-    pieces = max(1, min(SEGMENTS, largest // SMALLEST), math.ceil(largest / LARGEST))
+    uneven = largest * size > UNEVEN * sum(sizes)
+    pieces = num_segments(math.ceil(largest), size, uneven)
     behind = largest * (1 + (size - 2) / pieces)
     carried = max(sum(sizes) - min(sizes), behind)
     return inside * intra.alpha + between * network.inter.ring.alpha + carried * beta

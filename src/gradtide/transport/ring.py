@@ -9,6 +9,10 @@ been added, while the next one is still arriving: the wire is idle for one segme
 addition per ring, not for one part's addition per step. A segment is also added while
 it is in cache.
 
+[Note: uneven parts] Where all parts are alike, every link carries one at any time. A
+part that is much larger than the others passes from link to link while the others rest;
+in more and smaller segments it is on all links at once.
+
 [Note: posted receives] Gloo sends no byte before the receiver has named its memory.
 Some receives are therefore posted ahead, so that no segment waits for a round trip.
 
@@ -31,6 +35,9 @@ from gradtide.ops import Group
 SEGMENTS = 4  # of a part, at the least: more => the addition hides better
 SMALLEST = 1 << 19  # bytes: a message costs about 50 us of Python
 LARGEST = 1 << 20  # bytes: what is added should still be in cache
+UNEVEN = 2.0  # times the mean from which a part counts as larger than the others
+FINE = 1 << 15  # bytes of a segment of such a part, at the least
+HOPS = 2  # of its segments, so many for each rank
 AHEAD = 6  # receives posted before they are needed
 
 
@@ -100,34 +107,51 @@ def reduce_scatter(
     `scratch_numel(parts)` elements and is the ring's until it is finished.
     """
     rank, size = group
-    steps = [segments(parts[(rank - 2 - step) % size]) for step in range(size - 1)]
+    cut = segments(parts)
+    steps = [cut(parts[(rank - 2 - step) % size]) for step in range(size - 1)]
     targets = [segment for step in steps for segment in step]
     slots = torch.split(scratch, max(scratch.numel() // AHEAD, 1))
     # A slot is posted again only after it has been added: AHEAD are out at most.
     arrivals = (slots[i % AHEAD][: own.numel()] for i, own in enumerate(targets))
-    first = segments(parts[(rank - 1) % size])
+    first = cut(parts[(rank - 1) % size])
     return Ring(group, messages, first, targets, arrivals, len(steps[-1]))
 
 
 def scratch_numel(parts: Sequence[Tensor]) -> int:
     """Elements of scratch that a reduce-scatter needs."""
-    lengths = (segment.numel() for part in parts for segment in segments(part))
+    cut = segments(parts)
+    lengths = (segment.numel() for part in parts for segment in cut(part))
     return AHEAD * max(lengths, default=0)
 
 
 def all_gather(parts: Sequence[Tensor], group: Group, messages: Messages) -> Ring:
     """Begin to fill everybody's `parts` (1-D, one per rank) from their owners."""
     rank, size = group
-    steps = [segments(parts[(rank - 1 - step) % size]) for step in range(size - 1)]
+    cut = segments(parts)
+    steps = [cut(parts[(rank - 1 - step) % size]) for step in range(size - 1)]
     targets = [segment for step in steps for segment in step]
-    first = segments(parts[rank])
+    first = cut(parts[rank])
     return Ring(group, messages, first, targets, iter(targets), len(steps[-1]))
 
 
-def segments(part: Tensor) -> Sequence[Tensor]:
-    """The pieces that a part travels in; the same for equal lengths on every rank."""
-    if part.numel() == 0:
-        return ()
-    nbytes = part.numel() * part.element_size()
+def segments(parts: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Tensor]]:
+    """What cuts any of `parts` into what it travels in, on all ranks alike."""
+    total = sum(part.numel() for part in parts)
+
+    def cut(part: Tensor) -> Sequence[Tensor]:
+        if part.numel() == 0:
+            return ()
+        nbytes = part.numel() * part.element_size()
+        uneven = part.numel() * len(parts) > UNEVEN * total
+        return part.tensor_split(num_segments(nbytes, len(parts), uneven))
+
+    return cut
+
+
+def num_segments(nbytes: int, size: int, uneven: bool) -> int:
+    """Into how many segments a part of so many bytes is cut among `size` ranks.
+
+    `uneven`: it is much larger than the others, see [Note: uneven parts].
+    """
     count = max(1, min(SEGMENTS, nbytes // SMALLEST), -(-nbytes // LARGEST))
-    return part.tensor_split(count)
+    return max(count, min(HOPS * size, nbytes // FINE)) if uneven else count
