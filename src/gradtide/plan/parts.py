@@ -125,8 +125,7 @@ class Queues:
                 if own or not everywhere:
                     self.busy.append((begin, begin + seconds))
                 if own and self._aside is not None:
-                    self._aside.busy.append(self.busy[-1])
-                    self._aside._worked.append(self.busy[-1])
+                    self._aside.occupy(self.busy[-1])
         self._done[layer] = ends
         if not self._beside:
             until = max(ends, self._clock.clock())

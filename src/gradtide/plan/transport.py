@@ -199,6 +199,11 @@ class VirtualTransport:
             self._skewed = True
             self._at = ends
 
+    def occupy(self, interval: Interval) -> None:
+        """Something keeps the processor of this lane busy, as its own work does."""
+        self.busy.append(interval)
+        self._worked.append(interval)
+
     def expect(self, seconds: float) -> None:
         """The training thread will compute for so long, as far as it knows.
 
