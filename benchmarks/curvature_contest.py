@@ -232,7 +232,11 @@ def main() -> None:
         }
         record = {
             "command": "python benchmarks/curvature_contest.py "
-            + " ".join(f"--{k.replace('_', '-')} '{v}'" for k, v in vars(args).items()),
+            + " ".join(
+                f"--{name.replace('_', '-')} '{value}'"
+                for name, value in vars(args).items()
+                if name != "out"
+            ),
             "commit": commit(),
             "versions": versions(),
             "machine": machine(),
