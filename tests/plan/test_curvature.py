@@ -125,6 +125,13 @@ def test_requests_are_those_of_a_real_replica(
     assert virtual == real[-len(virtual) :]
 
 
+def test_a_replay_waits_as_long_with_kfac() -> None:
+    network = Network.ideal(SIZE, 1, 1e8, device=FREE)
+    trace = replace(traced(), replayed=True)
+    found = simulate(trace, parse("spd_kfac"), network)
+    assert found.forward + found.backward >= 0.999 * (trace.forward + trace.backward)
+
+
 FREE = Device(inverse=InverseTime(1e-3, 0.0, 3.0))
 
 

@@ -61,7 +61,7 @@ class Run:
         self.transport = VirtualTransport(network, rank)
         # Of a replay, only what is done to gradients and parameters is work.
         self._model = self.transport.rest if trace.replayed else self.transport.compute
-        self._ahead = 0.0  # seconds that a replay has waited in advance
+        self._credit = 0.0  # seconds that a replay has waited in advance
         self.engine = Engine(self.transport, self.transport.clock)
         self.homes = buckets(trace, scheme, network)
         self.count, self.spent = 1, Spent()  # as if it had gone on for long
@@ -79,7 +79,7 @@ class Run:
             )
             home.rearm()
         self._cursor, self._open = 0, False  # launched in this step; in the backward
-        self._ahead = False  # factors leave in the forward
+        self._early = False  # factors leave in the forward
         self._plan: tuple[object, Sequence[Launchable]] = (None, ())
         self.second: Second | None = None
         if scheme.preconditioner is not None:
@@ -209,15 +209,15 @@ class Run:
             home.rearm()
         if self.second is not None:
             self.second.kfac.invert(self._deferring)
-            self._ahead = True
+            self._early = True
 
     def _replay(self, unit: Unit) -> None:
         """Write a gradient within the wait, as gradtide.lab.workloads.replay does."""
         start = self.transport.clock()
         written = self.transport.computed(start, self.device.take_in(unit.numel))
-        ends = max(written, start + unit.backward - self._ahead)
+        ends = max(written, start + unit.backward - self._credit)
         behind = ends - start - unit.backward
-        self._ahead = min(max(self._ahead + behind, 0.0), CREDIT)
+        self._credit = min(max(self._credit + behind, 0.0), CREDIT)
         self.transport.rest(ends - start)
 
     def _planned(self) -> Sequence[Launchable]:
@@ -237,7 +237,7 @@ class Run:
 
     def _launch_factors(self) -> None:
         """A bucket of factors is full."""
-        if self._eager and (self._open or self._ahead):
+        if self._eager and (self._open or self._early):
             self._launch_full()
 
     def _launch(self) -> None:
