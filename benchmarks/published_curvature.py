@@ -26,6 +26,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -41,16 +42,15 @@ from gradtide.fusion import BySize
 from gradtide.kfac import KFAC
 from gradtide.kfac.assign import EVERYWHERE, Assignment, sequence
 from gradtide.kfac.costs import Costs
-from gradtide.kfac.curvature import Curvature
 from gradtide.kfac.flows import Piece, Share
-from gradtide.kfac.layers import Kind, Layer
-from gradtide.kfac.statistics import Ready, Statistics
+from gradtide.kfac.layers import Layer
 from gradtide.kfac.timing import InverseTime
 from gradtide.kfac.worker import Worker
 from gradtide.ops import Broadcast, Cut, Flow, Group
 from gradtide.plan.network import Device, Link, Network, Rate
-from gradtide.plan.parts import META, Parts
+from gradtide.plan.parts import META, Parts, Queues
 from gradtide.plan.trace import StepTrace
+from gradtide.plan.transport import VirtualTransport
 from gradtide.plan.virtual import simulate
 from gradtide.schedule import WFBP
 from gradtide.scheme import Scheme
@@ -114,8 +114,8 @@ class Broadcasts:
 class AtOnce:
     """Inversions that begin together, when the first of them is waited for."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._queues = parts.queues
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
         self._jobs: list[tuple[Layer, Callable[[], None]]] = []
 
     @property
@@ -136,20 +136,17 @@ class AtOnce:
         self._queues.wait(layer)
 
 
-class Published:
+class Published(Parts):
     """The published program's parts: another assignment, worker, and way of sharing."""
 
-    def __init__(self, method: str, parts: Parts) -> None:
-        self._method, self._parts = method, parts
-        self.worker = cast(Worker, AtOnce(parts))
-
-    def inverses(self, dims: Sequence[int]) -> dict[int, float]:
-        return self._parts.inverses(dims)
+    def __init__(self, method: str, clock: VirtualTransport, config: KFAC) -> None:
+        super().__init__(clock, config)
+        self._method, self.worker = method, cast(Worker, AtOnce(self.queues))
 
     def assignment(
         self, layers: Sequence[Layer], size: int, known: Costs
     ) -> Assignment:
-        found = self._parts.assignment(layers, size, known)
+        found = super().assignment(layers, size, known)
         dims = [layers[i].dim(kind) for i, kind in sequence(len(layers))]
         if self._method == "D-KFAC":
             return replace(found, owners=(EVERYWHERE,) * len(dims))
@@ -157,20 +154,8 @@ class Published:
             return replace(found, owners=balanced(dims, size))
         return found
 
-    def statistics(self, layers: Sequence[Layer], ready: Ready) -> Statistics:
-        return self._parts.statistics(layers, ready)
-
-    def curvature(self, layer: Layer, kinds: Sequence[Kind]) -> Curvature:
-        return self._parts.curvature(layer, kinds)
-
-    def share(
-        self,
-        pieces: Sequence[Piece],
-        group: Group,
-        make: Callable[[], None],
-        take: Callable[[], None],
-    ) -> Share:
-        share: Any = self._parts.share(pieces, group, make, take)
+    def share(self, pieces: Sequence[Piece], *rest: Any) -> Share:
+        share: Any = super().share(pieces, *rest)
         return cast(Share, Broadcasts(share, self._method != "SPD-KFAC"))
 
 
@@ -237,7 +222,7 @@ def rows(published: Path) -> Iterator[Row]:
                 computed,
                 scheme,
                 network(),
-                parts=lambda parts, method=method: Published(method, parts),  # type: ignore[misc]
+                parts=partial(Published, method),
             )
             assert found.breakdown is not None
             stages = tuple(getattr(found.breakdown, stage) for stage in STAGES)

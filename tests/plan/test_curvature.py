@@ -120,7 +120,7 @@ def test_requests_are_those_of_a_real_replica(
     for _ in range(LAST):
         run.step()
     run.flush()
-    _, real = trained[busiest(traced(ready), cut, network, None)][scheme]
+    _, real = trained[busiest(traced(ready), cut, network)][scheme]
     virtual = _records(run)[before:]
     assert virtual == real[-len(virtual) :]
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import SGD
 
 from gradtide.engine import Engine
-from gradtide.kfac import parts as kfac_parts
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.layers import KINDS, Kind, Layer
 from gradtide.kfac.preconditioner import Preconditioner
@@ -30,8 +29,8 @@ from gradtide.preconditioning import Preconditioning
 from gradtide.scheme import Scheme
 
 CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-# Other parts in the place of those that stand for gradtide's own.
-Replace: TypeAlias = Callable[[Parts], kfac_parts.Parts]
+# Makes the parts: `Parts` for gradtide's own K-FAC, a subclass for another program's.
+MakeParts: TypeAlias = Callable[[VirtualTransport, KFAC], Parts]
 Moments: TypeAlias = dict[Kind, dict[int, list[tuple[Layer, float]]]]
 
 
@@ -56,11 +55,10 @@ class Second:
         engine: Engine,
         homes: list[GradientBucket],
         launch: Callable[[], None],
-        parts: Replace | None = None,
+        parts: MakeParts = Parts,
     ) -> None:
-        own = Parts(cast(VirtualTransport, engine.transport), config)
-        self.queues, self.inverse = own.queues, own.inverse
-        used = own if parts is None else parts(own)
+        used = parts(cast(VirtualTransport, engine.transport), config)
+        self.queues, self.inverse = used.queues, used.inverse
         self.kfac = Preconditioner(
             _model(trace), config, engine, lambda: None, launch, lambda: 1.0, used
         )
@@ -86,7 +84,7 @@ class Second:
 
 
 def busiest(
-    trace: StepTrace, scheme: Scheme, network: Network, parts: Replace | None
+    trace: StepTrace, scheme: Scheme, network: Network, parts: MakeParts = Parts
 ) -> int:
     """The rank to run: see [Note: Slowest rank]."""
     config = scheme.preconditioner

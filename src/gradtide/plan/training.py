@@ -19,10 +19,11 @@ from gradtide.collectives import Dense
 from gradtide.engine import Engine
 from gradtide.layout import LARGE, GradientBucket
 from gradtide.ops import AllReduce
-from gradtide.plan.curvature import Replace, Second, busiest
+from gradtide.plan.curvature import MakeParts, Second, busiest
 from gradtide.plan.cutting import buckets
 from gradtide.plan.device import Device
 from gradtide.plan.network import Network
+from gradtide.plan.parts import Parts
 from gradtide.plan.played import Rehearsed
 from gradtide.plan.rehearsal import settled
 from gradtide.plan.trace import StepTrace, Unit
@@ -53,7 +54,7 @@ class Run:
         trace: StepTrace,
         scheme: Scheme,
         network: Network,
-        parts: Replace | None = None,
+        parts: MakeParts = Parts,
     ) -> None:
         trace = with_optimizer(trace, network.device)
         self.trace, self.scheme, self.device = trace, scheme, network.device

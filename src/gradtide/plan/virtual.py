@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 from gradtide.kfac import KFAC
 from gradtide.plan import cost
-from gradtide.plan.curvature import Replace
+from gradtide.plan.curvature import MakeParts
 from gradtide.plan.intervals import union, without
 from gradtide.plan.network import Network
+from gradtide.plan.parts import Parts
 from gradtide.plan.played import exchange_seconds as exchange_seconds
 from gradtide.plan.stages import Stages, exposed
 from gradtide.plan.trace import StepTrace
@@ -60,7 +61,7 @@ def simulate(
     network: Network,
     steps: int = 3,
     *,
-    parts: Replace | None = None,
+    parts: MakeParts = Parts,
 ) -> Prediction:
     """A step of training `trace` by `scheme` on `network`, as it goes on for long.
 
