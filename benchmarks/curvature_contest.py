@@ -50,12 +50,13 @@ from gradtide.schedule import WFBP
 
 SETTING = "damping=0.003, decay=0.95, kl_clip=0.001"
 NAMES = ("mpd", "spd", "pad", "dp")
-# The last has one gradient worker for each layer, as the package in its MEM-OPT.
+# "pad" chooses between one gradient worker a layer, as the package in its MEM-OPT, and
+# all ranks, which the last is given.
 SCHEMES = "; ".join(
     [
         "wfbp",
         *(f"{name}_kfac({SETTING})" for name in NAMES),
-        f"pad_kfac({SETTING}, workers=1/P)",
+        f"pad_kfac({SETTING}, workers=1.0)",
     ]
 )
 SIDE = 16  # pixels
@@ -202,9 +203,7 @@ def row(trials: list[Trial]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--schemes", default=SCHEMES, help="separated by ;; 1/P is 1 / ranks"
-    )
+    parser.add_argument("--schemes", default=SCHEMES, help="separated by ;")
     parser.add_argument("--width", type=int, default=16, help="channels, first stage")
     parser.add_argument("--blocks", type=int, default=3, help="a stage")
     parser.add_argument("--batch", type=int, default=4, help="images a rank")
@@ -215,8 +214,7 @@ def main() -> None:
     args = parser.parse_args()
     dist.init_process_group("gloo")
     size, quiet = dist.get_world_size(), dist.get_rank() > 0
-    schemes = args.schemes.replace("1/P", str(1 / size))
-    names = [name.strip() for name in schemes.split(";")]
+    names = [name.strip() for name in args.schemes.split(";")]
     contestants = [enter(name, workload(args), size) for name in names]
     contestants += peers(args)
     clock = Clock(os.environ.get("GRADTIDE_LAB_INTERFACE", ""))

@@ -53,16 +53,16 @@ def test_pad_is_near_the_best_of_all_fusions_and_partitions(seed: int) -> None:
     costs = [numel**1.5 / 40 for numel in numels]
     ready = sorted(dice.uniform(0, 20) for _ in range(n))
 
-    def send(numel: int) -> float:
-        return 3.0 + 0.1 * numel
+    def send(begin: int, end: int) -> float:
+        return 3.0 + 0.1 * sum(numels[begin:end])
 
     best = min(
-        latest(costs, blocks, arrivals(cuts, numels, ready, send))
+        latest(costs, blocks, arrivals(cuts, ready, send))
         for cuts, blocks in product(all_cuts(n, n), all_cuts(n, size))
         if n // 2 in {cut.start for cut in cuts}
     )
-    found = partitioned(costs, numels, size, ready, send)
-    arriving = arrivals(runs(found.messages), numels, ready, send)
+    found = partitioned(costs, numels, size, ready, lambda owners: send)
+    arriving = arrivals(runs(found.messages), ready, send)
     blocks = runs(found.owners)
     assert len(blocks) == size
     assert best <= latest(costs, blocks, arriving) <= 1.1 * best
@@ -72,7 +72,10 @@ def test_pad_is_near_the_best_of_all_fusions_and_partitions(seed: int) -> None:
 def test_pad_owners_and_messages_ascend(size: int) -> None:
     numels = [5 * i + 1 for i in range(14)]
     costs = [float(numel) for numel in numels]
-    found = partitioned(costs, numels, size, [float(i) for i in range(14)], float)
+    ready = [float(i) for i in range(14)]
+    found = partitioned(
+        costs, numels, size, ready, lambda owners: lambda a, b: float(sum(numels[a:b]))
+    )
     assert list(found.owners) == sorted(found.owners)
     assert set(found.owners) == set(range(min(size, 14)))
     assert list(found.messages) == sorted(found.messages)

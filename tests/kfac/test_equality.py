@@ -21,6 +21,7 @@ EXACT = (
     "mpd_kfac",
     "spd_kfac",
     "pad_kfac",
+    "pad_kfac(workers=1.0)",
     "pad_kfac(placement='cubic', workers=0.3)",
 )
 

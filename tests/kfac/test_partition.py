@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from gradtide.kfac.partition import arrivals, contiguous, finish, fusions
+from gradtide.kfac.partition import arrivals, contiguous, earliest, finish, fusions
 
 
 def draws(n: int, seed: int) -> list[float]:
@@ -60,13 +60,34 @@ def test_the_first_fusion_has_the_earliest_last_arrival(seed: int) -> None:
     numels = [dice.randint(1, 50) for _ in range(7)]
     ready = sorted(dice.uniform(0, 20) for _ in numels)
 
-    def send(numel: int) -> float:
-        return 2.0 + 0.1 * numel
+    def send(begin: int, end: int) -> float:
+        return 2.0 + 0.1 * sum(numels[begin:end])
 
     apart = [cuts for cuts in all_cuts(7, 7) if 3 in {cut.start for cut in cuts}]
-    ends = [arrivals(cuts, numels, ready, send)[-1] for cuts in apart]
+    ends = [arrivals(cuts, ready, send)[-1] for cuts in apart]
     first, *others = fusions(numels, ready, send)
-    assert arrivals(first, numels, ready, send)[-1] == pytest.approx(min(ends))
+    assert arrivals(first, ready, send)[-1] == pytest.approx(min(ends))
     assert [slice(0, 3), slice(3, 7)] in others
     for cuts in (first, *others):
         assert cuts in apart
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("start", [0.5, 3.0, 100.0])
+def test_messages_are_worth_their_start(seed: int, start: float) -> None:
+    """The best sum of the last arrival and of what messages cost, by brute force."""
+    dice = random.Random(seed)
+    numels = [dice.randint(1, 50) for _ in range(8)]
+    ready = sorted(dice.uniform(0, 20) for _ in numels)
+
+    def send(begin: int, end: int) -> float:
+        return 0.1 * sum(numels[begin:end])
+
+    def cost(cuts: list[slice]) -> float:
+        return arrivals(cuts, ready, send)[-1] + start * len(cuts)
+
+    apart = [cuts for cuts in all_cuts(8, 8) if 4 in {cut.start for cut in cuts}]
+    found = earliest(ready, send, start)
+    assert cost(found) == pytest.approx(min(map(cost, apart)))
+    if start == 100.0:
+        assert found == [slice(0, 4), slice(4, 8)]

@@ -20,7 +20,7 @@ COLLECTIVES = ("Dense()", "TopKA2A(0.2)", "OkTopk(0.2)")
 KFACS = {
     "mpd": "KFAC('mpd', placement='cubic')",
     "spd": "KFAC('spd', placement='cubic', kl_clip=None)",
-    "pad": "KFAC('pad', placement='cubic', fusion=BySize(0.01, 0.004, 2))",
+    "pad": "KFAC('pad', placement='cubic', workers=1.0, fusion=BySize(0.01, 0.004, 2))",
     "dp": "KFAC('dp', placement='cubic')",
     "pad-half": "KFAC('pad', placement='cubic', workers=0.5, kl_clip=None)",
     "spd-eigen": "KFAC('spd', placement='cubic', form='eigen', wire='bf16')",

@@ -31,6 +31,7 @@ SCHEMES = (
     f"spd_kfac-dear({FUSED}, kl_clip=None)",
     f"spd_kfac({FUSED}, form='eigen', wire='bf16')",
     f"pad_kfac({FUSED})",
+    f"pad_kfac({FUSED}, workers=1.0)",
     f"pad_kfac-dear({FUSED}, workers=0.34)",
     f"mpd_kfac({FUSED}, workers=0.67)",
     f"pad_kfac({FUSED}, factor_every=2, inverse_every=4)",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gradtide.kfac.layers import Kind
-from gradtide.kfac.partition import arrivals, contiguous, finish, fusions
+from gradtide.kfac.partition import Send, arrivals, contiguous, finish, fusions
 
 EVERYWHERE = -1  # as an owner: every rank inverts the factor, and nobody sends it
 
@@ -95,33 +95,32 @@ def partitioned(
     numels: Sequence[int],
     size: int,
     ready: Sequence[float] | None = None,
-    send: Callable[[int], float] | None = None,
+    reduce: Callable[[Sequence[int]], Send] | None = None,
+    start: float = 0.0,
 ) -> Assignment:
     """PAD-KFAC: contiguous runs of factors, reduced to their owners, and their fusion.
 
-    `ready` are the times at which factors are complete, `send(numel)` the seconds of
-    one reduce. Of several ways to fuse the reduces, the one is taken with which, after
-    the best partition (`contiguous`) for its arrivals, the last rank has inverted its
-    run the earliest. Without `ready` and `send` inversions alone are balanced, and
+    `ready` are the times at which factors are complete, `reduce(owners)` tells the
+    seconds of a reduce to these owners. Of several ways to fuse the reduces, the one is
+    taken with which, after the best partition (`contiguous`) for its arrivals, the last
+    rank has inverted its run the earliest, if each message counts as `start` seconds
+    more (`earliest`). Without `ready` and `reduce` inversions alone are balanced, and
     fusion is not decided.
     """
-    if ready is None or send is None:
-        owners = [
-            r for r, run in enumerate(contiguous(costs, size)) for _ in costs[run]
-        ]
-        return Assignment(size, tuple(owners), _everybody(len(costs) // 2, size))
-    best: tuple[float, list[slice], list[slice]] | None = None
-    for cuts in fusions(numels, ready, send):
-        arriving = arrivals(cuts, numels, ready, send)
-        blocks = contiguous(costs, size, arriving)
-        end = max(finish(costs[block], arriving[block]) for block in blocks)
-        if best is None or end < best[0]:
-            best = (end, cuts, blocks)
-    assert best is not None
-    _, cuts, blocks = best
-    owners = [r for r, block in enumerate(blocks) for _ in costs[block]]
     workers = _everybody(len(costs) // 2, size)
-    return Assignment(size, tuple(owners), workers, numbered(cuts))
+    blocks = contiguous(costs, size)
+    if ready is None or reduce is None:
+        return Assignment(size, _owners(blocks), workers)
+    found: list[tuple[float, tuple[int, ...], list[slice]]] = []
+    send = reduce(_owners(blocks))  # of owners that are not yet the last word
+    for cuts in fusions(numels, ready, send, start):
+        blocks = contiguous(costs, size, arrivals(cuts, ready, send))
+        owners = _owners(blocks)
+        arriving = arrivals(cuts, ready, reduce(owners))
+        end = max(finish(costs[block], arriving[block]) for block in blocks)
+        found.append((end + start * len(cuts), owners, cuts))
+    _, owners, cuts = min(found, key=lambda one: one[0])
+    return Assignment(size, owners, workers, numbered(cuts))
 
 
 def numbered(cuts: Sequence[slice]) -> tuple[int, ...]:
@@ -188,6 +187,11 @@ def _within(
         loads[owner] += costs[i]
         owners[i] = owner
     return owners
+
+
+def _owners(blocks: Sequence[slice]) -> tuple[int, ...]:
+    """Of factors, where each rank has a block."""
+    return tuple(r for r, b in enumerate(blocks) for _ in range(b.start, b.stop))
 
 
 def _everybody(num_layers: int, size: int) -> tuple[range, ...]:

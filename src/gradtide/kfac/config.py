@@ -29,8 +29,9 @@ class KFAC:
 
     `workers` is the share of ranks that precondition a layer themselves (KAISA,
     Pauloski et al., SC 2021): 1 sends inverses to all, less sends them to fewer ranks,
-    which send preconditioned gradients to the others; less memory, more messages. "dp"
-    has one worker for each layer.
+    which send preconditioned gradients to the others; less memory, more messages.
+    Without it "mpd" and "spd" have all ranks work, "dp" one for each layer, and "pad"
+    either, whichever takes less time to hand out here (`distributions.share`).
 
     `placement` goes by the time that inversions take on this device, or by the cube of
     their rows, which is the same in every run. `fusion` says which factors travel
@@ -49,7 +50,7 @@ class KFAC:
     inverse_every: int = 1  # steps between inverses
     form: Literal["inverse", "eigen"] = "inverse"
     wire: Literal["bf16"] | None = None  # what factors are cast to when they travel
-    workers: float = 1.0
+    workers: float | None = None
     samples: Literal["batch", "tokens"] = "batch"  # what the loss is a mean over
     placement: Literal["measured", "cubic"] = "measured"
     max_dim: int | None = 8192  # rows of a factor; larger layers are left alone
@@ -90,6 +91,12 @@ class KFAC:
             raise ValueError(
                 f"KFAC(kl_clip={self.kl_clip!r}): a positive number, or None for none"
             )
+        if self.fusion is not None and (
+            isinstance(self.fusion, type) or not callable(self.fusion)
+        ):
+            raise ValueError(f"KFAC(fusion={self.fusion!r}): not a fusion")
+        if self.workers is None:
+            return
         if not 0 < self.workers <= 1:
             raise ValueError(
                 f"KFAC(workers={self.workers!r}): a share of the ranks, over 0, up to 1"
@@ -98,10 +105,6 @@ class KFAC:
             raise ValueError(
                 "KFAC('dp', workers=...): every layer has one worker there"
             )
-        if self.fusion is not None and (
-            isinstance(self.fusion, type) or not callable(self.fusion)
-        ):
-            raise ValueError(f"KFAC(fusion={self.fusion!r}): not a fusion")
 
     @property
     def early(self) -> bool:

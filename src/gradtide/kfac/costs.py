@@ -17,9 +17,11 @@ from gradtide.kfac.config import KFAC
 from gradtide.kfac.layers import KINDS, Kind, Layer, left_out, supported
 from gradtide.kfac.timing import CUBIC
 from gradtide.ops import AllGather
+from gradtide.transport.ring import carried
 
 PROBES = (1 << 8, 1 << 16)  # elements of a rank's part
 REPEATS = 3
+ELEMENT = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,18 @@ class Costs:
     def inverse(self, rows: int) -> float:
         return self.inverses[rows]
 
-    def send(self, numel: int) -> float:
+    def send(self, numel: float) -> float:
         return self.start + self.per_element * numel
+
+    def reduce(self, total: float, largest: float, smallest: float, size: int) -> float:
+        """Seconds to sum `total` elements in parts for each of `size` ranks.
+
+        Longer where the largest part is much larger than the others.
+        """
+        if size == 1:
+            return 0.0
+        parts = (ELEMENT * numel for numel in (total, largest, smallest))
+        return self.send(carried(*parts, size) / ELEMENT * size / (size - 1))
 
 
 def admitted(model: nn.Module, config: KFAC) -> list[Layer]:

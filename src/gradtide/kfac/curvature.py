@@ -111,10 +111,7 @@ class Curvature:
 
     def numel(self, kind: Kind) -> int:
         """Elements of an inverse as it travels."""
-        groups, d, _ = self.layer.shape(kind)
-        if self.config.form == "eigen":
-            return groups * d * (d + 1)
-        return self.layer.numel(kind)
+        return invert.numel(self.layer, kind, self.config.form)
 
     def encode(self, kind: Kind, out: Tensor) -> None:
         """Write a new inverse to `out` [numel(kind)]; nothing before there is any."""

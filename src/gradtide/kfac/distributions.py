@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TypeVar
 
-from gradtide.kfac import assign
+import numpy as np
+
+from gradtide.kfac import assign, invert
 from gradtide.kfac.assign import Assignment
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.costs import Costs
-from gradtide.kfac.layers import Layer
-from gradtide.kfac.partition import earliest
+from gradtide.kfac.layers import KINDS, Layer
+from gradtide.kfac.partition import Send, earliest
 
 T = TypeVar("T")
 
@@ -33,16 +36,49 @@ def assignment(
     order = sorted(range(len(ready)), key=lambda i: (i >= len(layers), ready[i], i))
     times, sizes = _at(ready, order), _at(numels, order)
 
-    if config.distribution == "pad" and config.workers == 1:
+    def reduce(owners: Sequence[int]) -> Send:
+        return _reduce(known, sizes, owners, size)
+
+    if config.distribution == "pad" and share(config, layers, size, known) == 1:
         seconds = _at(_seconds(layers, known), order)
-        found = assign.partitioned(seconds, sizes, size, times, known.send)
+        found = assign.partitioned(seconds, sizes, size, times, reduce, known.start)
         owners = _back(found.owners, order)
         return replace(found, owners=owners, messages=_back(found.messages, order))
-    # A sum for everybody is a sum for the owners and a gather.
-    turns = 1 if config.distribution == "pad" else 2
-    cuts = earliest(sizes, times, lambda numel: turns * known.send(numel))
     placed = _placed(config, layers, size, known)
+    if config.distribution == "pad":
+        cuts = earliest(times, reduce(_at(placed.owners, order)), known.start)
+    else:
+        cuts = earliest(times, _all_reduce(known, sizes), 2 * known.start)
     return replace(placed, messages=_back(assign.numbered(cuts), order))
+
+
+def _reduce(
+    known: Costs, sizes: Sequence[int], owners: Sequence[int], size: int
+) -> Send:
+    """A sum of factors, in the order of time, for their owners."""
+    parts = np.zeros((len(sizes) + 1, size))
+    parts[np.arange(len(sizes)) + 1, owners] = sizes
+    before = parts.cumsum(0)
+
+    def seconds(end: int) -> list[float]:
+        """By the first factor of a message that ends with this one."""
+        own = before[end] - before[:end]
+        sums = zip(
+            own.sum(1).tolist(),
+            own.max(1).tolist(),
+            own.min(1).tolist(),
+            strict=True,
+        )
+        return [known.reduce(*three, size) for three in sums]
+
+    table = [seconds(end) for end in range(len(before))]
+    return lambda begin, end: table[end][begin]
+
+
+def _all_reduce(known: Costs, sizes: Sequence[int]) -> Send:
+    """A sum for everybody is a sum for the owners of even parts, and a gather."""
+    before = [0, *accumulate(sizes)]
+    return lambda begin, end: 2 * known.send(before[end] - before[begin])
 
 
 def _placed(
@@ -50,16 +86,38 @@ def _placed(
 ) -> Assignment:
     """By the costs of inversions and of their results alone."""
     seconds = _seconds(layers, known)
-    numels = [layers[i].numel(kind) for i, kind in assign.sequence(len(layers))]
     if config.distribution == "dp":
         return assign.whole_layers(seconds, size)
-    if config.workers < 1:
-        return assign.grid(seconds, size, config.workers)
+    if (workers := share(config, layers, size, known)) < 1:
+        return assign.grid(seconds, size, workers)
+    numels = [
+        invert.numel(layers[i], kind, config.form)
+        for i, kind in assign.sequence(len(layers))
+    ]
     if config.distribution == "mpd":
         return assign.round_robin(len(layers), size)
     if config.distribution == "spd":
         return assign.balanced(seconds, numels, size, known.send)
     return assign.partitioned(seconds, numels, size)
+
+
+def share(config: KFAC, layers: Sequence[Layer], size: int, known: Costs) -> float:
+    """The share of ranks that are gradient workers of a layer.
+
+    Where it is open: all if inverses, handed out every `inverse_every` steps, take less
+    time than preconditioned gradients in every step, otherwise one. What lies between
+    takes part of both, and is not quicker than the better of the two.
+    """
+    if config.workers is not None:
+        return config.workers
+    if config.distribution != "pad":
+        return 1.0
+    inverses = sum(
+        invert.numel(layer, kind, config.form) for layer in layers for kind in KINDS
+    )
+    gradients = sum(layer.gradient_numel for layer in layers)
+    every = known.send(inverses) / config.inverse_every
+    return 1.0 if every <= known.send(gradients) else 1 / size
 
 
 def _seconds(layers: Sequence[Layer], known: Costs) -> list[float]:

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradtide.kfac.layers import Layer
+from gradtide.kfac.layers import Kind, Layer
 
 ATTEMPTS = 4  # each with ten times the damping of the one before
 
@@ -62,6 +62,12 @@ class Eigens:
         inner = self.g.vectors.mT @ gradient @ self.a.vectors
         inner /= self.g.values[:, :, None] * self.a.values[:, None, :] + self.damping
         return self.g.vectors @ inner @ self.a.vectors.mT
+
+
+def numel(layer: Layer, kind: Kind, form: str) -> int:
+    """Elements of an inverse as it travels: packed, or values and vectors."""
+    groups, d, _ = layer.shape(kind)
+    return groups * d * (d + 1) if form == "eigen" else layer.numel(kind)
 
 
 def dampings(

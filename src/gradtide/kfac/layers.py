@@ -70,6 +70,11 @@ class Layer:
         return packed_numel(self.groups, self.dim(kind))
 
     @property
+    def gradient_numel(self) -> int:
+        """Elements of its gradient as a matrix."""
+        return self.groups * self.g_dim * self.a_dim
+
+    @property
     def factor_numel(self) -> int:
         """Elements of both packed factors."""
         return self.numel("A") + self.numel("G")

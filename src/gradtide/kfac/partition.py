@@ -1,15 +1,19 @@
 """Contiguous runs of factors for ranks, and of factors that travel together: exact.
 
 Pure functions of times in seconds, lists with one entry per factor in the order in
-which a step produces them.
+which a step produces them. A `Send` tells the seconds that the factors from `begin` up
+to `end` take in one message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
+
+Send: TypeAlias = Callable[[int, int], float]  # (begin, end)
 
 
 def contiguous(
@@ -47,28 +51,23 @@ def finish(costs: Sequence[float], ready: Sequence[float]) -> float:
     return clock
 
 
-def arrivals(
-    cuts: Sequence[slice],
-    numels: Sequence[int],
-    ready: Sequence[float],
-    send: Callable[[int], float],
-) -> list[float]:
+def arrivals(cuts: Sequence[slice], ready: Sequence[float], send: Send) -> list[float]:
     """When each factor has been reduced, if the cuts travel one after the other."""
     clock, times = 0.0, []
     for cut in cuts:
-        clock = max(clock, *ready[cut]) + send(sum(numels[cut]))
+        clock = max(clock, *ready[cut]) + send(cut.start, cut.stop)
         times += [clock] * len(ready[cut])
     return times
 
 
 def fusions(
-    numels: Sequence[int], ready: Sequence[float], send: Callable[[int], float]
+    numels: Sequence[int], ready: Sequence[float], send: Send, start: float = 0.0
 ) -> list[list[slice]]:
     """Ways to cut the sequence: the earliest last arrival, and sizes in powers of 2.
 
     No run spans the middle: factors of forward and of backward travel apart.
     """
-    found = [earliest(numels, ready, send)]
+    found = [earliest(ready, send, start)]
     limit, middle = max(numels), len(numels) // 2
     while limit < 2 * sum(numels):
         cuts, begin, filled = [], 0, 0
@@ -82,26 +81,30 @@ def fusions(
     return found
 
 
-def earliest(
-    numels: Sequence[int], ready: Sequence[float], send: Callable[[int], float]
-) -> list[slice]:
+def earliest(ready: Sequence[float], send: Send, start: float = 0.0) -> list[slice]:
     """The cuts with which the last factor arrives the earliest, exactly.
 
-    No run spans the middle of the sequence.
+    Each message counts as `start` seconds more: what it takes to start one is work for
+    processors, which have other work, also where the message itself hides. No run spans
+    the middle of the sequence.
     """
-    before, middle = [0, *accumulate(numels)], len(numels) // 2
-    ends: list[tuple[float, int]] = [(0.0, 0)]  # (arrival, first of the last run)
-    start = 0.0
-    for i in range(1, len(numels) + 1):
-        start = max(start, ready[i - 1])
-        ends.append(
-            min(
-                (max(ends[j][0], start) + send(before[i] - before[j]), j)
-                for j in range(middle if i > middle else 0, i)
-            )
-        )
-    cuts, end = [], len(numels)
-    while end:
-        cuts.append(slice(ends[end][1], end))
-        end = ends[end][1]
-    return cuts[::-1]
+    n, middle = len(ready), len(ready) // 2
+    seconds = np.full((n + 1, n + 1), np.inf)  # of a message [begin, end]
+    for end in range(1, n + 1):
+        for begin in range(middle if end > middle else 0, end):
+            seconds[begin, end] = send(begin, end)
+    complete = np.maximum.accumulate([0.0, *ready])
+    arrival = np.full(n + 1, np.inf)  # of the first factors, in so many messages
+    arrival[0] = 0.0
+    least, fewest = np.inf, 0
+    choices: list[np.ndarray] = []
+    while len(choices) < n and start * len(choices) < least:
+        last = np.maximum(arrival[:, None], complete) + seconds
+        choices.append(last.argmin(0))
+        arrival = last.min(0)
+        if arrival[n] + start * len(choices) < least:
+            least, fewest = arrival[n] + start * len(choices), len(choices)
+    ends = [n]
+    for choice in reversed(choices[:fewest]):
+        ends.append(int(choice[ends[-1]]))
+    return [slice(begin, end) for begin, end in pairwise(reversed(ends))]

@@ -101,7 +101,7 @@ class LayerGroup:
     ) -> Shared | None:
         pieces = []
         for layer in self.layers:
-            numel = layer.groups * layer.g_dim * layer.a_dim
+            numel = layer.gradient_numel
             for source, receivers in self._roles[layer].products():
                 pieces.append(Piece(numel, source, receivers))
                 self._products.append(layer)

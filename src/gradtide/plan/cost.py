@@ -9,7 +9,6 @@ adds up. Within a host, links are not shared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -26,7 +25,7 @@ from gradtide.ops import (
     part_sizes,
 )
 from gradtide.plan.network import Link, Network
-from gradtide.transport.ring import UNEVEN, num_segments
+from gradtide.transport.ring import carried
 
 FREE = Link.of(0.0, 0.0)
 
@@ -67,22 +66,14 @@ def parts(sizes: Sequence[float], network: Network) -> float:
 
 
 def ring(sizes: Sequence[float], network: Network) -> float:
-    """P - 1 messages in a row around all ranks; every link carries all parts but one.
-
-    A part that is larger than the others arrives at its last rank after P - 1 hops,
-    one segment behind the other; and nobody has it earlier.
-    """
-    size, largest = len(sizes), max(sizes)
+    """P - 1 messages in a row around all ranks, each as `transport.ring` cuts it."""
     inside, between = hops(network)
     intra = (network.intra or FREE).ring
     beta = max(
         intra.beta if inside else 0.0, network.inter.ring.beta if between else 0.0
     )
-    uneven = largest * size > UNEVEN * sum(sizes)
-    pieces = num_segments(math.ceil(largest), size, uneven)
-    behind = largest * (1 + (size - 2) / pieces)
-    carried = max(sum(sizes) - min(sizes), behind)
-    return inside * intra.alpha + between * network.inter.ring.alpha + carried * beta
+    nbytes = carried(sum(sizes), max(sizes), min(sizes), len(sizes))
+    return inside * intra.alpha + between * network.inter.ring.alpha + nbytes * beta
 
 
 def hops(network: Network) -> tuple[float, float]:

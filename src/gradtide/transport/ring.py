@@ -22,6 +22,7 @@ next may post its first ones behind them: the wire does not rest between two rin
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -146,6 +147,17 @@ def segments(parts: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Tensor]]:
         return part.tensor_split(num_segments(nbytes, len(parts), uneven))
 
     return cut
+
+
+def carried(total: float, largest: float, smallest: float, size: int) -> float:
+    """Bytes that a link passes while a ring over parts of these bytes is at work.
+
+    All parts but one. But a part that is larger than the others arrives at its last
+    rank after `size` - 1 hops, one segment behind the other, and nobody has it earlier.
+    """
+    uneven = largest * size > UNEVEN * total
+    pieces = num_segments(math.ceil(largest), size, uneven)
+    return max(total - smallest, largest * (1 + (size - 2) / pieces))
 
 
 def num_segments(nbytes: int, size: int, uneven: bool) -> int:
