@@ -5,7 +5,7 @@ devices, and whoever adds a kernel for one (Triton) adds a branch here.
 
 [Note: few entries] `take`, `put` and `clear` work on entries alone. torch's own index
 functions take several times as long as the memory does: they convert indices to int64,
-and each is a pass of its own. Where somebody looks at torch's operations (a planner, by a
+and each is a pass of its own. Where somebody looks at what torch does (a planner, by a
 dispatch mode), they are used all the same.
 """
 
