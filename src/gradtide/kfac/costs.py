@@ -50,8 +50,8 @@ class Costs:
         """
         if size == 1:
             return 0.0
-        parts = (ELEMENT * numel for numel in (total, largest, smallest))
-        return self.send(carried(*parts, size) / ELEMENT * size / (size - 1))
+        links = carried(ELEMENT * total, ELEMENT * largest, ELEMENT * smallest, size)
+        return self.send(links / ELEMENT * size / (size - 1))
 
 
 def admitted(model: nn.Module, config: KFAC) -> list[Layer]:
