@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gradtide.ops import Flow, Group
-from gradtide.select import kernels
 
 
 @dataclass
@@ -39,7 +38,9 @@ class Payload:
 
         Infinities and NaNs are taken along, and raise the alarm.
         """
-        values = kernels.take(self.flat, where)
+        # Slower by a factor of 2 to 5 as indexing with brackets.
+        values = self.flat.index_select(0, where)
+        self.flat.index_fill_(0, where.long(), 0)
         self.taken += len(values)
         self.check(values)
         return values
@@ -66,10 +67,11 @@ class Payload:
         if mean is None:
             mean = torch.zeros_like(self.flat)
         elif last is not None and mean._version == self._version:
-            kernels.clear(mean, last)
+            mean.index_fill_(0, last, 0)
         else:
             mean.zero_()
-        kernels.put(mean, where, values)
+        where = where.long()
+        mean.index_copy_(0, where, values.to(mean.dtype))
         self._mean, self._where, self._version = mean, where, mean._version
         return mean
 

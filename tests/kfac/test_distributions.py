@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -56,10 +57,11 @@ def test_an_expensive_start_makes_one_message_of_each_half() -> None:
 
 def test_a_sum_for_one_owner_takes_longer_than_for_all() -> None:
     known = Costs({}, start=1e-3, per_element=1e-8)
-    even, one = known.reduce(8e6, 1e6, 1e6, 8), known.reduce(8e6, 8e6, 0.0, 8)
+    even = known.reduce(np.full(8, 1e6))
+    one = known.reduce(np.array([8e6, *[0.0] * 7]))
     assert even == pytest.approx(known.send(8e6))
     assert 1.2 * even < one < 2 * even  # seven hops, a segment behind each other
-    assert known.reduce(8e6, 8e6, 8e6, 1) == 0  # nobody to send it to
+    assert known.reduce(np.array([8e6])) == 0  # nobody to send it to
 
 
 def test_pad_sends_together_what_is_for_different_owners() -> None:

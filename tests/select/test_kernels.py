@@ -20,12 +20,12 @@ def tool(request, monkeypatch):
         pytest.importorskip("numba")
     else:
         monkeypatch.setitem(sys.modules, "gradtide.select.fast", None)
-    kernels._compiled.cache_clear()
+    kernels._compact.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kernels._compiled()
+        kernels._compact()
     yield request.param
-    kernels._compiled.cache_clear()
+    kernels._compact.cache_clear()
 
 
 def reference(x: torch.Tensor, threshold: float) -> list[int]:
@@ -87,35 +87,9 @@ def test_threshold_is_compared_in_the_dtype_of_x(tool) -> None:
 
 def test_without_numba_it_works_and_says_so_once(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "gradtide.select.fast", None)
-    kernels._compiled.cache_clear()
+    kernels._compact.cache_clear()
     x = torch.tensor([1.0, -3.0, 2.0])
     with pytest.warns(UserWarning, match=r"gradtide\[fast\]"):
         assert kernels.above(x, 1.5, 3).tolist() == [1, 2]
     assert kernels.above(x, 1.5, 3).tolist() == [1, 2]  # a warning would be an error
-    kernels._compiled.cache_clear()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("count", [0, 1, 40])
-def test_entries_are_taken_put_and_cleared(tool, dtype, index, count) -> None:
-    rng = torch.Generator().manual_seed(count)
-    before = torch.randn(100, generator=rng).to(dtype)
-    where = torch.randperm(100, generator=rng)[:count].to(index)
-    x = before.clone()
-    values = kernels.take(x, where)
-    assert torch.equal(values, before[where.long()])
-    assert torch.equal(x, before.index_fill(0, where.long(), 0.0))
-    kernels.put(x, where, values.double())  # of another type
-    assert torch.equal(x, before)
-    kernels.clear(x, where)
-    assert torch.equal(x, before.index_fill(0, where.long(), 0.0))
-
-
-def test_entries_of_a_view_and_at_every_second_index(tool) -> None:
-    x = torch.arange(20.0)
-    where = torch.arange(0, 8)[::2]
-    assert kernels.take(x[10:], where).tolist() == [10, 12, 14, 16]
-    assert x[10:].tolist() == [0, 11, 0, 13, 0, 15, 0, 17, 18, 19]
-    kernels.put(x[::2], torch.tensor([1]), torch.tensor([7.0]))
-    assert x[2] == 7.0
+    kernels._compact.cache_clear()

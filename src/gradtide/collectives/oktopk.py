@@ -16,7 +16,7 @@ from gradtide.collectives._winners import add_up, rank_sums, tell
 from gradtide.collectives.dense import Dense
 from gradtide.ops import AllGather, AllToAll, Cut, Flow, Group, ToHost
 from gradtide.select import Selector, Threshold
-from gradtide.select.kernels import above, put
+from gradtide.select.kernels import above
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class OkTopk:
         if self._rounds(load.flat):
             wire = _entries.wire_dtype(values.dtype, self.wire)
             lost = _finite(values - values.to(wire).to(values.dtype))
-        put(load.flat, where.index_select(0, delivered), lost)
+        load.flat.index_copy_(0, where.index_select(0, delivered).long(), lost)
         load.taken += len(delivered)
 
     def _rounds(self, flat: Tensor) -> bool:

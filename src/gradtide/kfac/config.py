@@ -91,20 +91,18 @@ class KFAC:
             raise ValueError(
                 f"KFAC(kl_clip={self.kl_clip!r}): a positive number, or None for none"
             )
+        if self.workers is not None and not 0 < self.workers <= 1:
+            raise ValueError(
+                f"KFAC(workers={self.workers!r}): a share of the ranks, over 0, up to 1"
+            )
+        if self.distribution == "dp" and self.workers not in (None, 1):
+            raise ValueError(
+                "KFAC('dp', workers=...): every layer has one worker there"
+            )
         if self.fusion is not None and (
             isinstance(self.fusion, type) or not callable(self.fusion)
         ):
             raise ValueError(f"KFAC(fusion={self.fusion!r}): not a fusion")
-        if self.workers is None:
-            return
-        if not 0 < self.workers <= 1:
-            raise ValueError(
-                f"KFAC(workers={self.workers!r}): a share of the ranks, over 0, up to 1"
-            )
-        if self.distribution == "dp" and self.workers != 1:
-            raise ValueError(
-                "KFAC('dp', workers=...): every layer has one worker there"
-            )
 
     @property
     def early(self) -> bool:

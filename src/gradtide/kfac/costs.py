@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -43,14 +44,15 @@ class Costs:
     def send(self, numel: float) -> float:
         return self.start + self.per_element * numel
 
-    def reduce(self, total: float, largest: float, smallest: float, size: int) -> float:
-        """Seconds to sum `total` elements in parts for each of `size` ranks.
+    def reduce(self, parts: np.ndarray) -> float:
+        """Seconds to sum parts of so many elements, each for its rank.
 
         Longer where the largest part is much larger than the others.
         """
+        size, nbytes = len(parts), ELEMENT * parts
         if size == 1:
             return 0.0
-        links = carried(ELEMENT * total, ELEMENT * largest, ELEMENT * smallest, size)
+        links = carried(nbytes.sum(), nbytes.max(), nbytes.min(), size)
         return self.send(links / ELEMENT * size / (size - 1))
 
 

@@ -22,7 +22,7 @@ from gradtide.ops import AllToAll, ReduceScatter, Swap
 from gradtide.plan.bench import Bench
 from gradtide.plan.fit import Point, fit
 from gradtide.plan.network import Device, Line
-from gradtide.select import SELECTORS, Selector, kernels
+from gradtide.select import SELECTORS, Selector
 
 DENSITY = 0.01
 SIZES = (1 << 14, 1 << 18, 1 << 21)  # elements
@@ -190,20 +190,23 @@ def _step(bench: Bench, n: int) -> Work:
 
 
 def _scatter(bench: Bench, n: int) -> Work:
-    """n uses of entries: of so many, a fourth are looked up, cleared, added to and put.
+    """The entries of a selection: looked up, added to and cleared in turn.
 
     An exchange touches most of its entries more than once, and finds them cold once.
     """
-    flats = _cold(_zeros(bench), round(n / 4 / DENSITY))
-    where = torch.arange(n // 4, dtype=torch.int32, device=bench.device)
-    where *= round(1 / DENSITY)
-    sums = torch.ones(n // 4, device=bench.device)
+    flats = _cold(_zeros(bench), round(n / DENSITY))
+    where = torch.arange(n, device=bench.device) * round(1 / DENSITY)
+    values = torch.ones(n, device=bench.device)
+    uses: list[Callable[[Tensor], object]] = [
+        lambda flat: flat.index_select(0, where),
+        lambda flat: flat.index_add_(0, where, values),
+        lambda flat: flat.index_fill_(0, where, 0.0),
+    ]
+    turns = ((use, flat) for flat in flats for use in uses)
 
     def work() -> None:
-        flat = next(flats)
-        values = kernels.take(flat, where)
-        flat.index_add_(0, where, sums)
-        kernels.put(flat, where, values)
+        use, flat = next(turns)
+        use(flat)
 
     return work
 

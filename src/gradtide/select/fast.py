@@ -1,9 +1,8 @@
-"""Passes over a bucket and its entries as loops, compiled by numba.
+"""The scan of a bucket as one loop, compiled by numba: imported only by `kernels`.
 
-Imported only by `kernels`. In the scan 64 elements a turn become one word with a bit
-for each that is large, and only the bits that are set are looked at. LLVM makes the
-word with a few instructions, but only where it is told to: as a loop in Python's syntax
-the same scan is slower than numpy.
+64 elements a turn become one word with a bit for each that is large, and only the bits
+that are set are looked at. LLVM makes the word with a few instructions, but only where
+it is told to: as a loop in Python's syntax the same scan is slower than numpy.
 """
 
 from __future__ import annotations
@@ -105,26 +104,3 @@ def compact(bits: Any, bound: Any, out: Any, found: Any) -> int:
                 found[count] = bits[i]
             count += 1
     return count
-
-
-@numba.njit(nogil=True, cache=True)
-def take(x: Any, where: Any, out: Any) -> None:
-    """Move x[where] to `out` (as long as `where`), and leave zeros; all 1-D."""
-    for i in range(where.size):
-        at = where[i]
-        out[i] = x[at]
-        x[at] = 0
-
-
-@numba.njit(nogil=True, cache=True)
-def put(x: Any, where: Any, values: Any) -> None:
-    """x[where] = values; all 1-D."""
-    for i in range(where.size):
-        x[where[i]] = values[i]
-
-
-@numba.njit(nogil=True, cache=True)
-def clear(x: Any, where: Any) -> None:
-    """x[where] = 0; both 1-D."""
-    for i in range(where.size):
-        x[where[i]] = 0

@@ -1,12 +1,7 @@
-"""The passes over a bucket, and over a few of its entries, on every device.
+"""The one pass over a bucket that threshold selectors make, on every device.
 
-`above` and its like are the boundary: selectors and collectives know nothing of
-devices, and whoever adds a kernel for one (Triton) adds a branch here.
-
-[Note: few entries] `take`, `put` and `clear` work on entries alone. torch's own index
-functions take several times as long as the memory does: they convert indices to int64,
-and each is a pass of its own. Where somebody looks at what torch does (a planner, by a
-dispatch mode), they are used all the same.
+`above` is the boundary: selectors know nothing of devices, and whoever adds a kernel
+for one (Triton) adds a branch here.
 """
 
 from __future__ import annotations
@@ -14,13 +9,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 CHUNK = 1 << 16  # elements whose temporaries stay in a core's cache
 BITS: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.float64: np.int64}
@@ -58,45 +51,13 @@ def above(x: Tensor, threshold: float, limit: int) -> Tensor:
 
 def entries(x: Tensor, threshold: float, limit: int) -> tuple[Tensor, Tensor]:
     """`above`, and the values there: of the same pass where it is a compiled one."""
-    if x.numel() < 1 << 31 and _loops(x) is not None:
+    compiled = x.device.type == "cpu" and x.dtype in BITS and x.numel() < 1 << 31
+    if compiled and _compact() is not None:
         values = torch.empty(min(limit, x.numel()), dtype=x.dtype)
         found = _scan(x, threshold, limit, values)
         return found, values[: len(found)]
     found = above(x, threshold, limit)
     return found, x.index_select(0, found)
-
-
-def take(x: Tensor, where: Tensor) -> Tensor:
-    """The entries of `x` (1-D) at `where` (unique), where zeros are left behind."""
-    if (loops := _unseen(x, where)) is not None:
-        out = torch.empty(len(where), dtype=x.dtype)
-        loops.take(_array(x), _array(where), out.numpy())
-        return out
-    values = x.index_select(0, where)  # with brackets 2 to 5 times slower
-    x.index_fill_(0, where.long(), 0)
-    return values
-
-
-def put(x: Tensor, where: Tensor, values: Tensor) -> None:
-    """x[where] = values; `where` is unique, all are 1-D."""
-    values = values.to(x.dtype)
-    if (loops := _unseen(x, where)) is not None:
-        loops.put(_array(x), _array(where), _array(values))
-    else:
-        x.index_copy_(0, where.long(), values)
-
-
-def clear(x: Tensor, where: Tensor) -> None:
-    """x[where] = 0; both are 1-D."""
-    if (loops := _unseen(x, where)) is not None:
-        loops.clear(_array(x), _array(where))
-    else:
-        x.index_fill_(0, where.long(), 0)
-
-
-def _array(x: Tensor) -> np.ndarray:
-    found: np.ndarray = x.detach().contiguous().numpy()
-    return found
 
 
 def _scan(
@@ -109,10 +70,11 @@ def _scan(
     bound = torch.tensor(threshold, dtype=x.dtype).numpy().view(integer)[()]
     if threshold < 0:
         bound = integer(-1)
-    if (loops := _loops(x)) is not None:
+    compact = _compact()
+    if compact is not None:
         out = torch.empty(min(limit, x.numel()), dtype=torch.int32)
         there = None if values is None else values.numpy().view(integer)
-        return out[: loops.compact(bits, bound, out.numpy(), there)]
+        return out[: compact(bits, bound, out.numpy(), there)]
     magnitude = np.empty(min(CHUNK, bits.size), integer)
     unsigned = np.iinfo(integer).max
 
@@ -139,23 +101,10 @@ def _nonzero(x: Tensor, threshold: float) -> Tensor:
     return (x.abs() <= threshold).logical_not_().nonzero().squeeze(1)
 
 
-def _loops(x: Tensor) -> Any:
-    """The compiled loops, if they know such tensors."""
-    known = x.device.type == "cpu" and x.dtype in BITS and x.is_contiguous()
-    return _compiled() if known else None
-
-
-def _unseen(x: Tensor, where: Tensor) -> Any:
-    """The compiled loops, if nobody looks: see [Note: few entries]."""
-    seen = is_in_torch_dispatch_mode() or where.device != x.device
-    return None if seen else _loops(x)
-
-
 @cache
-def _compiled() -> Any:
-    """The module `fast`; None where it cannot be."""
+def _compact() -> Callable[..., int] | None:
     try:
-        return import_module("gradtide.select.fast")
+        from gradtide.select.fast import compact
     except ImportError:
         warnings.warn(
             "numba is not installed: entries are selected by numpy, which takes three "
@@ -163,3 +112,5 @@ def _compiled() -> Any:
             stacklevel=2,
         )
         return None
+    loop: Callable[..., int] = compact
+    return loop
