@@ -5,9 +5,9 @@
 
 Trains a small network from the same seed under every distribution, and on rank 0 alone
 on the whole batch; and with and without DEAR, both with the same placement (measured
-ones may differ from run to run, and so may the last digits). Reported are the 2-norms of differences of
-all parameters over the 2-norm of all parameters. (The name of this file is not that of
-a package which `curvature_contest.py` imports.)
+ones may differ from run to run, and so may the last digits). Reported are the 2-norms
+of differences of all parameters over the 2-norm of all parameters. (The name of this
+file is not that of a package which `curvature_contest.py` imports.)
 
 Bytes of factors are those that leave the interface in steps with new factors and old
 inverses, less those in steps with neither.
