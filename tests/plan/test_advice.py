@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gradtide.plan.advice import MARGIN, Advice, advise
@@ -43,6 +45,15 @@ def dense(wfbp: float, dear: float, half: float, dear_half: float) -> list[Choic
 
 def names(found: Advice) -> set[str]:
     return {rule.name for rule in found.rules}
+
+
+def test_it_says_where_ranks_wait_for_processors() -> None:
+    bound = choice("topk", 0.05)
+    told = replace(bound.prediction, limit=0.08, crowded=0.03)
+    bound = replace(bound, prediction=told)
+    found = advice(*dense(0.3, 0.3, 0.2, 0.2), bound)
+    words = "; ".join(found.reasons(bound))
+    assert "30 ms of waiting for processors that ranks share" in words
 
 
 def test_where_overlap_hides_the_exchange_nothing_is_compressed() -> None:

@@ -24,6 +24,7 @@ LIKE = torch.zeros(N)
         (lambda: torch.cat([X, X]), Work(moved=2 * N, calls=1)),
         (lambda: X.index_select(0, WHERE), Work(entries=K, calls=1)),
         (lambda: X[WHERE], Work(entries=K, calls=1)),
+        (lambda: X[: 8 * K].index_select(0, WHERE), Work(nearby=K, calls=1)),
         (lambda: LIKE.index_fill_(0, WHERE, 0), Work(entries=K, calls=1)),
         (lambda: LIKE.index_add_(0, WHERE, X[:K]), Work(entries=K, calls=1)),
         (lambda: torch.unique(X, return_inverse=True), Work(ordered=N, calls=1)),
@@ -46,7 +47,7 @@ def test_tensors_without_memory_count_alike() -> None:
 
 
 def test_sums_and_multiples() -> None:
-    one, two = Work(1, 2, 3, 4, 5), Work(moved=10, calls=1)
-    assert one.plus(two, 2) == Work(1, 22, 3, 4, 7)
-    assert one.plus(two, -1) == Work(1, 0, 3, 4, 4)
-    assert one.times(3) == Work(3, 6, 9, 12, 5)
+    one, two = Work(1, 2, 3, 4, 5, 6), Work(moved=10, calls=1)
+    assert one.plus(two, 2) == Work(1, 22, 3, 4, 5, 8)
+    assert one.plus(two, -1) == Work(1, 0, 3, 4, 5, 5)
+    assert one.times(3) == Work(3, 6, 9, 12, 15, 6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.ranks import run_ranks
 from gradtide.ops import AllToAll, Broadcast, Group, Op, ReduceScatter, Swap
 from gradtide.plan.bench import Bench
 from gradtide.plan.fit import Fit, Point
-from gradtide.plan.measure import Row, layout, link, measure
+from gradtide.plan.measure import Row, _shared, layout, link, measure
 from gradtide.plan.network import Link, Network, load
 from gradtide.plan.points import shape
 from gradtide.select import SELECTORS
@@ -35,11 +36,20 @@ def test_all_ranks_get_the_same_network(tmp_path: Path) -> None:
     assert first.inter.broadcast == first.inter.swap
     assert set(first.device.select) == {s.__name__ for s in SELECTORS}
     device = first.device
-    for line in (device.take_in, device.scatter, device.sort, device.optimizer):
+    for line in (
+        device.take_in,
+        device.scatter,
+        device.nearby,
+        device.sort,
+        device.optimizer,
+    ):
         assert line(1e6) > 0
     assert first.device.request > 0
     assert first.interference >= 1
     assert 1 <= first.sharing <= 2
+    assert first.processors == (len(os.sched_getaffinity(0)) / 2)
+    assert 0.5 <= first.occupancy <= 1
+    assert all(r.processor(1e6) > 0 for r in (first.inter.ring, first.inter.direct))
     first.save(tmp_path / "network.json")
     assert load(tmp_path / "network.json") == first
 
@@ -57,6 +67,13 @@ def test_all_ranks_get_the_same_network(tmp_path: Path) -> None:
 )
 def test_layout(hosts: str, expected: tuple[int, int]) -> None:
     assert layout(list(hosts)) == expected
+
+
+def test_shared() -> None:
+    """Two ranks on one machine of four processors, and one on a machine with one."""
+    machines = [("a", 4), ("b", 1), ("a", 4)]
+    assert _shared(machines) == 1
+    assert _shared([*machines, ("b", 1)]) == 0.5
 
 
 class Four:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,14 @@ from gradtide.transport import gloo
 
 def measured() -> Network:
     inter = Link(
-        Rate(1e-4, 8e-9, 0.02), Rate(2e-4, 9e-9), Rate(3e-4, 7e-9), Rate(4e-4, 8e-9)
+        Rate(1e-4, 8e-9, 0.02, Line(5e-5, 1e-9)),
+        Rate(2e-4, 9e-9),
+        Rate(3e-4, 7e-9),
+        Rate(4e-4, 8e-9),
     )
-    return Network(4, 2, inter, Link.of(1e-5, 1e-10), TYPICAL, 1.1, 1.7, rate=1e9)
+    intra = Link.of(1e-5, 1e-10)
+    more = {"processors": 0.25, "occupancy": 0.8, "rate": 1e9}
+    return Network(4, 2, inter, intra, TYPICAL, 1.1, 1.7, **more)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +54,8 @@ def test_what_is_saved_is_loaded(network: Network, tmp_path: Path) -> None:
         ({"surprise": 1}, "surprise"),
         ({"interference": 0.5}, "interference"),
         ({"sharing": 2.5}, "sharing"),
+        ({"processors": 0}, "processors"),
+        ({"occupancy": 1.5}, "occupancy"),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(
@@ -58,6 +66,29 @@ def test_a_wrong_file_says_what_is_wrong(
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=match):
         load(path)
+
+
+def test_a_file_from_before_processors_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "n.json"
+    Network.ideal(4, 1, 1e10).save(path)
+    document = json.loads(path.read_text())
+    del document["processors"], document["occupancy"]
+    for rate in (*document["inter"].values(), *document["intra"].values()):
+        del rate["processor"]
+    path.write_text(json.dumps(document))
+    assert load(path) == Network.ideal(4, 1, 1e10)
+
+
+def test_what_ranks_work_takes_processors() -> None:
+    network = measured()  # a quarter of a processor a rank, busy for 0.8 of the time
+    assert network.share == 0.25
+    assert network.occupied(0.1) == pytest.approx(0.5)
+    assert network.charged().inter.ring == Rate(5e-5, 1e-9)
+    plenty = replace(network, processors=4.0, occupancy=1.0)
+    assert plenty.share == 1.0
+    assert plenty.occupied(0.1) == pytest.approx(0.025)
+    unknown = replace(network, processors=None)
+    assert (unknown.share, unknown.occupied(0.1)) == (1.0, 0.0)
 
 
 def test_a_missing_file_and_no_json(tmp_path: Path) -> None:

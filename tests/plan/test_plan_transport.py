@@ -9,7 +9,7 @@ from gradtide.bucket import Bucket, Payload
 from gradtide.collectives import Dense
 from gradtide.engine import Engine
 from gradtide.ops import AllReduce, Flow, Group, Swap
-from gradtide.plan.network import Link, Network
+from gradtide.plan.network import Device, Line, Link, Network, Rate
 from gradtide.plan.transport import VirtualTransport
 
 N = 10**6  # elements of a bucket
@@ -69,6 +69,21 @@ def test_an_errand_begins_while_the_one_before_waits() -> None:
         engine.finish(one)
     # a selects until .5, travels until 1.5; b selects until 1, and waits for the wire.
     assert transport.clock() == 2.5
+
+
+def test_the_processor_is_charged_for_work_and_requests() -> None:
+    rate = Rate(0.0, 0.0, 0.0, Line(1e-3, 1e-9))
+    link = Link(rate, rate, rate, rate)
+    device = Device(request=0.5)  # is part of what a request costs
+    network = Network(2, 1, link, device=device, processors=0.5)
+    transport = VirtualTransport(network)
+    engine, one = engine_of(transport), bucket("a", Asking(transport, 0.25, 2))
+    engine.launch(one)
+    engine.finish(one)
+    transport.compute(1.0)  # is the model's
+    transport.work(0.25)
+    each = 1e-3 + 4 * N * 1e-9
+    assert transport.processor == pytest.approx(0.5 * 3 * 0.25 + 2 * each)
 
 
 def test_an_errand_that_comes_later_begins_then() -> None:

@@ -123,8 +123,9 @@ def test_selection_and_entries_are_counted() -> None:
     assert script.selector == "Threshold"
     assert script.acts[0].work.scanned == n
     assert script.work.ordered == pytest.approx(size * 0.01 * n, rel=0.02)
-    # Every entry is added, the union of all is written, and that of the last is erased.
-    assert 2.5 * size * 0.01 * n < script.work.entries < 4 * size * 0.01 * n
+    # Every entry is added; the union of all is written, and that of the last is erased.
+    assert script.work.nearby == pytest.approx(size * 0.01 * n, rel=0.02)
+    assert 1.5 * size * 0.01 * n < script.work.entries < 3 * size * 0.01 * n
     assert played(Agreed(0.01), n, size).acts[0].work.scanned == n / size
     assert played(Leader(0.9), 64, 2).acts[0].work.scanned == 0  # travels densely
 

@@ -11,7 +11,7 @@ import pytest
 
 from gradtide.collectives import Dense
 from gradtide.fusion import BySize, Fusion, PerTensor
-from gradtide.plan.network import Device, Line, Network
+from gradtide.plan.network import Device, Line, Link, Network, Rate
 from gradtide.plan.trace import StepTrace, Unit
 from gradtide.plan.virtual import exchange_seconds, simulate
 from gradtide.schedule import DEAR, SEQUENTIAL, WFBP
@@ -104,6 +104,28 @@ def test_the_processor_takes_its_time() -> None:
     assert taken.backward - fast.backward == pytest.approx(1e-9 * numel, rel=1e-3)
     entries = 4 * 0.01 * numel
     assert taken.exposed > fast.exposed + 0.9 * (1e-7 * entries + 2e-9 * numel)
+
+
+def test_no_step_is_shorter_than_its_processors_need() -> None:
+    """Gradients of 40 MB: their bytes and their taking in, on shared processors."""
+    costly = Rate(0.0, ideal(8, 1.0).inter.ring.beta, 0.0, Line(0.0, 1e-9))
+    link = Link(costly, costly, costly, costly)
+    alone = replace(ideal(8, 1.0), inter=link, device=Device(take_in=Line(0.0, 2e-9)))
+    trace = replace(step(), processor=0.05)
+    enough = simulate(trace, parse("wfbp"), alone)
+    sent = 2 * 7 / 8 * trace.nbytes
+    worked = 2e-9 * trace.numel * (1 + 1 / 8)  # taken in; and means of a rank's part
+    assert enough.processor == pytest.approx(0.05 + 1e-9 * sent + worked, rel=1e-3)
+    assert enough.crowded == 0
+    half = simulate(trace, parse("wfbp"), replace(alone, processors=0.5))
+    assert half.processor == pytest.approx(enough.processor - worked / 2)
+    assert half.step == enough.step  # there is time enough
+    few = replace(alone, processors=0.25, occupancy=0.8)
+    bound = simulate(trace, parse("wfbp"), few)
+    assert bound.step == pytest.approx(bound.processor / 0.25 / 0.8)
+    assert bound.step == pytest.approx(enough.step + bound.crowded)
+    whole = bound.forward + bound.backward + bound.apply + bound.exposed
+    assert bound.step == pytest.approx(whole)
 
 
 def test_compute_slows_while_the_lane_is_busy_but_waits_do_not() -> None:

@@ -67,7 +67,7 @@ def test_a_users_own_model(mine: str, tmp_path: Path) -> None:
         "0.bias": 4,
         "0.weight": 32,
     }
-    assert min(found.forward, found.backward, found.optimizer) > 0
+    assert min(found.forward, found.backward, found.optimizer, found.processor) > 0
     assert not found.replayed
     assert "2.weight" in result.output
     assert "40 parameters in 3 tensors" in " ".join(result.output.split())

@@ -209,6 +209,7 @@ def _distance(choice: Choice) -> str:
     if gap <= CLOSE * told.limit:
         return f"{percent(gap / told.limit)} above its limit: only fewer bytes help"
     parts = {"updating": told.apply, "selecting": told.select}
+    parts["waiting for processors that ranks share"] = told.crowded
     parts["start-ups and what nothing hides"] = gap - sum(parts.values())
     named = [f"{ms(t)} of {name}" for name, t in parts.items() if t > CLOSE * gap]
     return f"{ms(gap)} above its limit: {', '.join(named)}"

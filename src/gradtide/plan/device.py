@@ -37,9 +37,10 @@ class Device:
 
     `take_in`: an element that is copied or added in a row, as when a gradient moves to
     its bucket. `select`: a selector's pass over a bucket, by the selector's class name.
-    `scatter`: an entry that is read or written here and there. `sort`: an entry that is
-    put in order. `optimizer`: an element of an optimizer's step, for traces that do not
-    know. `request`: seconds to post any request.
+    `scatter`: an entry that is read or written here and there. `nearby`: one that is
+    close to the one before (None: as `scatter`). `sort`: an entry that is put in order.
+    `optimizer`: an element of an optimizer's step, for traces that do not know.
+    `request`: seconds to post any request.
 
     For K-FAC, `inverse` is the time of an inversion by its rows (None: not measured;
     a mapping of its fields will do), and `product` that of a multiply-add of a product
@@ -50,6 +51,7 @@ class Device:
     take_in: Line = Line()
     select: Mapping[str, Line] = field(default_factory=dict)
     scatter: Line = Line()
+    nearby: Line | None = None
     sort: Line = Line()
     optimizer: Line = Line()
     request: float = 0.0
@@ -62,8 +64,9 @@ class Device:
         # As they come from a file.
         if isinstance(self.inverse, Mapping):
             object.__setattr__(self, "inverse", InverseTime(**self.inverse))
-        if isinstance(self.product, Mapping):
-            object.__setattr__(self, "product", Line(**self.product))
+        for name in ("product", "nearby"):
+            if isinstance(found := getattr(self, name), Mapping):
+                object.__setattr__(self, name, Line(**found))
 
     def selecting(self, selector: str) -> Line:
         """The time of a selector; of one that was not measured, that of the slowest."""
@@ -75,8 +78,8 @@ class Device:
 # Two cores of a virtual machine (AMD EPYC), one thread, arrays beyond the caches.
 # Measured are the elements of `select` (benchmarks/records/selection_202611.json, 1e7
 # elements at a density of 1 %) and of `take_in` (a copy, ibid.); round numbers of the
-# right order are all else: starts, `scatter`, `sort`, `optimizer`, `request`, `inverse`
-# and `product`.
+# right order are all else: starts, `scatter`, `nearby`, `sort`, `optimizer`, `request`,
+# `inverse` and `product`.
 TYPICAL = Device(
     take_in=Line(5e-6, 1e-9),
     select={
@@ -86,6 +89,7 @@ TYPICAL = Device(
         "Exact": Line(5e-5, 6e-8),
     },
     scatter=Line(5e-6, 5e-9),
+    nearby=Line(5e-6, 2e-9),
     sort=Line(5e-6, 2e-8),
     optimizer=Line(5e-6, 2e-9),
     request=1e-4,

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+INSTANT = 1e-9  # seconds, in the place of none
 ROUNDS = 30  # of reweighting; it settles in about ten
 OUTLIER = 3.0  # robust standard deviations from which a point counts less and less
 FLOOR = 0.01  # relative errors below this are noise, however well the others fit
@@ -36,6 +37,7 @@ class Point:
     starts: float  # factor of alpha
     carried: float  # factor of beta, bytes
     seconds: float
+    processor: float = 0.0  # seconds of a rank's processor
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def fit(points: Sequence[Point]) -> Fit:
     """
     if not points:
         return Fit(0.0, 0.0, 0.0)
-    seconds = np.array([point.seconds for point in points])
+    seconds = np.array([max(point.seconds, INSTANT) for point in points])
     columns = np.array([[point.starts, point.carried] for point in points])
     most = max(columns[:, 1].max(), 1e-300)
     relative = columns / seconds[:, None]

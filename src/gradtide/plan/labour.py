@@ -1,8 +1,9 @@
 """What the processor does between two requests, counted while a flow runs.
 
-Every operation on tensors is one of four kinds: it looks at memory in a row, it touches
-entries here and there, it puts them in order, or it does nothing but look at the same
-memory in another way. What each kind takes on a device is for `device` to know.
+Every operation on tensors is one of five kinds: it looks at memory in a row, it touches
+entries here and there, or close to each other, it puts them in order, or it does
+nothing but look at the same memory in another way. What each kind takes on a device is
+for `device` to know.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _BY_INDEX = {"index_fill_", "index_copy_", "index_add_", "index_select", "gather
 _TOUCHING = {*_BY_INDEX, "index", "index_put_", "_index_put_impl_", "searchsorted"}
 _NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _NOTHING |= {"_local_scalar_dense", "scalar_tensor", "item", "set_", "resize_"}
+CLOSE = 16  # elements for an entry, or fewer: float32s that share a cache line
 
 
 class Work(NamedTuple):
@@ -28,6 +30,7 @@ class Work(NamedTuple):
     moved: float = 0.0  # copied, cast, added or compared, in a row
     entries: float = 0.0  # read or written here and there
     ordered: float = 0.0
+    nearby: float = 0.0  # entries that are close to each other
     calls: float = 0.0
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
@@ -45,7 +48,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = [0, 0, 0, 0]
+        self._found = [0] * 5
 
     def __torch_dispatch__(
         self,
@@ -60,13 +63,16 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name not in _NOTHING:
             kind = 1 if name in _TOUCHING else 2 if name in _ORDERING else 0
-            self._found[kind] += _elements(name, kind, args, answer)
-            self._found[3] += 1
+            count = _elements(name, kind, args, answer)
+            if kind == 1 and _numel(args[0]) <= CLOSE * count:
+                kind = 3
+            self._found[kind] += count
+            self._found[4] += 1
         return answer
 
     def read(self, ranks: int = 1) -> Work:
         """Means over so many ranks."""
-        found, self._found = self._found, [0, 0, 0, 0]
+        found, self._found = self._found, [0] * 5
         return Work(0.0, *(n / ranks for n in found))
 
 

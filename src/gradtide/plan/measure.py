@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gradtide.plan.bench import Bench
 from gradtide.plan.fit import Fit, Point, beyond_burst, fit
-from gradtide.plan.network import Link, Network, Rate
+from gradtide.plan.network import Line, Link, Network, Rate
 from gradtide.plan.points import Kind, kinds, sweep
 from gradtide.plan.workbench import device as workbench
-from gradtide.plan.workbench import interference, sharing, skew
+from gradtide.plan.workbench import interference, sharing, turns
 from gradtide.transport import Transport
 
 HURRIED = 10.0  # seconds for a link below which only what is needed is timed
 BUSY_BYTES = (1e5, 4e6)  # of the tensors that keep the lane busy, least and most
+NOTHING = fit([])
 SHARES = (0.75, 0.15, 0.1)  # of the budget: links, processor, two threads at once
 
 
@@ -33,12 +36,14 @@ class Row:
 
     Points that a shaped link let pass after a pause are `dropped`. Rows without a
     field are for comparison: the fit is of the ring that stands for the request.
+    `processor` is the line through what all points cost a rank's processor.
     """
 
     field: str
     fit: Fit
     points: tuple[Point, ...]
     dropped: tuple[Point, ...] = ()
+    processor: Fit = NOTHING
 
 
 def measure(
@@ -89,7 +94,8 @@ def _rows(points: Mapping[Kind, Sequence[Point]], rate: float | None) -> list[Ro
     for field in dict.fromkeys(kind.field for kind in points if kind.field):
         own = [p for kind in points if kind.field == field for p in points[kind]]
         kept, dropped = beyond_burst(own, rate)
-        rows[field] = Row(field, fit(kept), tuple(kept), tuple(dropped))
+        worked = fit([replace(p, seconds=p.processor) for p in own])
+        rows[field] = Row(field, fit(kept), tuple(kept), tuple(dropped), worked)
     beside = [
         Row("", rows["ring"].fit, tuple(found))
         for kind, found in points.items()
@@ -101,7 +107,12 @@ def _rows(points: Mapping[Kind, Sequence[Point]], rate: float | None) -> list[Ro
 def link(rows: Sequence[Row]) -> Link:
     """The rates of the rows; trees that were not timed are made of swaps."""
     found = {
-        row.field: Rate(row.fit.alpha, row.fit.beta, row.fit.residual)
+        row.field: Rate(
+            row.fit.alpha,
+            row.fit.beta,
+            row.fit.residual,
+            Line(row.processor.alpha, row.processor.beta),
+        )
         for row in rows
         if row.field
     }
@@ -113,12 +124,17 @@ def finish(bench: Bench, network: Network, budget: float) -> Network:
     seconds = SHARES[2] * budget
     quick = seconds / 8 / max(network.inter.ring.beta, 1e-12)
     nbytes = max(min(quick, BUSY_BYTES[1]), BUSY_BYTES[0])
+    processors = bench.first(partial(_shared, bench.everyone(_machine)))
+    late, occupancy = turns(bench, processors)
     return replace(
         network,
         device=workbench(bench, SHARES[1] * budget),
         interference=interference(bench, nbytes, seconds / 2),
         sharing=sharing(bench, seconds / 2),
-        skew=skew(bench),
+        skew=late,
+        # What is not computed on the processor does not keep it busy.
+        processors=processors if bench.device.type == "cpu" else None,
+        occupancy=occupancy,
     )
 
 
@@ -141,3 +157,19 @@ def _host() -> str:
     """What ranks have in common that share a network card."""
     space = Path("/proc/self/ns/net")
     return f"{socket.gethostname()} {os.readlink(space) if space.exists() else ''}"
+
+
+def _machine() -> tuple[str, int]:
+    """What ranks have in common that share processors, and how many those are."""
+    started = Path("/proc/sys/kernel/random/boot_id")
+    name = started.read_text() if started.exists() else socket.gethostname()
+    try:
+        return name, len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return name, os.cpu_count() or 1
+
+
+def _shared(machines: Sequence[tuple[str, int]]) -> float:
+    """How many processors a rank has for itself, where it has the fewest."""
+    ranks = Counter(name for name, _ in machines)
+    return min(count / ranks[name] for name, count in machines)

@@ -87,6 +87,7 @@ def across(traces: Sequence[StepTrace]) -> StepTrace:
         units=units,
         optimizer=median(trace.optimizer for trace in traces),
         loss=median(trace.loss for trace in traces),
+        processor=median(trace.processor for trace in traces),
         layers=tuple(
             replace(
                 layers[0],

@@ -30,13 +30,17 @@ class Rate:
 
     `alpha` is seconds of the start of a message, `beta` seconds per byte. Both may come
     from a fit; `residual` is then the root mean square of its relative errors.
+    `processor` is what a rank's processor works meanwhile: a message, and a byte.
     """
 
     alpha: float = 0.0
     beta: float = 0.0
     residual: float = 0.0
+    processor: Line = Line()  # noqa: RUF009  (frozen: not shared by mistake)
 
     def __post_init__(self) -> None:
+        if isinstance(self.processor, Mapping):  # as it comes from a file
+            object.__setattr__(self, "processor", Line(**self.processor))
         for name in ("alpha", "beta", "residual"):
             seconds(f"Rate({name}=...)", getattr(self, name))
 
@@ -61,6 +65,11 @@ class Link:
         rate = Rate(alpha, beta)
         return Link(rate, rate, rate, rate)
 
+    def charged(self) -> Link:
+        """A link on which requests take what they cost a processor."""
+        lines = ((f.name, getattr(self, f.name).processor) for f in fields(self))
+        return Link(**{name: Rate(line.call, line.each) for name, line in lines})
+
     def stretched(self, factor: float) -> Link:
         """The same link with `factor` times the seconds per byte."""
         rates = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -83,6 +92,10 @@ class Network:
     slow each other: 1 where each has a processor, 2 where ranks have one or less.
     `skew` is how many seconds later a request is answered when ranks come from work:
     those that share processors finish one after the other.
+
+    `processors` is how many a rank has for itself, less than 1 where ranks share them
+    (None: enough). Ranks that have too few keep them busy for a share `occupancy` of
+    the time, and wait for each other for the rest.
     """
 
     hosts: int
@@ -94,6 +107,8 @@ class Network:
     contention: float = 2.0
     sharing: float = 1.0
     skew: float = 0.0
+    processors: float | None = None
+    occupancy: float = 1.0
     rate: float | None = None
     one_hop_bytes: int = ONE_HOP_BYTES
     one_hop_ranks: int = ONE_HOP_RANKS
@@ -111,11 +126,35 @@ class Network:
                 raise ValueError(f"{name}={value!r}: a factor, 1 (none) or more")
         if not 1 <= self.sharing <= 2:
             raise ValueError(f"sharing={self.sharing!r}: a factor from 1 (none) to 2")
+        if self.processors is not None and not 0 < self.processors < math.inf:
+            raise ValueError(f"processors={self.processors!r}: above 0, or None")
+        if not 0 < self.occupancy <= 1:
+            raise ValueError(f"occupancy={self.occupancy!r}: a share, above 0 to 1")
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self.hosts * self.ranks_per_host
+
+    @property
+    def share(self) -> float:
+        """Of a processor, what a rank has while all ranks work."""
+        return 1.0 if self.processors is None else min(self.processors, 1.0)
+
+    def occupied(self, seconds: float) -> float:
+        """How long ranks keep their processors busy that work for `seconds` each."""
+        if self.processors is None:
+            return 0.0
+        return seconds / self.processors / self.occupancy
+
+    def charged(self) -> Network:
+        """The same network, on which requests take what they cost a processor."""
+        intra = self.intra
+        return replace(
+            self,
+            inter=self.inter.charged(),
+            intra=None if intra is None else intra.charged(),
+        )
 
     @staticmethod
     def ideal(

@@ -55,7 +55,7 @@ class Told:
         if not self.armed or layer not in self._layers:
             return
         start = self._clock.clock()
-        self._clock.compute(seconds)
+        self._clock.work(seconds)
         self._at[layer, kind] = self._clock.clock()
         self.seconds += self._at[layer, kind] - start
         self.slowed += self._at[layer, kind] - start - seconds
@@ -126,6 +126,7 @@ class Queues:
                     self.busy.append((begin, begin + seconds))
                 if own and self._aside is not None:
                     self._aside.occupy(self.busy[-1])
+                    self._clock.charge(seconds)
         self._done[layer] = ends
         if not self._beside:
             until = max(ends, self._clock.clock())

@@ -55,6 +55,7 @@ def _seconds(work: Work, selector: str, device: Device) -> float:
         scanning
         + device.take_in(work.moved, work.calls)
         + device.scatter.each * work.entries
+        + (device.nearby or device.scatter).each * work.nearby
         + device.sort.each * work.ordered
     )
 

@@ -10,9 +10,11 @@ has saved up between two is what it was idle for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import mean, median
 
 from torch import Tensor
 
@@ -129,14 +131,14 @@ def sweep(bench: Bench, kind: Kind, budget: float, network: Network) -> list[Poi
     charged = bench.prepared(lambda: shape(network))
     points: list[Point] = []
     for size in _ladder(kind.smallest, largest):
-        time = taken * size / largest
-        count = max(1, min(MOST, int(budget / 2 / time) - 1))
-        bench.tell(f"{kind.name} of {size / 1e6:.3g} MB, {count} x {time * 1e3:.0f} ms")
-        found, op = _timed(bench, kind, size, count, budget > 3 * time)
+        each = taken * size / largest
+        count = max(1, min(MOST, int(budget / 2 / each) - 1))
+        bench.tell(f"{kind.name} of {size / 1e6:.3g} MB, {count} x {each * 1e3:.0f} ms")
+        found, op = _timed(bench, kind, size, count, budget > 3 * each)
         # Of a pair of swaps, or of a tree, each rank has its part; rank 0's is typical.
         starts, carried = bench.first(partial(charged, op, bench))
         nbytes = round(size)
-        points += [Point(kind.name, nbytes, starts, carried, each) for each in found]
+        points += [Point(kind.name, nbytes, starts, carried, *took) for took in found]
     return points
 
 
@@ -145,7 +147,7 @@ def _largest(bench: Bench, kind: Kind, longest: float) -> tuple[float, float]:
     nbytes = float(kind.smallest)
     while True:
         bench.tell(f"{kind.name}, a first look at {nbytes / 1e6:.3g} MB")
-        taken = max(_timed(bench, kind, nbytes, 1, False)[0][0], 1e-6)
+        taken = max(_timed(bench, kind, nbytes, 1, False)[0][0][0], 1e-6)
         if taken > longest / GROWTH or nbytes * GROWTH > LARGEST:
             break
         nbytes *= GROWTH
@@ -164,10 +166,11 @@ def _ladder(smallest: float, largest: float) -> list[float]:
 
 def _timed(
     bench: Bench, kind: Kind, nbytes: float, count: int, ahead: bool
-) -> tuple[list[float], Op]:
-    """Seconds of so many requests, the medians over ranks; and one of them.
+) -> tuple[list[tuple[float, float]], Op]:
+    """Seconds of so many requests, and of a rank's processor; and one of them.
 
-    `ahead`: one more goes before, which is not timed.
+    The medians over ranks; of processors, whose parts differ, the means over ranks and
+    requests. `ahead`: one more goes before, which is not timed.
     """
 
     def make() -> list[Op]:
@@ -175,13 +178,18 @@ def _timed(
         return [kind.make(x, i) for i in range(count + ahead)]
 
     ops = bench.prepared(make)
-    found, end = list[float](), bench.now()
+    found, end, worked = list[float](), bench.now(), 0.0
     for op in ops:
         begin = end
         if kind.apart:
             bench.everyone(lambda: None)
             begin = bench.now()
+        busy = time.process_time()
         bench.ask(op)()
         end = bench.now()
         found.append(end - begin)
-    return bench.middle(lambda: found[ahead:]), ops[0]
+        worked += time.process_time() - busy
+    everyone = bench.everyone(lambda: (found[ahead:], worked / len(ops)))
+    middle = [median(each) for each in zip(*(f for f, _ in everyone), strict=True)]
+    processor = bench.first(lambda: mean(worked for _, worked in everyone))
+    return [(each, processor) for each in middle], ops[0]

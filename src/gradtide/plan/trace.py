@@ -67,7 +67,8 @@ class StepTrace:
     it, that is the opposite order. All times are in seconds. Where the forward and the
     backward are `replayed`, they are waits, which a busy processor does not slow down.
     `layers` are those that K-FAC can precondition, in the order of registration; none
-    where nothing is known of them.
+    where nothing is known of them. `processor` is what a step costs the processor of a
+    rank, in seconds of all its threads (0: not known, or nothing).
     """
 
     name: str
@@ -77,6 +78,7 @@ class StepTrace:
     forward_order: tuple[int, ...] = ()
     replayed: bool = False
     layers: tuple[Factors, ...] = ()
+    processor: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -147,10 +149,12 @@ class StepTrace:
 def load(path: Path) -> StepTrace:
     """The trace that `save` wrote; `ValueError` says what is wrong with it."""
     found = DOCUMENT.read(path)
-    # Not all files of this version have layers.
-    names = {field.name for field in fields(StepTrace)} - {"layers"}
+    # Not all files of this version have these.
+    later: dict[str, Any] = {"layers": [], "processor": 0.0}
+    names = {field.name for field in fields(StepTrace)} - later.keys()
     _complete(found, names, str(path))
-    units, layers = found["units"], found.get("layers", [])
+    found = later | found
+    units, layers = found["units"], found["layers"]
     for name, value in (("units", units), ("layers", layers)):
         if not isinstance(value, list):
             raise ValueError(f"{path}: {name} is no list: record the trace anew")
@@ -164,6 +168,7 @@ def load(path: Path) -> StepTrace:
         layers=tuple(
             _factors(layer, f"{path}, layer {i}") for i, layer in enumerate(layers)
         ),
+        processor=_number(found, "processor", str(path)),
     )
 
 

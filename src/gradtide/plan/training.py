@@ -190,7 +190,7 @@ class Run:
                 self.transport.compute(unit.backward)
             home = self._home[place]
             if unit.numel >= LARGE:
-                self.transport.compute(self.device.take_in(unit.numel))
+                self.transport.work(self.device.take_in(unit.numel))
             home.missing -= 1
             self._expect(left)
             if self._eager:
@@ -246,7 +246,7 @@ class Run:
         if isinstance(home, GradientBucket):
             units = [self.trace.units[slot.position] for slot in home.slots]
             small = sum(unit.numel for unit in units if unit.numel < LARGE)
-            self.transport.compute(self.device.take_in(small))
+            self.transport.work(self.device.take_in(small))
             home.bucket.hold = self._deferring and home is not self.homes[-1]
         elif self.second is not None:
             self.second.kfac.leave(home)

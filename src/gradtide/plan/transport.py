@@ -93,6 +93,8 @@ class VirtualTransport:
         self.network = network
         self.group = Group(rank, network.size)
         self.payload_bytes = 0
+        self.processor = 0.0  # seconds of the rank's, for exchanges
+        self._charges = network.charged()
         self._time: Clock = Clock() if beside is None else beside._time
         others = [] if beside is None else [*beside._others, beside]
         self._others: list[VirtualTransport] = others
@@ -157,9 +159,11 @@ class VirtualTransport:
         self.payload_bytes += self.sends(op)
         if isinstance(op, ToHost | Cut) or self.group.size == 1:
             return Pending(op, self.clock())
-        skewed = self._skewed
+        skewed, charged = self._skewed, self.processor
         self.work(self.network.device.request)
         self._skewed = skewed
+        # Posting it is part of what the request was measured to cost.
+        self.processor = charged + cost.seconds(op, self.group, self._charges)
         if isinstance(op, Broadcast) or self._is_collective(op):
             return Pending(op, None)
         return Pending(op, self._travel(op))
@@ -189,7 +193,11 @@ class VirtualTransport:
         return self._time.now if self._at is None else self._at
 
     def work(self, seconds: float) -> None:
-        """The processor works: on the lane if called there, else in the training."""
+        """The processor works for an exchange: on the lane, or in the training.
+
+        Seconds as where all ranks work at once.
+        """
+        self.charge(seconds)
         if self._at is None:
             self.compute(seconds)
         elif seconds:
@@ -198,6 +206,10 @@ class VirtualTransport:
             self._worked.append((self._at, ends))
             self._skewed = True
             self._at = ends
+
+    def charge(self, seconds: float) -> None:
+        """The processor works for so long, if all ranks work at once."""
+        self.processor += seconds * self.network.share
 
     def occupy(self, interval: Interval) -> None:
         """Something keeps the processor of this lane busy, as its own work does."""

@@ -33,9 +33,11 @@ class Prediction:
     `forward`, `backward` (with the loss) and `apply` (the optimizer, and K-FAC's
     preconditioning) are the training thread's own; `exposed` is what it waits for the
     lane. `select` is what flows take up to their first request, and `exchange` what
-    requests are waited for, on the lane, mostly hidden. `limit` is what no step of this
-    schedule can be shorter than: compute and wire at full rate, without any start-up
-    (`gradtide.lab.limits`); with K-FAC, none is known but 0.
+    requests are waited for, on the lane, mostly hidden. `processor` is what a rank's
+    processor works, hidden or not: where ranks share too few to do that within a step,
+    it is `crowded` seconds longer, which count as exposed. `limit` is what no step of
+    this schedule can be shorter than: compute and wire at full rate, without any
+    start-up (`gradtide.lab.limits`); with K-FAC, none is known but 0.
 
     With K-FAC, `breakdown` says what a step consists of and `busy` how long each stage
     was at work, hidden or not; of inversions, those of the rank that has most.
@@ -51,6 +53,8 @@ class Prediction:
     sent_bytes: float  # of payload, by a rank
     limit: float
     buckets: int
+    processor: float = 0.0
+    crowded: float = 0.0
     breakdown: Stages | None = None
     busy: Stages | None = None
 
@@ -99,6 +103,7 @@ def _measured(run: Run, step: int | None) -> Measures:
     else:
         engine.clear()
     run.spent, start, sent = Spent(), clock(), run.transport.payload_bytes
+    worked = run.transport.processor
     run.step()
     seconds = {
         "step": clock() - start,
@@ -106,6 +111,7 @@ def _measured(run: Run, step: int | None) -> Measures:
         "select": engine.select_seconds,
         "exchange": sum(r.end - r.start for r in engine.records),
         "exposed": engine.exposed_seconds,
+        "processor": run.trace.processor + run.transport.processor - worked,
         "sent_bytes": run.transport.payload_bytes - sent,
         "before": sum(r.payload_bytes for r in engine.records if not r.second),
         "after": sum(r.payload_bytes for r in engine.records if r.second),
@@ -142,6 +148,10 @@ def _summary(run: Run, found: list[Measures], weights: list[float]) -> Predictio
             stages = {key.removeprefix(kind): mean.pop(key) for key in keys}
             told[name] = Stages(**stages, update=mean["apply"])
     limit = _limit(run, before, after, told)
+    needed = run.transport.network.occupied(mean["processor"])
+    crowded = mean["crowded"] = max(needed - mean["step"], 0.0)
+    for name in ("step", "exposed"):
+        mean[name] += crowded
     return Prediction(
         **mean,
         limit=limit,

@@ -10,6 +10,7 @@ again: a selection from warm memory takes a third. So calls go through MEMORY in
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
@@ -31,12 +32,13 @@ WIDTH = 192  # of the matrices whose product is the computing that is slowed dow
 REQUESTS = 50
 BETWEEN = 1 << 20  # elements copied between two requests
 MOST = 1000  # requests in line
+LEAST_BUSY = 0.5  # below that, the ranks waited for the link
 Work = Callable[[], object]
 
 
 def device(bench: Bench, budget: float) -> Device:
     """The lines of all the work that an exchange brings; about `budget` seconds."""
-    each = budget / (len(SIZES) * (4 + len(SELECTORS)) + 1)
+    each = budget / (len(SIZES) * (5 + len(SELECTORS)) + 1)
     entries = [round(DENSITY * n) for n in SIZES]
     return Device(
         take_in=_line(bench, _copy, SIZES, each),
@@ -45,7 +47,8 @@ def device(bench: Bench, budget: float) -> Device:
             for selector in SELECTORS
         },
         scatter=_line(bench, _scatter, entries, each),
-        sort=_line(bench, _order, entries, each),
+        nearby=_line(bench, _gather, entries, each),
+        sort=_line(bench, _order, [bench.group.size * n for n in entries], each),
         optimizer=_line(bench, _step, SIZES, each),
         request=_request(bench),
     )
@@ -102,8 +105,12 @@ def sharing(bench: Bench, budget: float) -> float:
     return min(max(bench.middle(beside)[0] / alone, 1.0), 2.0)
 
 
-def skew(bench: Bench) -> float:
-    """Seconds by which a request is answered later when all ranks come from work."""
+def turns(bench: Bench, processors: float) -> tuple[float, float]:
+    """Work and requests in turn, when ranks have so many processors for themselves.
+
+    Seconds by which a request is answered later when all ranks come from work; and for
+    which share of the time they keep the processors busy, if they have too few.
+    """
     bench.tell("requests, after work and one behind the other")
     size = bench.group.size
     op = bench.prepared(lambda: AllToAll(bench.empty(4 * size), [1] * size, [1] * size))
@@ -121,7 +128,12 @@ def skew(bench: Bench) -> float:
         bench.ask(op)()
 
     alone = mean(request) + mean(work)
-    return max(0.0, mean(work, request) - alone)
+    begin = time.process_time()
+    together = mean(work, request)
+    worked = (time.process_time() - begin) / REQUESTS
+    worked = bench.middle(lambda: [worked])[0]
+    busy = min(worked / together / processors, 1.0) if processors < 1 else 1.0
+    return max(0.0, together - alone), max(busy, LEAST_BUSY)
 
 
 def _compute(bench: Bench, a: Tensor, seconds: float) -> None:
@@ -194,8 +206,17 @@ def _scatter(bench: Bench, n: int) -> Work:
 
     An exchange touches most of its entries more than once, and finds them cold once.
     """
-    flats = _cold(_zeros(bench), round(n / DENSITY))
-    where = torch.arange(n, device=bench.device) * round(1 / DENSITY)
+    return _uses(bench, n, round(1 / DENSITY), _zeros(bench))
+
+
+def _gather(bench: Bench, n: int) -> Work:
+    """Entries that are close to each other, of a tensor that has just been made."""
+    return _uses(bench, n, 2, torch.zeros(2 * n, device=bench.device))
+
+
+def _uses(bench: Bench, n: int, apart: int, flat: Tensor) -> Work:
+    flats = _cold(flat, n * apart)
+    where = torch.arange(n, device=bench.device) * apart
     values = torch.ones(n, device=bench.device)
     uses: list[Callable[[Tensor], object]] = [
         lambda flat: flat.index_select(0, where),
@@ -212,9 +233,11 @@ def _scatter(bench: Bench, n: int) -> Work:
 
 
 def _order(bench: Bench, n: int) -> Work:
-    """Entries brought in order, as those of several ranks are."""
-    most = round(n / DENSITY)
-    where = torch.randint(most, (n,), dtype=torch.int32, device=bench.device)
+    """Entries brought in order, as those of all ranks are: each sent its own sorted."""
+    size = bench.group.size
+    most, own = round(n / size / DENSITY), (size, n // size)
+    where = torch.randint(most, own, dtype=torch.int32, device=bench.device)
+    where = where.sort().values.flatten()
     return lambda: torch.unique(where, return_inverse=True)
 
 

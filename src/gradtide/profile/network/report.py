@@ -64,7 +64,8 @@ def device(network: Network) -> Table:
     lines = {
         "take in a gradient": found.take_in,
         **{f"select by {name}": line for name, line in found.select.items()},
-        "add an entry that arrived": found.scatter,
+        "touch an entry of a bucket": found.scatter,
+        "touch an entry beside others": found.nearby or found.scatter,
         "optimizer (SGD)": found.optimizer,
         "post a request": Line(found.request, 0.0),
     }
@@ -74,6 +75,11 @@ def device(network: Network) -> Table:
         f"computing takes {network.interference:.2f} x as long while requests are "
         "answered"
     )
+    if network.processors is not None:
+        grid.caption += (
+            f"; a rank has {network.processors:.3g} processors, busy for "
+            f"{network.occupancy:.0%} of the time at most"
+        )
     return grid
 
 

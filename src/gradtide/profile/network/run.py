@@ -163,7 +163,8 @@ def _rows(text: str) -> dict[str, list[Row]]:
             name: tuple(Point(**point) for point in found[name])  # type: ignore[attr-defined]
             for name in ("points", "dropped")
         }
-        return Row(str(found["field"]), Fit(**found["fit"]), **points)  # type: ignore[arg-type]
+        fits = {name: Fit(**found[name]) for name in ("fit", "processor")}  # type: ignore[arg-type]
+        return Row(str(found["field"]), **fits, **points)  # type: ignore[arg-type]
 
     return {
         name: [row(each) for each in rows] for name, rows in json.loads(text).items()

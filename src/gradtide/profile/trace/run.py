@@ -11,9 +11,11 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -49,17 +51,21 @@ def trace(
 ) -> StepTrace:
     """The typical step of a subject; `before` is called before each step."""
     watch = Watch(subject.model, subject.optimizer, effort.steps, effort.warmup)
+    worked = []
     try:
         for step in range(effort.warmup + effort.steps):
             before()
+            begin = time.process_time()
             subject.loss(step).backward()  # type: ignore[no-untyped-call]
             subject.optimizer.step()
             subject.optimizer.zero_grad()
+            worked.append(time.process_time() - begin)
     finally:
         watch.remove()
     found = watch.trace(subject.name)
     layers = factors(subject, effort.steps, before)
-    return replace(found, replayed=subject.replayed, layers=layers)
+    processor = median(worked[effort.warmup :])
+    return replace(found, replayed=subject.replayed, layers=layers, processor=processor)
 
 
 def here(wanted: Wanted, effort: Effort) -> StepTrace:
