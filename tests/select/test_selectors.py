@@ -245,6 +245,16 @@ def test_one_pass_is_the_rule(passes) -> None:
     assert passes.count(20_000) <= 1.1 * 60
 
 
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_growth_is_followed_from_the_third_call_on(passes, power) -> None:
+    """What error feedback leaves grows like this: to look twice is the exception."""
+    rng, state = torch.Generator().manual_seed(1), {}
+    for step in range(1, 13):
+        x = torch.randn(50_000, generator=rng) * step**power
+        Threshold()(x, 500, state)
+    assert passes.count(50_000) <= 12 + 2
+
+
 @pytest.mark.parametrize("kind", ["exponential", "gaussian"])
 @pytest.mark.parametrize("look", [5000, 1 << 19])
 def test_fit_follows_a_change_of_scale_in_one_pass(

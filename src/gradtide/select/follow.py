@@ -25,7 +25,9 @@ def follow(
     the threshold is known that would have found k, from the count and the slope of the
     tail, and the next one is `gain` of the way there, and a step along the trend ahead:
     what error feedback leaves behind grows for many steps, and an integrator alone
-    would lag behind it all the way.
+    would lag behind it all the way. It grows like a power of the number of steps, so
+    the velocity falls. The first calls go further than `gain`: as far as a straight
+    line through all that is known would.
 
     One pass over memory while the count stays within the band or slightly above, and
     one more with a sample of about `hits` entries above the threshold when it does not.
@@ -47,8 +49,12 @@ def follow(
     if known and 0 < ideal < math.inf:
         miss = math.log(ideal / threshold) if threshold > 0 else math.inf
         if abs(miss) < JUMP:
-            velocity += gain / 2 * miss
-            ideal = threshold * math.exp(gain * miss + velocity)
+            n = calls + 1
+            level, trend = 2 * (2 * n - 1) / (n * (n + 1)), 6 / (n * (n + 1))
+            velocity += min(max(gain / 2, trend), 1.0) * miss
+            if n > 1:
+                velocity *= math.log1p(1 / n) / -math.log1p(-1 / n)
+            ideal = threshold * math.exp(min(max(gain, level), 1.0) * miss + velocity)
         else:
             velocity = 0.0
         ratio = ideal / scale

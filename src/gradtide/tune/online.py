@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ START = 4  # steps before the first word: they are recorded, and everything is c
 SETTLE = 2  # steps after a change that are not measured: caches and thresholds are cold
 HOPELESS = 1.3  # times the best: a trial whose steps all take longer is cut short
 ENOUGH = 2  # measured steps before a trial can be cut short
-CLOSE = 1.05  # times the best: what is within is tried a second time in the end
+CLOSE = 1.05  # times the best: what is within, and the first, is tried again at the end
 AGAIN = 3  # sizes at most that are tried a second time
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ class Tuner:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest size so far; of one that was tried twice, the mean time."""
-        return min(_means(self.tried), key=lambda t: t.seconds, default=None)
+        """The fastest size so far; of one that was tried twice, the shorter time."""
+        return min(_shortest(self.tried), key=lambda t: t.seconds, default=None)
 
     def __str__(self) -> str:
         """A line for each trial, and one for what came out."""
@@ -192,20 +192,22 @@ class Tuner:
         if size is not None:
             return size
         counts = [trial.megabytes for trial in tried]
-        ranked = sorted(_means(tried), key=lambda trial: trial.seconds)
-        for trial in ranked[:AGAIN]:
-            near = trial.seconds <= CLOSE * ranked[0].seconds
-            if near and counts.count(trial.megabytes) == 1 and len(ranked) > 1:
-                return trial.megabytes
+        ranked = sorted(_shortest(tried), key=lambda trial: trial.seconds)
+        limit = CLOSE * ranked[0].seconds
+        finalists = [t.megabytes for t in ranked[:AGAIN] if t.seconds <= limit]
+        # The first was tried while all else in the training was cold, too.
+        for size in (*finalists, tried[0].megabytes):
+            if counts.count(size) == 1 and len(ranked) > 1:
+                return size
         return math.nan
 
 
-def _means(tried: Sequence[Trial]) -> list[Trial]:
-    """Every size once, with the mean of its times."""
+def _shortest(tried: Sequence[Trial]) -> list[Trial]:
+    """Every size once, with its shortest time: what disturbs a trial lengthens it."""
     seconds: dict[float, list[float]] = {}
     for trial in tried:
         seconds.setdefault(trial.megabytes, []).append(trial.seconds)
-    return [Trial(size, fmean(times)) for size, times in seconds.items()]
+    return [Trial(size, min(times)) for size, times in seconds.items()]
 
 
 def _known(size: float | None, default: float) -> float:
