@@ -125,6 +125,13 @@ def test_a_selector_that_was_not_measured_is_taken_for_the_slowest() -> None:
     assert Device().selecting("Else")(10) == 0
 
 
+def test_a_collective_whose_overhead_was_not_measured_has_the_mean_one() -> None:
+    device = Device(overhead={"TopK": 1.2, "OkTopk": 1.4})
+    assert device.overhead_of("TopK") == 1.2
+    assert device.overhead_of("Agreed") == pytest.approx(1.3)
+    assert Device().overhead_of("TopK") == 1.0
+
+
 def test_the_one_hop_is_the_transports() -> None:
     assert (ONE_HOP_BYTES, ONE_HOP_RANKS) == (gloo.HOP, gloo.FEW)
     assert SMALL_BYTES == gloo.SMALL

@@ -128,6 +128,17 @@ def test_no_step_is_shorter_than_its_processors_need() -> None:
     assert bound.step == pytest.approx(whole)
 
 
+def test_overhead_multiplies_what_sparse_exchanges_cost_a_processor() -> None:
+    network, trace = Network.ideal(4, 1, 1e9), replace(step(), processor=0.05)
+    more = replace(network, device=replace(network.device, overhead={"TopK": 1.5}))
+    for name, factor in (("topk", 1.5), ("wfbp", 1.0)):
+        counted, whole = (
+            simulate(trace, parse(name), there).processor - 0.05
+            for there in (network, more)
+        )
+        assert whole == pytest.approx(factor * counted)
+
+
 def test_compute_slows_while_the_lane_is_busy_but_waits_do_not() -> None:
     disturbed = replace(ideal(4, 1.0), interference=1.5)
     calm = simulate(step(), parse("wfbp"), ideal(4, 1.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from gradtide.kfac.timing import CUBIC, InverseTime
 
@@ -40,7 +41,8 @@ class Device:
     `scatter`: an entry that is read or written here and there. `nearby`: one that is
     close to the one before (None: as `scatter`). `sort`: an entry that is put in order.
     `optimizer`: an element of an optimizer's step, for traces that do not know.
-    `request`: seconds to post any request.
+    `request`: seconds to post any request. `overhead`: how many times what is counted
+    an exchange costs a processor in training, by the collective's class name.
 
     For K-FAC, `inverse` is the time of an inversion by its rows (None: not measured;
     a mapping of its fields will do), and `product` that of a multiply-add of a product
@@ -55,6 +57,7 @@ class Device:
     sort: Line = Line()
     optimizer: Line = Line()
     request: float = 0.0
+    overhead: Mapping[str, float] = field(default_factory=dict)
     inverse: InverseTime | None = None
     product: Line = Line()
     beside: bool = True
@@ -67,6 +70,12 @@ class Device:
         for name in ("product", "nearby"):
             if isinstance(found := getattr(self, name), Mapping):
                 object.__setattr__(self, name, Line(**found))
+
+    def overhead_of(self, collective: str) -> float:
+        """The factor of a collective; of one that was not measured, the mean of all."""
+        if collective in self.overhead or not self.overhead:
+            return self.overhead.get(collective, 1.0)
+        return fmean(self.overhead.values())
 
     def selecting(self, selector: str) -> Line:
         """The time of a selector; of one that was not measured, that of the slowest."""

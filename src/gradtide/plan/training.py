@@ -68,7 +68,10 @@ class Run:
         self.count, self.spent = 1, Spent()  # as if it had gone on for long
         self._deferring = scheme.schedule.update == "forward"
         self._eager = scheme.schedule.launch == "ready"
-        self._dense = isinstance(settled(scheme.collective), Dense)
+        inner = settled(scheme.collective)
+        self._dense = isinstance(inner, Dense)
+        kind = type(inner).__name__
+        self.overhead = 1.0 if self._dense else self.device.overhead_of(kind)
         self._due: set[GradientBucket] = set()
         self._used: Callable[[], object] | None = None
         self._home = {slot.position: home for home in self.homes for slot in home.slots}

@@ -24,9 +24,10 @@ from gradtide.lab.launch import launch
 from gradtide.lab.worker import run as ending_at_once
 from gradtide.plan.bench import Bench
 from gradtide.plan.fit import Fit, Point
-from gradtide.plan.measure import SHARES, Row, finish, measure_link
+from gradtide.plan.measure import HURRIED, SHARES, Row, finish, measure_link
 from gradtide.plan.network import Link, Network, load
 from gradtide.profile.network.curvature import with_curvature
+from gradtide.profile.network.overhead import with_overhead
 from gradtide.profile.network.progress import (
     Tell,
     follow,
@@ -122,6 +123,8 @@ def measure(plan: Plan, tell: Tell = silent) -> Found:
     tell("inversions and products of matrices")
     dist.barrier()
     network = replace(network, device=with_curvature(network.device, device))
+    if plan.seconds >= HURRIED:
+        network = with_overhead(network, tell)
     return Found(network, rows)
 
 

@@ -1,0 +1,147 @@
+"""What sparse exchanges cost a processor beside what is counted: found by training.
+
+[Note: Left out] The virtual clock counts what flows do to memory and what requests
+cost, and each was timed alone. Hooks, the engine, thresholds that are looked for, and
+memory that others have pushed out of the caches are left out. So a made-up model is
+trained by each of `SCHEMES`, with all that training brings, and the processor's seconds
+are held against the predicted ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradtide.plan.medians import across
+from gradtide.plan.network import Network
+from gradtide.plan.trace import StepTrace
+from gradtide.plan.virtual import simulate
+from gradtide.profile.network.progress import Tell
+from gradtide.profile.trace.run import Effort, trace
+from gradtide.profile.trace.subject import Subject
+from gradtide.replicate import replicate
+from gradtide.scheme import parse
+
+SCHEMES = ("topk", "topka2a", "oktopk")
+NUMELS = (1 << 8, 1 << 16, 1 << 8, 1 << 18, 1 << 12, 1 << 20)  # of tensors, in turn
+TURNS = 12  # 96 tensors, 16 million elements: far more than caches hold
+WARM, TIMED = 3, 6  # steps
+LONGEST = 20.0  # seconds of a scheme's steps: on slower links it is left out
+LEAST, MOST = 0.5, 4.0  # factors beyond are accidents
+
+
+class _Given(torch.autograd.Function):
+    """Gradients that are given: copies of stretches of noise."""
+
+    @staticmethod
+    def forward(ctx: Any, model: Made, carrier: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.model = model
+        return carrier.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, gradients[0], *ctx.model.given()
+
+
+class Made(nn.Module):
+    """Tensors of all sizes, and gradients that are partly alike on all ranks."""
+
+    def __init__(self, rank: int, turns: int = TURNS) -> None:
+        super().__init__()
+        shapes = NUMELS * turns
+        self.tensors = nn.ParameterList(torch.zeros(numel) for numel in shapes)
+        largest = max(shapes)
+        own, shared = (
+            torch.randn(4 * largest, generator=torch.Generator().manual_seed(seed))
+            for seed in (rank + 1, 0)
+        )
+        # Heavy tails, as in gradtide.lab.workloads.replay.
+        self.noise, self.begin = own.square_().mul_(shared).mul_(1e-3), 0
+
+    def forward(self, carrier: Tensor) -> Tensor:
+        out: Tensor = _Given.apply(self, carrier, *self.tensors)  # type: ignore[no-untyped-call]
+        return out
+
+    def given(self) -> list[Tensor]:
+        found = []
+        for p in self.tensors:
+            self.begin = (self.begin + 7919) % (len(self.noise) - p.numel())
+            found.append(self.noise[self.begin : self.begin + p.numel()].clone())
+        return found
+
+
+def with_overhead(network: Network, tell: Tell, turns: int = TURNS) -> Network:
+    """`network` with the factors of its device's `overhead`; a collective call.
+
+    Of ranks that have processors enough nothing is measured.
+    """
+    if network.processors is None or network.processors >= 1:
+        return network
+    model = Made(dist.get_rank(), turns)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+    subject = Subject("made up", model, optimizer, lambda _: model(_carrier()).sum())
+    tell("training a made-up model, alone")
+    own = trace(subject, Effort(TIMED, WARM), dist.barrier)
+    traces = _gathered(own)
+    found: dict[str, float] = {}
+    for name in SCHEMES:
+        tell(f"training a made-up model by {name}")
+        factor = _factor(name, subject, traces, network)
+        if factor is not None:
+            kind = type(parse(name).collective).__name__
+            found[kind] = min(max(factor, LEAST), MOST)
+    return replace(network, device=replace(network.device, overhead=found))
+
+
+def _factor(
+    name: str, subject: Subject, traces: list[StepTrace], network: Network
+) -> float | None:
+    """Measured over predicted seconds of an exchange, or None if it takes too long."""
+    alone = across(traces)
+    told = simulate(alone, parse(name), network)
+    # Two machines may round alike numbers differently: rank 0's count.
+    step, predicted = _first((told.step, told.processor - alone.processor))
+    if step * (WARM + TIMED) > LONGEST:
+        return None
+    sync = replicate(subject.model, subject.optimizer, name)
+    try:
+        _steps(subject, WARM, sync.flush)
+        dist.barrier()
+        begin = time.process_time()
+        _steps(subject, TIMED, sync.flush)
+        worked = (time.process_time() - begin) / TIMED
+    finally:
+        sync.remove()
+    measured = fmean(_gathered(worked)) - fmean(t.processor for t in traces)
+    factor: float = _first(measured / predicted)
+    return factor
+
+
+def _steps(subject: Subject, count: int, flush: Callable[[], None]) -> None:
+    for step in range(count):
+        subject.loss(step).backward()  # type: ignore[no-untyped-call]
+        subject.optimizer.step()
+        subject.optimizer.zero_grad()
+    flush()
+
+
+def _carrier() -> Tensor:
+    return torch.zeros(1, requires_grad=True)
+
+
+def _gathered(own: Any) -> list[Any]:
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+def _first(own: Any) -> Any:
+    """Rank 0's."""
+    return _gathered(own)[0]
