@@ -71,7 +71,8 @@ class Run:
         inner = settled(scheme.collective)
         self._dense = isinstance(inner, Dense)
         kind = type(inner).__name__
-        self.overhead = 1.0 if self._dense else self.device.overhead_of(kind)
+        if not self._dense:
+            self.transport.overhead = self.device.overhead_of(kind)
         self._due: set[GradientBucket] = set()
         self._used: Callable[[], object] | None = None
         self._home = {slot.position: home for home in self.homes for slot in home.slots}

@@ -94,6 +94,7 @@ class VirtualTransport:
         self.group = Group(rank, network.size)
         self.payload_bytes = 0
         self.processor = 0.0  # seconds of the rank's, for exchanges
+        self.overhead = 1.0  # times what is counted, that the lane works for longer
         self._charges = network.charged()
         self._time: Clock = Clock() if beside is None else beside._time
         others = [] if beside is None else [*beside._others, beside]
@@ -163,7 +164,8 @@ class VirtualTransport:
         self.work(self.network.device.request)
         self._skewed = skewed
         # Posting it is part of what the request was measured to cost.
-        self.processor = charged + cost.seconds(op, self.group, self._charges)
+        posted = cost.seconds(op, self.group, self._charges)
+        self.processor = charged + self.overhead * posted
         if isinstance(op, Broadcast) or self._is_collective(op):
             return Pending(op, None)
         return Pending(op, self._travel(op))
@@ -197,6 +199,8 @@ class VirtualTransport:
 
         Seconds as where all ranks work at once.
         """
+        if self._at is not None:
+            seconds *= self.overhead
         self.charge(seconds)
         if self._at is None:
             self.compute(seconds)

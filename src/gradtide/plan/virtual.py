@@ -111,8 +111,7 @@ def _measured(run: Run, step: int | None) -> Measures:
         "select": engine.select_seconds,
         "exchange": sum(r.end - r.start for r in engine.records),
         "exposed": engine.exposed_seconds,
-        "processor": run.trace.processor
-        + run.overhead * (run.transport.processor - worked),
+        "processor": run.trace.processor + run.transport.processor - worked,
         "sent_bytes": run.transport.payload_bytes - sent,
         "before": sum(r.payload_bytes for r in engine.records if not r.second),
         "after": sum(r.payload_bytes for r in engine.records if r.second),
