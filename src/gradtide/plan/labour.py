@@ -20,7 +20,7 @@ _BY_INDEX = {"index_fill_", "index_copy_", "index_add_", "index_select", "gather
 _TOUCHING = {*_BY_INDEX, "index", "index_put_", "_index_put_impl_", "searchsorted"}
 _NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _NOTHING |= {"_local_scalar_dense", "scalar_tensor", "item", "set_", "resize_"}
-CLOSE = 16  # elements for an entry, or fewer: float32s that share a cache line
+CLOSE = 4  # elements for an entry, or fewer: a cache line holds several of them
 
 
 class Work(NamedTuple):

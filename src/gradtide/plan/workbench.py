@@ -27,7 +27,10 @@ from gradtide.select import SELECTORS, Selector
 
 DENSITY = 0.01
 SIZES = (1 << 14, 1 << 18, 1 << 21)  # elements
+# Those that entries are of: more, as sorting many takes other ways than sorting few.
+SELECTED = (1 << 18, 1 << 21, 1 << 23)
 MEMORY = 1 << 24  # elements, 64 MB: see [Note: Cold]
+ORDERED = 1 << 21  # entries, 8 MB: what is made of them is three times as large
 WIDTH = 192  # of the matrices whose product is the computing that is slowed down
 REQUESTS = 50
 BETWEEN = 1 << 20  # elements copied between two requests
@@ -39,7 +42,7 @@ Work = Callable[[], object]
 def device(bench: Bench, budget: float) -> Device:
     """The lines of all the work that an exchange brings; about `budget` seconds."""
     each = budget / (len(SIZES) * (5 + len(SELECTORS)) + 1)
-    entries = [round(DENSITY * n) for n in SIZES]
+    entries = [round(DENSITY * n) for n in SELECTED]
     return Device(
         take_in=_line(bench, _copy, SIZES, each),
         select={
@@ -235,10 +238,11 @@ def _uses(bench: Bench, n: int, apart: int, flat: Tensor) -> Work:
 def _order(bench: Bench, n: int) -> Work:
     """Entries brought in order, as those of all ranks are: each sent its own sorted."""
     size = bench.group.size
-    most, own = round(n / size / DENSITY), (size, n // size)
-    where = torch.randint(most, own, dtype=torch.int32, device=bench.device)
-    where = where.sort().values.flatten()
-    return lambda: torch.unique(where, return_inverse=True)
+    own, most = n // size, round(n / size / DENSITY)
+    rows = (max(ORDERED // n, 1) * size, own)
+    where = torch.randint(most, rows, dtype=torch.int32, device=bench.device)
+    arrivals = _cold(where.sort().values.flatten(), size * own)
+    return lambda: torch.unique(next(arrivals), return_inverse=True)
 
 
 def _select(selector: Selector) -> Callable[[Bench, int], Work]:
