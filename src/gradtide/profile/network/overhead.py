@@ -4,7 +4,8 @@
 cost, and each was timed alone. Hooks, the engine, thresholds that are looked for, and
 memory that others have pushed out of the caches are left out. So a made-up model is
 trained by each of `SCHEMES`, with all that training brings, and the processor's seconds
-are held against the predicted ones.
+are held against the predicted ones. If ranks keep their processors busier there than
+requests and work in turn did, they can: the network's `occupancy` grows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ class Made(nn.Module):
 
 
 def with_overhead(network: Network, tell: Tell, turns: int = TURNS) -> Network:
-    """`network` with the factors of its device's `overhead`; a collective call.
+    """`network` with its device's `overhead`, as busy as it was; a collective call.
 
     Of ranks that have processors enough nothing is measured.
     """
@@ -91,19 +92,29 @@ def with_overhead(network: Network, tell: Tell, turns: int = TURNS) -> Network:
     own = trace(subject, Effort(TIMED, WARM), dist.barrier)
     traces = _gathered(own)
     found: dict[str, float] = {}
+    busiest = network.occupancy
     for name in SCHEMES:
         tell(f"training a made-up model by {name}")
-        factor = _factor(name, subject, traces, network)
-        if factor is not None:
+        trained = _trained(name, subject, traces, network)
+        if trained is not None:
             kind = type(parse(name).collective).__name__
-            found[kind] = min(max(factor, LEAST), MOST)
-    return replace(network, device=replace(network.device, overhead=found))
+            found[kind] = min(max(trained.factor, LEAST), MOST)
+            busiest = max(busiest, min(trained.busy / network.processors, 1.0))
+    device = replace(network.device, overhead=found)
+    return replace(network, device=device, occupancy=busiest)
 
 
-def _factor(
+class _Trained(NamedTuple):
+    """What training by a scheme has shown."""
+
+    factor: float  # measured over predicted seconds of an exchange
+    busy: float  # the share of a processor that a rank used
+
+
+def _trained(
     name: str, subject: Subject, traces: list[StepTrace], network: Network
-) -> float | None:
-    """Measured over predicted seconds of an exchange, or None if it takes too long."""
+) -> _Trained | None:
+    """What training by a scheme shows, or None if it takes too long."""
     alone = across(traces)
     told = simulate(alone, parse(name), network)
     # Two machines may round alike numbers differently: rank 0's count.
@@ -114,14 +125,17 @@ def _factor(
     try:
         _steps(subject, WARM, sync.flush)
         dist.barrier()
-        begin = time.process_time()
+        begin = time.perf_counter(), time.process_time()
         _steps(subject, TIMED, sync.flush)
-        worked = (time.process_time() - begin) / TIMED
+        end = time.perf_counter(), time.process_time()
     finally:
         sync.remove()
-    measured = fmean(_gathered(worked)) - fmean(t.processor for t in traces)
-    factor: float = _first(measured / predicted)
-    return factor
+    passed, worked = (
+        fmean(_gathered((b - a) / TIMED)) for a, b in zip(begin, end, strict=True)
+    )
+    measured = worked - fmean(t.processor for t in traces)
+    found: _Trained = _first(_Trained(measured / predicted, worked / passed))
+    return found
 
 
 def _steps(subject: Subject, count: int, flush: Callable[[], None]) -> None:
