@@ -25,6 +25,7 @@ LIKE = torch.zeros(N)
         (lambda: X.index_select(0, WHERE), Work(entries=K, calls=1)),
         (lambda: X[WHERE], Work(entries=K, calls=1)),
         (lambda: X[: 3 * K].index_select(0, WHERE), Work(nearby=K, calls=1)),
+        (lambda: X[: 8 * K].index_select(0, WHERE), Work(entries=K, calls=1)),
         (lambda: LIKE.index_fill_(0, WHERE, 0), Work(entries=K, calls=1)),
         (lambda: LIKE.index_add_(0, WHERE, X[:K]), Work(entries=K, calls=1)),
         (lambda: torch.unique(X, return_inverse=True), Work(ordered=N, calls=1)),
