@@ -62,10 +62,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    record: dict[str, Any] = {
-        "command": f"gradtide lab run --hosts {dist.get_world_size()} --rate none -- "
+    command = (
+        f"gradtide lab run --hosts {dist.get_world_size()} --rate none -- "
         f"python benchmarks/learning.py --workload {args.workload} --schemes "
-        f"'{args.schemes}' --seeds {args.seeds} --steps {args.steps}",
+        f"'{args.schemes}' --seeds {args.seeds} --steps {args.steps}"
+    )
+    record: dict[str, Any] = {
+        "command": command,
         "versions": versions(),
         "machine": machine(),
         "workload": args.workload,
@@ -74,7 +77,7 @@ def main() -> None:
         "runs": [],
     }
     if args.out.exists():
-        record["runs"] = json.loads(args.out.read_text())["runs"]
+        record = json.loads(args.out.read_text())
     done = {(run["scheme"], run["seed"]) for run in record["runs"]}
     dist.barrier()  # everybody has read it before the first result is written
     for seed in range(args.seeds):
@@ -88,7 +91,8 @@ def main() -> None:
                 print(
                     f"{scheme} seed {seed}: {curve[-1]} in {seconds:.0f} s", flush=True
                 )
-                record["runs"].append({"scheme": scheme, "seed": seed, "curve": curve})
+                run = {"scheme": scheme, "seed": seed, "command": command}
+                record["runs"].append(run | {"curve": curve})
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
     dist.destroy_process_group()
 

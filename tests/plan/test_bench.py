@@ -37,6 +37,7 @@ def warm() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little work between requests."""
     monkeypatch.setattr(workbench, "SIZES", (1 << 10, 1 << 12))
+    monkeypatch.setattr(workbench, "SELECTED", (1 << 10, 1 << 12))
     monkeypatch.setattr(points, "LARGEST", 1 << 21)
 
 
@@ -156,3 +157,13 @@ def test_auto_stays_where_a_rank_fails_while_it_measures() -> None:
     for decision in run_ranks(3, work):
         assert decision.failed
         assert "rank 1 raised MemoryError: of all things" in decision.words
+
+
+def test_sorting_is_timed_on_other_entries_each_time() -> None:
+    def work() -> bool:
+        with connected() as transport:
+            order = workbench._order(Bench(transport, CPU), 1000)
+            (first, _), (second, _) = order(), order()  # type: ignore[misc]
+            return torch.equal(first, second)
+
+    assert run_ranks(2, work) == [False, False]

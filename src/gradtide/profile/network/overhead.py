@@ -79,7 +79,7 @@ class Made(nn.Module):
 
 
 def with_overhead(network: Network, tell: Tell, turns: int = TURNS) -> Network:
-    """`network` with its device's `overhead`, as busy as it was; a collective call.
+    """`network` with the `overhead` and `occupancy` of training; a collective call.
 
     Of ranks that have processors enough nothing is measured.
     """
