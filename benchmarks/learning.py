@@ -22,8 +22,13 @@ import gradtide
 from gradtide.lab.record import machine, versions
 from gradtide.lab.workloads import build
 
-SCHEMES = (
-    "wfbp topka2a(0.02,warmup=160) oktopk(0.01,warmup=160) exdyna(0.01,warmup=160)"
+SCHEMES = " ".join(
+    (
+        "wfbp",
+        "topka2a(0.02,warmup=160,corrected=True)",
+        "oktopk(0.01,warmup=160,corrected=True)",
+        "exdyna(0.01,warmup=160,corrected=True)",
+    )
 )
 
 

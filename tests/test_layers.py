@@ -10,8 +10,8 @@ import gradtide
 ROOT = Path(gradtide.__file__).parent
 LAYERS = (
     {"ops"},
-    {"autograd", "bucket", "schedule", "promise", "deferred"},
-    {"select"},
+    {"autograd", "bucket", "momentum", "schedule", "promise"},
+    {"deferred", "select"},
     {"collectives", "fusion"},
     {"testing", "transport"},
     {"engine", "layout", "agree", "admit"},

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from gradtide.collectives import Dense, OkTopk, PowerSGD, TopKA2A, Warmup
+from gradtide.collectives import (
+    Corrected,
+    Dense,
+    OkTopk,
+    PowerSGD,
+    TopK,
+    TopKA2A,
+    Warmup,
+)
 from gradtide.fusion import BySize, PerTensor, Trace
 from gradtide.layout import lay_out
 from gradtide.schedule import DEAR, Schedule
@@ -41,6 +51,17 @@ def test_warmup_goes_down_to_the_recipes_density() -> None:
     assert parse(repr(slow)) == slow
 
 
+def test_corrected_takes_the_optimizers_momentum_after_dense_steps() -> None:
+    scheme = parse("exdyna-dear(0.02, warmup=40, corrected=True)")
+    inner = RECIPES["exdyna-dear"].collective
+    inner = Corrected(replace(inner, density=0.02), momentum=None)  # type: ignore[type-var]
+    assert scheme.collective == Warmup(inner, 40, (1.0,))
+    assert scheme.fusion == RECIPES["exdyna-dear"].fusion
+    assert parse(repr(scheme)) == scheme
+    assert parse("topk(corrected=True)").collective == Corrected(TopK(), momentum=None)
+    assert parse("topk(corrected=False)") == parse("topk")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -48,6 +69,8 @@ def test_warmup_goes_down_to_the_recipes_density() -> None:
         ("dear-bf16(colour=1)", "colour"),
         ("oktopk(warmup=3)", "number of steps, 4"),
         ("oktopk(warmup=0.5)", "number of steps"),
+        ("wfbp(corrected=True)", "selects nothing"),
+        ("powersgd(corrected=True)", "selects nothing"),
         ("nonsense", "wfbp"),
         ("Dense(wire='int3')", "bf16"),
         ("Dense(colour=1)", "colour"),

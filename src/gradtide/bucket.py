@@ -29,6 +29,10 @@ class Payload:
     state: dict[str, Tensor] = field(default_factory=dict)
     taken: int = 0  # entries taken out since the log was last read
     alarm: Tensor | float = 0.0  # NaN if anything taken out was not finite
+    # Factors a and b of the optimizer's momentum u = a u + b g, for who computes it
+    # before selection; and whether that was done, so that the optimizer must not.
+    momentum: tuple[float, float] = (0.9, 1.0)
+    moved: bool = False
     _mean: Tensor | None = field(default=None, init=False, repr=False)
     _where: Tensor | None = field(default=None, init=False, repr=False)
     _version: int = field(default=-1, init=False, repr=False)

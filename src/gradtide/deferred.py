@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradtide.momentum import without
+
 
 class DeferredStep:
     """What `optimizer.step()` would do now, to be applied to some parameters at a time.
@@ -31,13 +33,17 @@ class DeferredStep:
             id(p): i for i, group in enumerate(self._groups) for p in group["params"]
         }
 
-    def apply(self, params: Iterable[Tensor]) -> None:
-        """Step for exactly these parameters, from their `.grad`."""
+    def apply(self, params: Iterable[Tensor], momentum: bool = True) -> None:
+        """Step for exactly these parameters, from their `.grad`.
+
+        Without `momentum` if that is in the gradients already.
+        """
         own: dict[int, list[Tensor]] = {}
         for p in params:
             own.setdefault(self._group_of[id(p)], []).append(p)
         self._view.param_groups = [
-            {**self._groups[i], "params": members} for i, members in sorted(own.items())
+            {**group, **({} if momentum else without(group)), "params": members}
+            for group, members in ((self._groups[i], own[i]) for i in sorted(own))
         ]
         self._kind.step(self._view)
 

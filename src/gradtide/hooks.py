@@ -52,6 +52,7 @@ class Hooks:
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         keep(model.register_forward_pre_hook(lambda *_: self._before_forward()))
         keep(model.register_forward_hook(lambda *a: self._after_forward(a[-1])))
+        keep(optimizer.register_step_post_hook(lambda *_: updates.stepped()))
         keep(optimizer.register_step_post_hook(lambda *_: stepped()))
 
     def follow(self, in_forward: bool) -> None:

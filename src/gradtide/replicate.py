@@ -23,11 +23,13 @@ from gradtide.agree import Signature, agree, describe
 from gradtide.auto import Pilot, start, undecided
 from gradtide.backward import Backward
 from gradtide.broadcast import synchronize
+from gradtide.collectives.corrected import takes_over
 from gradtide.engine import Engine
 from gradtide.fusion import BySize, Search
 from gradtide.hooks import Hooks
 from gradtide.kfac.costs import admitted
 from gradtide.kfac.preconditioner import Preconditioner
+from gradtide.momentum import Momentum
 from gradtide.owners import clip
 from gradtide.placement import Placement
 from gradtide.preconditioning import Preconditioning
@@ -69,6 +71,7 @@ def replicate(
     def prepare() -> tuple[Scheme, Signature]:
         chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
         admit(model, optimizer, chosen.schedule, buffers)
+        _momentum(optimizer, chosen)
         if chosen.preconditioner is not None:
             admitted(model, chosen.preconditioner)
         return chosen, describe(model, chosen)
@@ -79,6 +82,11 @@ def replicate(
         transport.close()
         raise
     return Replica(model, optimizer, chosen, transport, buffers, grad_scaler)
+
+
+def _momentum(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:
+    """The optimizer's momentum, if the scheme takes it over; ValueError if it can't."""
+    return Momentum(optimizer) if takes_over(scheme.collective) else None
 
 
 class Replica:
@@ -101,6 +109,7 @@ class Replica:
         in_forward = scheme.schedule.update == "forward"
         self._placement = Placement(model, start(scheme), transport.group.size)
         self._updates = Updates(self.engine, self._placement, in_forward)
+        self._updates.momentum = _momentum(optimizer, scheme)
         eager = scheme.schedule.launch == "ready"
         self._backward = Backward(self.engine, self._placement, self._updates, eager)
         synchronize(self.engine, [*model.parameters(), *model.buffers()])
@@ -202,6 +211,7 @@ class Replica:
             if undecided(chosen) is not None:
                 raise ValueError("adopt() takes a decided scheme: replicate with auto")
             admit_optimizer(self.model, self.optimizer, chosen.schedule)
+            _momentum(self.optimizer, chosen)
             if chosen.preconditioner != self.scheme.preconditioner:
                 raise ValueError(
                     f"adopt({chosen!r}): the preconditioner stays as it is; call "
@@ -222,6 +232,7 @@ class Replica:
         self._backward.eager = scheme.schedule.launch == "ready"
         in_forward = scheme.schedule.update == "forward"
         self._updates.adopt(in_forward)
+        self._updates.momentum = _momentum(self.optimizer, scheme)
         self._hooks.follow(in_forward)
         self.scheme = scheme
 

@@ -21,6 +21,7 @@ from gradtide.collectives import (
     Agreed,
     Auto,
     ByNorm,
+    Corrected,
     Dense,
     Dynamic,
     Even,
@@ -113,8 +114,8 @@ def parse(text: str) -> Scheme:
     A call may use constants, the names in NAMES, and dotted paths to frozen dataclasses
     of the user's own. A bare collective stands for a scheme with default fusion and
     schedule; a recipe may be called with hyper-parameters of its preconditioner if it
-    has one, otherwise with those of its collective and `warmup`, a number of steps
-    (RAMP). Raises ValueError naming what is wrong and what
+    has one, otherwise with those of its collective, `warmup`, a number of steps
+    (RAMP), and `corrected`. Raises ValueError naming what is wrong and what
     is known.
     """
     if text in RECIPES:
@@ -203,7 +204,9 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
     """The recipe with other hyper-parameters of its collective: oktopk(0.001).
 
     Or of its preconditioner: spd_kfac(damping=0.01). With `warmup=N` the first
-    N steps go down to the collective's density by RAMP.
+    N steps go down to the collective's density by RAMP. With `corrected=True` the
+    optimizer's momentum is computed before selection, and all N steps are dense:
+    where much is sent, masking leaves little of the momentum.
     """
     kfac = recipe.preconditioner
     if kfac is not None:
@@ -215,7 +218,12 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
         raise TypeError(f"{recipe.collective!r} has {len(names)} hyper-parameters")
     changes = {**dict(zip(names, args, strict=False)), **named}
     steps = 0 if "warmup" in names else changes.pop("warmup", 0)
+    corrected = changes.pop("corrected", False)
     collective = replace(cast(Any, recipe.collective), **changes)
+    if corrected and "density" not in names:
+        raise TypeError(f"corrected=True: {collective!r} selects nothing")
+    if corrected:
+        collective = Corrected(collective, momentum=None)
     if steps:
         own = getattr(collective, "density", 1.0)
         ramp = tuple(d for d in RAMP if d > own) or (1.0,)

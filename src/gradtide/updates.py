@@ -18,6 +18,7 @@ from gradtide.alarm import Alarm
 from gradtide.deferred import DeferredStep
 from gradtide.engine import Engine
 from gradtide.layout import GradientBucket, Slot
+from gradtide.momentum import Momentum
 from gradtide.ops import AllReduce
 from gradtide.owners import unscale
 from gradtide.placement import Placement, Watch
@@ -36,6 +37,7 @@ class Updates:
         self._used: Callable[[], Any] | None = None
         self.alarm = Alarm(placement, engine.transport)
         self.second: Preconditioning | None = None
+        self.momentum: Momentum | None = None  # of a scheme that takes it over
         self.delivered = False  # means are in `.grad`, and step() has not been called
         self._in_forward = in_forward
         # In a list: a tensor's hash is slow for what runs once a parameter and step.
@@ -132,11 +134,18 @@ class Updates:
         """An ordinary step begins: refuse what would destroy the model."""
         fresh, self.delivered = self.delivered, False
         self.alarm.refuse()
+        if self.momentum is not None and fresh and self._moved():
+            self.momentum.take()
         if self.second is not None and fresh:
             homes = self.placement.homes
             self.second.precondition(
                 optimizer, lambda p: p.grad if p in homes else None
             )
+
+    def stepped(self) -> None:
+        """The optimizer's step is over."""
+        if self.momentum is not None:
+            self.momentum.give_back()
 
     @torch.no_grad()
     def defer(self, optimizer: Optimizer) -> None:
@@ -186,6 +195,13 @@ class Updates:
 
     def before_launch(self, home: GradientBucket) -> None:
         """A bucket that no module read since step() must not have been read at all."""
+        self._apply_unread(home)
+        load = home.bucket.load
+        load.moved = False
+        if self.momentum is not None:
+            load.momentum = self.momentum.now()
+
+    def _apply_unread(self, home: GradientBucket) -> None:
         if home not in self.due:
             return
         for slot in home.slots:
@@ -229,7 +245,8 @@ class Updates:
             aside = [p.grad for p, _ in updates]  # no_sync() may have begun anew
             for p, mean in updates:
                 p.grad = mean
-            self._step.apply(p for p, _ in updates)
+            moved = home.bucket.load.moved
+            self._step.apply((p for p, _ in updates), momentum=not moved)
             for (p, _), grad in zip(updates, aside, strict=True):
                 p.grad = grad
         self._rest(home)
@@ -264,6 +281,10 @@ class Updates:
             self._watch.off(m for m in readers if due.isdisjoint(reads[m]))
 
     # - Both ---------------------------------------------------------------------------
+
+    def _moved(self) -> bool:
+        """Whether momentum is in the means already."""
+        return any(home.bucket.load.moved for home in self.placement.buckets)
 
     def _learn_used(self) -> None:
         """Learn which parameters some rank used; all leave the others alone."""

@@ -23,8 +23,10 @@ class Corrected:
     it to `collective` instead of them, on top of what was left behind. Entries that
     were delayed so arrive with the momentum that they have missed. Where entries were
     taken out, the velocity is set to zero (momentum factor masking), lest it push twice
-    in an old direction. The optimizer must have no momentum of its own. A bucket that
-    travels densely is not masked: the mean is then the momentum buffer of SGD.
+    in an old direction. The optimizer must have no momentum of its own: with
+    momentum=None it has that of the optimizer, which steps without for as long
+    (`gradtide.momentum`). A bucket that travels densely is not masked: the mean is then
+    the momentum buffer of SGD.
 
     With `clip`, a rank's fresh gradient is scaled to a 2-norm of at most clip / sqrt(P)
     first; the norm is that of the bucket. Nothing stays behind of what is clipped.
@@ -33,24 +35,32 @@ class Corrected:
     buffer, and what was clipped less. In `state`: two tensors as long as the bucket
     (the velocity, and the remainder that the fresh gradient is told from, to a rounding
     of their sum). Six passes over memory; three more and a temporary copy with `clip`.
-    Without momentum, one tensor, and no pass but those of `clip` and a copy; without
-    either, nothing.
+    Adam's momentum takes one more. Without momentum, one tensor, and no pass but those
+    of `clip` and a copy; without either, nothing.
     """
 
     collective: Collective
-    momentum: float = 0.9
+    momentum: float | None = 0.9
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"Corrected(momentum={self.momentum}): 0 <= momentum < 1")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"Corrected(momentum={self.momentum}): 0 <= momentum < 1, or None for "
+                "the optimizer's"
+            )
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"Corrected(clip={self.clip}): a norm above 0, or None")
 
     def reduce(self, load: Payload, group: Group) -> Flow:
-        if self.clip is None and not self.momentum:
+        momentum, share = (self.momentum, 1.0)
+        if momentum is None:
+            # Alone nothing is selected, and the optimizer can do it itself.
+            momentum, share = load.momentum if group.size > 1 else (0.0, 1.0)
+            load.moved = momentum > 0
+        if self.clip is None and not momentum:
             return (yield from self.collective.reduce(load, group))
-        self._offer(load, group.size)
+        self._offer(load, group.size, momentum, share if momentum else 1.0)
         flow = self.collective.reduce(load, group)
         answer, result = None, None  # the result: as far as it is known
         try:
@@ -66,16 +76,18 @@ class Corrected:
             flow.close()
             self._settle(load, result is not None and _within(result, load))
 
-    def _offer(self, load: Payload, size: int) -> None:
-        """Clip the fresh gradient, and add the velocity that it continues."""
+    def _offer(self, load: Payload, size: int, momentum: float, share: float) -> None:
+        """Clip the fresh gradient, take `share` of it, and add what it continues."""
         flat = load.flat
         remainder = load.state.setdefault(REMAINDER, torch.zeros_like(flat))
         if self.clip is not None:
-            share = _share(flat - remainder, self.clip / math.sqrt(size))
-            torch.lerp(remainder, flat, share.to(flat.dtype), out=flat)
-        if self.momentum:
+            kept = share * _share(flat - remainder, self.clip / math.sqrt(size))
+            torch.lerp(remainder, flat, kept.to(flat.dtype), out=flat)
+        elif share != 1:
+            torch.lerp(remainder, flat, share, out=flat)
+        if momentum:
             velocity = load.state.setdefault(VELOCITY, torch.zeros_like(flat))
-            flat.add_(velocity, alpha=self.momentum)
+            flat.add_(velocity, alpha=momentum)
             torch.sub(flat, remainder, out=velocity)
             remainder.copy_(flat)
 
@@ -111,3 +123,11 @@ def _share(gradient: Tensor, limit: float) -> Tensor:
 def _within(part: Tensor, load: Payload) -> bool:
     """Whether memory is the bucket's own: it was handed out, and nothing is left."""
     return 0 <= part.data_ptr() - load.flat.data_ptr() < load.flat.nbytes
+
+
+def takes_over(collective: object) -> bool:
+    """Whether a collective computes the optimizer's momentum, in some of its steps."""
+    if isinstance(collective, Corrected) and collective.momentum is None:
+        return True
+    inner = getattr(collective, "collective", None)
+    return inner is not None and takes_over(inner)

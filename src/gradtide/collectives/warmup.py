@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtide.bucket import Collective, Payload, count
+from gradtide.collectives.corrected import takes_over
 from gradtide.collectives.dense import Dense
 from gradtide.ops import Flow, Group
 
@@ -22,8 +23,9 @@ class Warmup:
     a dense exchange, which delivers what had been left behind as well. The densities of
     Deep Gradient Compression are (0.25, 0.0625, 0.016, 0.004), an epoch each.
 
-    Around `Corrected` it sets the density of what is inside; a collective that has no
-    density can be preceded by dense steps only.
+    Around `Corrected` it sets the density of what is inside; in dense steps momentum
+    that is the optimizer's stays there. A collective that has no density can be
+    preceded by dense steps only.
     """
 
     collective: Collective
@@ -58,6 +60,8 @@ def _with_density(collective: Any, density: float) -> Collective:
     names = set(_field_names(collective))
     if "collective" in names:
         inner = _with_density(collective.collective, density)
+        if density == 1 and takes_over(collective):
+            return inner
         return replace(collective, collective=inner)  # type: ignore[no-any-return]
     if density == 1:
         return Dense(getattr(collective, "wire", None))

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from gradtide.agree import agree
 from gradtide.collectives import Auto
+from gradtide.collectives.corrected import takes_over
 from gradtide.engine import Engine
 from gradtide.fusion import BySize
 from gradtide.layout import GradientBucket, Slot, lay_out
@@ -155,6 +156,12 @@ def comm_hook(
             raise ValueError(
                 "auto changes schemes, which a communication hook cannot: use "
                 "gradtide.replicate, or name the scheme"
+            )
+        if takes_over(chosen.collective):
+            raise ValueError(
+                "a communication hook does not see the optimizer, whose momentum is "
+                "to be computed before selection: use gradtide.replicate, or "
+                "Corrected(momentum=...) with an optimizer that has none"
             )
         if chosen.preconditioner is not None:
             raise ValueError(
