@@ -4,6 +4,7 @@ the product of optimizer, schedule, accumulation and clipping on real ranks."""
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from gradtide.ops import Group
 from gradtide.select import Exact
 from gradtide.testing import lockstep
 from tests.ranks import run_ranks
+from tests.test_sparse import by_torch_save, resumed
 
 SCHEDULES = ("SEQUENTIAL", "WFBP", "DEAR")
 CUTS = "BySize(0.004, ends=0.001)"  # two buckets: DEAR holds one, the other runs on
@@ -238,6 +240,38 @@ def _by_hand() -> None:
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
     sync.remove()
+
+
+@pytest.mark.parametrize("schedule", ["WFBP", "DEAR"])
+def test_a_resumed_run_is_the_same_run(schedule: str) -> None:
+    text = scheme("None", schedule, warmup=True)
+    assert all(run_ranks(2, lambda: resumed(text, by_torch_save)))
+
+
+def _skipping(schedule: str) -> list[float]:
+    """Train with a NaN on rank 1 in step 3, which a GradScaler skips."""
+    model = network()
+    opt = optimizer("adamw", model, 0.8)
+    sync = gradtide.replicate(model, opt, scheme("None", schedule, warmup=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(7):
+        loss = model(batch(step)).square().mean()
+        if step == 3 and dist.get_rank() == 1:
+            loss = loss + model[2].weight[3, 4] * math.nan
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        assert opt.param_groups[0]["betas"] == (0.8, 0.9)
+    sync.remove()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("schedule", ["WFBP", "DEAR"])
+def test_a_skipped_step_skips_momentum_too(schedule: str) -> None:
+    first, second = run_ranks(2, _skipping, schedule)
+    assert first == second
+    assert all(map(math.isfinite, first))
 
 
 def test_refusals_before_anything_is_exchanged() -> None:
