@@ -68,7 +68,8 @@ def _factors(optimizer: Optimizer, group: dict[str, Any]) -> tuple[float, float]
         factor = float(group["betas"][0])
         return factor, 1.0 - factor
     if isinstance(optimizer, SGD):
-        return float(group["momentum"]), 1.0 - float(group["dampening"])
+        factor = float(group["momentum"])
+        return factor, 1.0 - float(group["dampening"]) if factor else 1.0
     raise ValueError(
         f"corrected=True takes over the momentum of SGD, Adam and AdamW, not that of "
         f"{type(optimizer).__name__}: leave it out, or give Corrected(momentum=...) a "

@@ -58,9 +58,10 @@ class Corrected:
             # Alone nothing is selected, and the optimizer can do it itself.
             momentum, share = load.momentum if group.size > 1 else (0.0, 1.0)
             load.moved = momentum > 0
-        if self.clip is None and not momentum:
+        # A schedule may come down to no momentum; what was remembered goes on.
+        if self.clip is None and not momentum and REMAINDER not in load.state:
             return (yield from self.collective.reduce(load, group))
-        self._offer(load, group.size, momentum, share if momentum else 1.0)
+        self._offer(load, group.size, momentum, share)
         flow = self.collective.reduce(load, group)
         answer, result = None, None  # the result: as far as it is known
         try:
@@ -85,7 +86,7 @@ class Corrected:
             torch.lerp(remainder, flat, kept.to(flat.dtype), out=flat)
         elif share != 1:
             torch.lerp(remainder, flat, share, out=flat)
-        if momentum:
+        if momentum or VELOCITY in load.state:
             velocity = load.state.setdefault(VELOCITY, torch.zeros_like(flat))
             flat.add_(velocity, alpha=momentum)
             torch.sub(flat, remainder, out=velocity)
