@@ -398,6 +398,10 @@ def test_lossy_schemes_are_warmed_up_if_asked_to(
     assert isinstance(chosen.collective, Warmup)
     assert chosen.collective.steps == 100
     assert chosen.fusion == RECIPES["oktopk-dear"].fusion
+    both = replace(auto, corrected=True)
+    text, _ = decision.plan(both, SEEN, Network.ideal(4, 2, 1e9))
+    asked = parse("oktopk-dear(warmup=400, corrected=True)")
+    assert parse(text).collective == asked.collective
 
 
 # - Its name ---------------------------------------------------------------------------
@@ -409,6 +413,7 @@ def test_lossy_schemes_are_warmed_up_if_asked_to(
         ("auto", Auto()),
         ("auto(lossy=True)", Auto(lossy=True)),
         ("auto(lossy=True, warmup=160)", Auto(lossy=True, warmup=160)),
+        ("auto(lossy=True, corrected=True)", Auto(lossy=True, corrected=True)),
         ("auto(deferred=False, steps=30)", Auto(deferred=False, steps=30)),
     ],
 )
@@ -423,6 +428,7 @@ def test_it_is_a_scheme_like_others(text: str, auto: Auto) -> None:
     [
         ("auto(steps=1)", "at least 4 steps"),
         ("auto(warmup=100)", "lossy=True"),
+        ("auto(corrected=True)", "lossy=True"),
         ("auto(margin=-1)", "0 or more"),
         ("auto(colour=1)", "colour"),
         ("Warmup(Auto(), 10)", "cannot be wrapped"),

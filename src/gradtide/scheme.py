@@ -218,7 +218,7 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
         raise TypeError(f"{recipe.collective!r} has {len(names)} hyper-parameters")
     changes = {**dict(zip(names, args, strict=False)), **named}
     steps = 0 if "warmup" in names else changes.pop("warmup", 0)
-    corrected = changes.pop("corrected", False)
+    corrected = "corrected" not in names and changes.pop("corrected", False)
     collective = replace(cast(Any, recipe.collective), **changes)
     if corrected and "density" not in names:
         raise TypeError(f"corrected=True: {collective!r} selects nothing")

@@ -110,14 +110,15 @@ def plan(auto: Auto, seen: Sequence[Seen], network: Network) -> tuple[str, str]:
     choices = rank(slowest, network, sparse, refuse=refuse)
     advice = advise(choices, network.size, auto.margin)
     chosen = advice.recommended if auto.lossy else advice.dense
-    return repr(_warmed(chosen, auto.warmup)), _words(advice, chosen, network)
+    return repr(_adjusted(chosen, auto)), _words(advice, chosen, network)
 
 
-def _warmed(choice: Choice, warmup: int) -> Scheme:
-    if choice.kind != "lossy" or not warmup:
+def _adjusted(choice: Choice, auto: Auto) -> Scheme:
+    """The choice with what else `auto` was asked for."""
+    if choice.kind != "lossy":
         return choice.scheme
-    warm = parse(f"{choice.name}(warmup={warmup})")
-    return replace(choice.scheme, collective=warm.collective)
+    text = f"{choice.name}(warmup={auto.warmup}, corrected={auto.corrected})"
+    return replace(choice.scheme, collective=parse(text).collective)
 
 
 def _words(advice: Advice, chosen: Choice, network: Network) -> str:

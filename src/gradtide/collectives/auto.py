@@ -17,8 +17,9 @@ class Auto:
 
     It then chooses among exact means and such that are rounded on the wire; with
     `lossy` also among methods that deliver part of the gradient later, if these are
-    faster even where they need the share `margin` more steps, and with `warmup` steps
-    at higher densities. Without `deferred` parameters change at `step()` only.
+    faster even where they need the share `margin` more steps, with `warmup` steps at
+    higher densities, and `corrected` with the optimizer's momentum. Without `deferred`
+    parameters change at `step()` only.
     """
 
     lossy: bool = False
@@ -26,14 +27,16 @@ class Auto:
     steps: int = 12  # more: steadier times, a later decision
     margin: float = 0.25
     warmup: int = 0
+    corrected: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < FEWEST:
             raise ValueError(f"{self}: profile at least {FEWEST} steps")
         if not self.margin >= 0:
             raise ValueError(f"{self}: margin is a share of steps, 0 or more")
-        if self.warmup and not self.lossy:
-            raise ValueError(f"{self}: warmup is for lossy schemes: add lossy=True")
+        for name in ("warmup", "corrected"):
+            if getattr(self, name) and not self.lossy:
+                raise ValueError(f"{self}: {name} is for lossy schemes: add lossy=True")
 
     def reduce(self, load: Payload, group: Group) -> Flow:
         return Dense().reduce(load, group)

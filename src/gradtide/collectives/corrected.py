@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtide.bucket import Collective, Payload
+from gradtide.collectives.auto import Auto
 from gradtide.ops import Cut, Flow, Group
 from gradtide.select.kernels import above
 
@@ -127,8 +128,10 @@ def _within(part: Tensor, load: Payload) -> bool:
 
 
 def takes_over(collective: object) -> bool:
-    """Whether a collective computes the optimizer's momentum, in some of its steps."""
+    """Whether a collective computes the optimizer's momentum, or may some day."""
     if isinstance(collective, Corrected) and collective.momentum is None:
         return True
+    if isinstance(collective, Auto):
+        return collective.corrected
     inner = getattr(collective, "collective", None)
     return inner is not None and takes_over(inner)
