@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import gradtide
 from gradtide.bucket import Payload
@@ -23,9 +23,15 @@ from gradtide.ops import Group
 from gradtide.select import Exact
 from gradtide.testing import lockstep
 from tests.ranks import run_ranks
-from tests.test_sparse import by_torch_save, resumed
+from tests.test_sparse import (
+    SCHEDULES,
+    batch,
+    by_torch_save,
+    network,
+    resumed,
+    weights,
+)
 
-SCHEDULES = ("SEQUENTIAL", "WFBP", "DEAR")
 CUTS = "BySize(0.004, ends=0.001)"  # two buckets: DEAR holds one, the other runs on
 
 
@@ -128,16 +134,6 @@ def test_alone_and_in_dense_steps_it_stays_with_the_optimizer() -> None:
 # - On real ranks ----------------------------------------------------------------------
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20))
-
-
-def batch(step: int) -> Tensor:
-    rng = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(8, 40, generator=rng)
-
-
 def optimizer(kind: str, model: nn.Module, momentum: float) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
@@ -161,8 +157,7 @@ def train(kind: str, own: float, scheme: str, accumulate: int, clip: bool) -> li
         opt.zero_grad()
     sync.remove()
     (group,) = opt.param_groups
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return [weights.tolist(), group.get("momentum"), group.get("betas")]
+    return [weights(model).tolist(), group.get("momentum"), group.get("betas")]
 
 
 def scheme(momentum: str, schedule: str, warmup: bool = False) -> str:
@@ -271,7 +266,7 @@ def _skipping(schedule: str) -> list[float]:
         opt.zero_grad()
         assert opt.param_groups[0]["betas"] == (0.8, 0.9)
     sync.remove()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    return weights(model).tolist()
 
 
 @pytest.mark.parametrize("schedule", ["WFBP", "DEAR"])

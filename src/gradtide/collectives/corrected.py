@@ -54,7 +54,7 @@ class Corrected:
             raise ValueError(f"Corrected(clip={self.clip}): a norm above 0, or None")
 
     def reduce(self, load: Payload, group: Group) -> Flow:
-        momentum, share = (self.momentum, 1.0)
+        momentum, share = self.momentum, 1.0
         if momentum is None:
             # Alone nothing is selected, and the optimizer can do it itself.
             momentum, share = load.momentum if group.size > 1 else (0.0, 1.0)
