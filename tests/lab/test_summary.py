@@ -67,14 +67,15 @@ def test_parts_of_a_step_sum_to_it() -> None:
     assert sum(found[1:]) == pytest.approx(found.step)
 
 
-def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
-    ranks = [
-        trial(step(1, 2, 1), step(1, 4, 1), step(1, 2, 1)),
-        trial(step(1, 3, 1), step(1, 3, 1), step(1, 6, 1)),
-    ]
-    result = summarise(SPEC, contestant(WFBP, engine=object()), ranks, COMPUTED)
-    assert result.step_seconds == 6
-    assert (result.step_seconds_p25, result.step_seconds_p75) == (5.5, 7)
+def test_steps_add_up_to_the_time_that_passed() -> None:
+    # Late by 2 in the first step, a rank has the others wait in the second.
+    late = trial(step(1, 4, 3), step(1, 4, 1))
+    others = [trial(step(1, 4, 1), step(1, 6, 1)) for _ in range(3)]
+    result = summarise(
+        SPEC, contestant(WFBP, engine=object()), [late, *others], COMPUTED
+    )
+    assert 2 * result.step_seconds == 8 + 6
+    assert (result.step_seconds_p25, result.step_seconds_p75) == (6.75, 7.25)
 
 
 def test_what_ddp_takes_beyond_computing_alone_is_exposed() -> None:
@@ -122,7 +123,7 @@ def test_compute_alone_is_known_or_measured() -> None:
     computed = contestant(WFBP)
     cast(Any, computed.workload).replayed = False
     found = facts(computed, [trial(step(1, 2, 3)), trial(step(1, 1, 1))])
-    assert found == Facts(False, Compute(1, 2))
+    assert found == Facts(False, Compute(1, 1.5))
 
 
 def test_speedups_need_ddp() -> None:

@@ -11,9 +11,11 @@ trains in the same rounds without anybody to average with (from what was asked, 
 compute is replayed); what DDP's backward takes beyond that is called exposed, and
 contains DDP's own copying, too. So does its forward, if there are buffers to broadcast.
 
-A step's time, and its parts, are those of its slowest rank. Reported are the median of
-the times, and the means of the parts over the middle half of the steps by time, which
-add up to the median but for rounding and skew.
+A step's time, and its parts, are means over the ranks. So steps add up to the time that
+passed: a rank that ends one late begins the next one late, and the time of the slowest
+in each would be counted twice. Reported are the median of the times, and the means of
+the parts over the middle half of the steps by time, which add up to the median but for
+rounding and skew.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def summarise(
     spec: Spec, contestant: Contestant, trials: Sequence[Trial], common: Facts
 ) -> Result:
     """One contestant's row; `trials` holds every rank's. Without the speed-up."""
-    times = [step.step for step in _slowest(trials)]
+    times = [step.step for step in _together(trials)]
     low, median, high = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
     split = _typical_parts(trials)
     if contestant.engine is None:
@@ -137,15 +139,16 @@ def typical(trial: Trial, num_last: int) -> Step:
     return min(zip(times, last, strict=True), key=lambda pair: abs(pair[0] - middle))[1]
 
 
-def _slowest(trials: Sequence[Trial]) -> list[Parts]:
-    """Every timed step as its slowest rank had it."""
+def _together(trials: Sequence[Trial]) -> list[Parts]:
+    """Every timed step, as the mean over the ranks."""
     ranks = [[parts(step, t.applied) for step in t.timed] for t in trials]
-    return [max(step) for step in zip(*ranks, strict=True)]
+    steps = zip(*ranks, strict=True)
+    return [Parts(*np.mean(step, axis=0).tolist()) for step in steps]
 
 
 def _typical_parts(trials: Sequence[Trial]) -> Parts:
     """Means over the middle half of the steps by time."""
-    steps = sorted(_slowest(trials))
+    steps = sorted(_together(trials))
     cut = len(steps) // 4
     return Parts(*np.mean(steps[cut : len(steps) - cut], axis=0).tolist())
 

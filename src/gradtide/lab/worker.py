@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gradtide.lab import workloads
 from gradtide.lab.contestants import Contestant, alone, enter
+from gradtide.lab.group import begin
 from gradtide.lab.limits import Compute
 from gradtide.lab.record import Result
 from gradtide.lab.spec import Spec, loads
@@ -58,7 +59,7 @@ def measure(spec: Spec, report: Report) -> Outcome | None:
 
     Expects torchrun's environment. `report` is called on rank 0 after each step.
     """
-    dist.init_process_group("gloo")
+    begin()
     quiet: Report = lambda name: None  # noqa: E731
     contestants = _enter_all(spec)
     trials = compete(

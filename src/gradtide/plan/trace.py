@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,18 @@ class StepTrace:
             [unit.forward for unit in self.units],
             [unit.backward for unit in self.units],
         )
+
+    def optimized(self, seconds: float) -> StepTrace:
+        """The same step, of which the optimizer takes so many seconds."""
+        shares = [unit.optimizer for unit in self.units]
+        if not self.optimizer:
+            shares = [float(unit.numel) for unit in self.units]
+        factor = seconds / (sum(shares) or 1.0)
+        units = (
+            replace(unit, optimizer=factor * share)
+            for unit, share in zip(self.units, shares, strict=True)
+        )
+        return replace(self, units=tuple(units), optimizer=seconds)
 
     def save(self, path: Path) -> None:
         """Write JSON."""

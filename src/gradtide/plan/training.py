@@ -10,7 +10,7 @@ a parameter of theirs is read. Guard: tests/plan/test_order.py, against a real r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class Run:
         # Of a replay, only what is done to gradients and parameters is work.
         self._model = self.transport.rest if trace.replayed else self.transport.compute
         self._credit = 0.0  # seconds that a replay has waited in advance
+        self._rested = 0.0  # seconds of a replay's waits in this step
+        self.idle = 0.0  # of them, those before anything of the step was sent
         self.engine = Engine(self.transport, self.transport.clock)
         self.homes = buckets(trace, scheme, network)
         self.count, self.spent = 1, Spent()  # as if it had gone on for long
@@ -99,6 +101,7 @@ class Run:
 
     def step(self) -> None:
         """One forward, backward and step()."""
+        self._rested = 0.0
         self._forward()
         start = self._own()
         self._model(self.trace.loss)
@@ -154,7 +157,9 @@ class Run:
             self._before_read(self._home[place])
             start = self.transport.clock()
             self._model(self.trace.units[place].forward)
-            self.spent.forward += self.transport.clock() - start
+            passed = self.transport.clock() - start
+            self.spent.forward += passed
+            self._rested += passed if self.trace.replayed else 0.0
             if self.second is not None:
                 self.second.moment("A", place)
 
@@ -223,6 +228,7 @@ class Run:
         ends = max(written, start + unit.backward - self._credit)
         behind = ends - start - unit.backward
         self._credit = min(max(self._credit + behind, 0.0), CREDIT)
+        self._rested += ends - written
         self.transport.rest(ends - start)
 
     def _planned(self) -> Sequence[Launchable]:
@@ -246,6 +252,9 @@ class Run:
             self._launch_full()
 
     def _launch(self) -> None:
+        if not self._cursor:
+            # Of a deferred step, second halves are on their way meanwhile.
+            self.idle = 0.0 if self._deferring else self._rested
         home = self._planned()[self._cursor]
         if isinstance(home, GradientBucket):
             units = [self.trace.units[slot.position] for slot in home.slots]
@@ -267,9 +276,4 @@ def with_optimizer(trace: StepTrace, device: Device) -> StepTrace:
     """The trace, with an optimizer's step as the device has it if it knows of none."""
     if trace.optimizer:
         return trace
-    seconds = device.optimizer(trace.numel)
-    units = tuple(
-        replace(unit, optimizer=seconds * unit.numel / max(trace.numel, 1))
-        for unit in trace.units
-    )
-    return replace(trace, units=units, optimizer=seconds)
+    return trace.optimized(device.optimizer(trace.numel))

@@ -112,6 +112,7 @@ def _measured(run: Run, step: int | None) -> Measures:
         "exchange": sum(r.end - r.start for r in engine.records),
         "exposed": engine.exposed_seconds,
         "processor": run.trace.processor + run.transport.processor - worked,
+        "idle": run.idle,
         "sent_bytes": run.transport.payload_bytes - sent,
         "before": sum(r.payload_bytes for r in engine.records if not r.second),
         "after": sum(r.payload_bytes for r in engine.records if r.second),
@@ -148,7 +149,9 @@ def _summary(run: Run, found: list[Measures], weights: list[float]) -> Predictio
             stages = {key.removeprefix(kind): mean.pop(key) for key in keys}
             told[name] = Stages(**stages, update=mean["apply"])
     limit = _limit(run, before, after, told)
-    needed = run.transport.network.occupied(mean["processor"])
+    # Ranks that share processors leave them idle at the same time.
+    idle = mean.pop("idle")
+    needed = idle + run.transport.network.occupied(mean["processor"])
     crowded = mean["crowded"] = max(needed - mean["step"], 0.0)
     for name in ("step", "exposed"):
         mean[name] += crowded

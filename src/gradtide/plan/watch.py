@@ -137,6 +137,12 @@ class Watch:
             )
         return typical(name, self._named, [self._seconds(p) for p in self._passes])
 
+    def updates(self) -> list[float]:
+        """Seconds of the optimizer in each recorded step; waits for the device."""
+        return [
+            self._clock.between(done.step_begin, done.step_end) for done in self._passes
+        ]
+
     def _hook(self, optimizer: Optimizer) -> None:
         """See [Note: Copies]."""
         keep, trained = self._handles.append, {p for _, p in self._named}

@@ -25,7 +25,7 @@ from gradtide.plan.network import Network
 from gradtide.plan.trace import StepTrace
 from gradtide.plan.virtual import simulate
 from gradtide.profile.network.progress import Tell
-from gradtide.profile.trace.run import Effort, trace
+from gradtide.profile.trace.run import Effort, Everyone, trace
 from gradtide.profile.trace.subject import Subject
 from gradtide.replicate import replicate
 from gradtide.scheme import parse
@@ -89,7 +89,7 @@ def with_overhead(network: Network, tell: Tell, turns: int = TURNS) -> Network:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     subject = Subject("made up", model, optimizer, lambda _: model(_carrier()).sum())
     tell("training a made-up model, alone")
-    own = trace(subject, Effort(TIMED, WARM), dist.barrier)
+    own = trace(subject, Effort(TIMED, WARM), Everyone())
     traces = _gathered(own)
     found: dict[str, float] = {}
     busiest = network.occupancy

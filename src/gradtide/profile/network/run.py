@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.failure import LabError as LabError
+from gradtide.lab.group import begin
 from gradtide.lab.launch import launch
 from gradtide.lab.worker import run as ending_at_once
 from gradtide.plan.bench import Bench
@@ -90,7 +91,7 @@ def among(plan: Plan, tell: Tell = silent) -> Found | None:
 
     `tell` is called on rank 0 with what comes next.
     """
-    dist.init_process_group("gloo" if plan.device == "cpu" else None)
+    begin("gloo" if plan.device == "cpu" else None)
     rank = dist.get_rank()
     found = measure(plan, tell if rank == 0 else silent)
     dist.destroy_process_group()

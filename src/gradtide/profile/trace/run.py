@@ -1,8 +1,10 @@
 """Trains a subject for a few steps under a watch: alone, or all ranks at once.
 
 [Note: At once] Ranks that share a machine's cores slow each other down, most of all in
-what all do at the same time, such as the optimizer's step. So they begin every step
-together, and the medians over ranks are what a step costs each of them.
+what all do at the same time. So they begin every step together, and the medians over
+ranks are what a step costs each of them. In training an exchange brings all ranks to
+the optimizer at the same time, and the next one waits for the last of them: here they
+begin that together, too, and the slowest counts.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from gradtide.lab.cluster import Cluster
+from gradtide.lab.group import begin
 from gradtide.lab.launch import launch
 from gradtide.plan.medians import across
 from gradtide.plan.trace import StepTrace, load
@@ -46,24 +49,50 @@ class Effort:
             raise ValueError(f"{self.threads} threads: at least 1 is needed")
 
 
-def trace(
-    subject: Subject, effort: Effort, before: Callable[[], object] = lambda: None
-) -> StepTrace:
-    """The typical step of a subject; `before` is called before each step."""
+class Alone:
+    """One process, which nobody waits for."""
+
+    def together(self) -> None:
+        """Return when all have come here."""
+
+    def slowest(self, seconds: Sequence[float]) -> Sequence[float]:
+        """Of each number, the greatest of all ranks."""
+        return seconds
+
+
+class Everyone(Alone):
+    """All ranks of the default process group."""
+
+    def together(self) -> None:
+        dist.barrier()
+
+    def slowest(self, seconds: Sequence[float]) -> Sequence[float]:
+        found: list[Sequence[float]] = [()] * dist.get_world_size()
+        dist.all_gather_object(found, seconds)
+        return [max(each) for each in zip(*found, strict=True)]
+
+
+ALONE = Alone()
+
+
+def trace(subject: Subject, effort: Effort, ranks: Alone = ALONE) -> StepTrace:
+    """The typical step of a subject: see [Note: At once]."""
     watch = Watch(subject.model, subject.optimizer, effort.steps, effort.warmup)
     worked = []
     try:
         for step in range(effort.warmup + effort.steps):
-            before()
+            ranks.together()
             begin = time.process_time()
             subject.loss(step).backward()  # type: ignore[no-untyped-call]
+            ranks.together()
             subject.optimizer.step()
             subject.optimizer.zero_grad()
             worked.append(time.process_time() - begin)
     finally:
         watch.remove()
-    found = watch.trace(subject.name)
-    layers = factors(subject, effort.steps, before)
+    optimizer = median(ranks.slowest(watch.updates()))
+    found = watch.trace(subject.name).optimized(optimizer)
+    layers = factors(subject, effort.steps, ranks.together)
     processor = median(worked[effort.warmup :])
     return replace(found, replayed=subject.replayed, layers=layers, processor=processor)
 
@@ -85,9 +114,9 @@ def among(wanted: Wanted, effort: Effort) -> StepTrace | None:
     """
     if effort.threads is not None:
         torch.set_num_threads(effort.threads)
-    dist.init_process_group("gloo")
+    begin()
     rank, size = dist.get_rank(), dist.get_world_size()
-    found = trace(build(wanted, rank, size), effort, dist.barrier)
+    found = trace(build(wanted, rank, size), effort, Everyone())
     gathered: list[StepTrace] | None = None
     if rank == 0:
         gathered = [found] * size
