@@ -54,6 +54,7 @@ def test_what_is_saved_is_loaded(network: Network, tmp_path: Path) -> None:
         ({"surprise": 1}, "surprise"),
         ({"interference": 0.5}, "interference"),
         ({"sharing": 2.5}, "sharing"),
+        ({"spread": 1.5}, "spread"),
         ({"processors": 0}, "processors"),
         ({"occupancy": 1.5}, "occupancy"),
     ],

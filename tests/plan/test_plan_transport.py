@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,6 +71,45 @@ def test_an_errand_begins_while_the_one_before_waits() -> None:
         engine.finish(one)
     # a selects until .5, travels until 1.5; b selects until 1, and waits for the wire.
     assert transport.clock() == 2.5
+
+
+class Working:
+    """Works before each swap, and at the end."""
+
+    def __init__(self, transport: VirtualTransport, *works: float) -> None:
+        self.transport, self.works = transport, works
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        *before, last = self.works
+        for seconds in before:
+            self.transport.work(seconds)
+            yield Swap(load.flat, 1)
+        self.transport.work(last)
+        return load.flat
+
+
+def test_ranks_that_share_processors_come_late_from_work() -> None:
+    transport = VirtualTransport(replace(SECOND, spread=0.2))
+    engine, one = engine_of(transport), bucket("a", Asking(transport, 0.5, 2))
+    engine.launch(one)
+    engine.finish(one)
+    assert transport.clock() == pytest.approx(2 * (0.5 + 0.1 + 1.0))
+
+
+def test_what_begins_early_is_not_late_from_work_that_comes_later() -> None:
+    transport = VirtualTransport(replace(SECOND, spread=0.2))
+    engine = engine_of(transport)
+    both = [
+        bucket("a", Working(transport, 0.25, 1.0)),
+        bucket("b", Working(transport, 0.25, 0.0, 0.0)),
+    ]
+    for one in both:
+        engine.launch(one)
+    for one in both:
+        engine.finish(one)
+    # a travels from .3 to 1.3 and works until 2.3; b, which was ready at .55, travels
+    # meanwhile, and again from 2.3 + .2 on: a's work was before its second swap.
+    assert transport.clock() == pytest.approx(3.5)
 
 
 def test_the_processor_is_charged_for_work_and_requests() -> None:

@@ -128,6 +128,23 @@ def test_no_step_is_shorter_than_its_processors_need() -> None:
     assert bound.step == pytest.approx(whole)
 
 
+def test_ranks_rest_at_the_same_time() -> None:
+    """A replay's processors have nothing to do before its first bucket is full."""
+    costly = Rate(0.0, ideal(8, 1.0).inter.ring.beta, 0.0, Line(0.0, 1e-9))
+    link = Link(costly, costly, costly, costly)
+    few = replace(ideal(8, 1.0), inter=link, processors=0.25, occupancy=0.8)
+    trace = replace(step(), processor=0.05, replayed=True)
+    dense = Scheme(Dense(), PerTensor(), WFBP)
+    bound = simulate(trace, dense, few)
+    resting = 0.1 + 0.2 / UNITS
+    assert bound.step == pytest.approx(resting + bound.processor / 0.25 / 0.8)
+    # Computing keeps them busy, and so do second halves.
+    computed = simulate(replace(trace, replayed=False), dense, few)
+    assert computed.step == pytest.approx(computed.processor / 0.25 / 0.8)
+    deferred = simulate(trace, replace(dense, schedule=DEAR), few)
+    assert deferred.step == pytest.approx(deferred.processor / 0.25 / 0.8)
+
+
 def test_overhead_multiplies_the_lanes_work_in_sparse_exchanges() -> None:
     network, trace = Network.ideal(4, 1, 1e9), replace(step(), processor=0.05)
     more = replace(network, device=replace(network.device, overhead={"TopK": 1.5}))

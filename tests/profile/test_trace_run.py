@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -10,8 +12,8 @@ from typer.testing import CliRunner, Result
 from gradtide.lab import workloads
 from gradtide.plan.trace import load
 from gradtide.profile.cli import app
-from gradtide.profile.trace.run import Effort, here
-from gradtide.profile.trace.subject import Wanted
+from gradtide.profile.trace.run import Alone, Effort, here, trace
+from gradtide.profile.trace.subject import Wanted, build
 
 MINE = """
 import torch
@@ -124,6 +126,28 @@ def test_a_replay_has_the_times_that_it_waits() -> None:
     assert names[0].startswith("fc.")
     assert names[-1].startswith(("conv1", "bn1"))
     assert names[found.forward_order[0]].startswith("conv1")
+
+
+class Last(Alone):
+    """A rank that meets another, which takes twice as long."""
+
+    def __init__(self) -> None:
+        self.meetings = 0
+
+    def together(self) -> None:
+        self.meetings += 1
+
+    def slowest(self, seconds: Sequence[float]) -> Sequence[float]:
+        self.own = list(seconds)
+        return [2 * each for each in seconds]
+
+
+def test_the_slowest_ranks_optimizer_counts(mine: str) -> None:
+    ranks = Last()
+    found = trace(build(Wanted(f"{mine}:build")), Effort(steps=3, warmup=1), ranks)
+    assert ranks.meetings >= 2 * 4  # before each step, and before its optimizer
+    assert found.optimizer == 2 * median(ranks.own)
+    assert sum(unit.optimizer for unit in found.units) == pytest.approx(found.optimizer)
 
 
 def test_ranks_at_once(tmp_path: Path) -> None:

@@ -125,13 +125,13 @@ def finish(bench: Bench, network: Network, budget: float) -> Network:
     quick = seconds / 8 / max(network.inter.ring.beta, 1e-12)
     nbytes = max(min(quick, BUSY_BYTES[1]), BUSY_BYTES[0])
     processors = bench.first(partial(_shared, bench.everyone(_machine)))
-    late, occupancy = turns(bench, processors)
+    spread, occupancy = turns(bench, processors)
     return replace(
         network,
         device=workbench(bench, SHARES[1] * budget),
         interference=interference(bench, nbytes, seconds / 2),
         sharing=sharing(bench, seconds / 2),
-        skew=late,
+        spread=spread,
         # What is not computed on the processor does not keep it busy.
         processors=processors if bench.device.type == "cpu" else None,
         occupancy=occupancy,

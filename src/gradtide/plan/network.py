@@ -90,8 +90,8 @@ class Network:
     `contention` that by which a request slows while another lane's is on the wire.
     `sharing` is the factor by which the lane's own work and that of the training thread
     slow each other: 1 where each has a processor, 2 where ranks have one or less.
-    `skew` is how many seconds later a request is answered when ranks come from work:
-    those that share processors finish one after the other.
+    `spread` is by which share of the work before it a request is answered later: ranks
+    that share processors finish one after the other.
 
     `processors` is how many a rank has for itself, less than 1 where ranks share them
     (None: enough). Ranks that have too few keep them busy for a share `occupancy` of
@@ -106,7 +106,7 @@ class Network:
     interference: float = 1.0
     contention: float = 2.0
     sharing: float = 1.0
-    skew: float = 0.0
+    spread: float = 0.0
     processors: float | None = None
     occupancy: float = 1.0
     rate: float | None = None
@@ -119,7 +119,6 @@ class Network:
             raise ValueError(
                 f"{self.hosts} hosts x {self.ranks_per_host} ranks: both are 1 or more"
             )
-        seconds("Network(skew=...)", self.skew)
         for name in ("interference", "contention"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 1):
@@ -128,6 +127,8 @@ class Network:
             raise ValueError(f"sharing={self.sharing!r}: a factor from 1 (none) to 2")
         if self.processors is not None and not 0 < self.processors < math.inf:
             raise ValueError(f"processors={self.processors!r}: above 0, or None")
+        if not 0 <= self.spread <= 1:
+            raise ValueError(f"spread={self.spread!r}: a share, from 0 to 1")
         if not 0 < self.occupancy <= 1:
             raise ValueError(f"occupancy={self.occupancy!r}: a share, above 0 to 1")
 
@@ -218,6 +219,7 @@ class Network:
 def load(path: Path) -> Network:
     """The network that `Network.save` wrote; `ValueError` says what is wrong."""
     found = DOCUMENT.read(path)
+    found.pop("skew", None)  # seconds after any work, in files of earlier versions
     try:
         device = dict(found.pop("device"))
         device["select"] = {

@@ -108,7 +108,7 @@ class VirtualTransport:
         self.busy: list[Interval] = []  # when the lane had an errand
         self.wired: list[Interval] = []  # when it had a request on the wire
         self._worked: list[Interval] = []  # when its processor worked; recent ones
-        self._skewed = False  # worked since the last request
+        self._worked_for = 0.0  # seconds since the last request
 
     # - What a transport does ----------------------------------------------------------
 
@@ -120,7 +120,10 @@ class VirtualTransport:
         if early and window is not None:
             self._at = start = max(now, window.opens)
             wire, self._wire = self._wire, window.ends
+            # What the errand before works at its end comes after this.
+            worked, self._worked_for = self._worked_for, 0.0
             begin()
+            self._worked_for += worked
             self._yield_to(window, before, wire)
         else:
             begin()
@@ -160,9 +163,9 @@ class VirtualTransport:
         self.payload_bytes += self.sends(op)
         if isinstance(op, ToHost | Cut) or self.group.size == 1:
             return Pending(op, self.clock())
-        skewed, charged = self._skewed, self.processor
+        worked, charged = self._worked_for, self.processor
         self.work(self.network.device.request)
-        self._skewed = skewed
+        self._worked_for = worked
         # Posting it is part of what the request was measured to cost.
         posted = cost.seconds(op, self.group, self._charges)
         self.processor = charged + self.overhead * posted
@@ -208,7 +211,7 @@ class VirtualTransport:
             shared = [(self._time.now, self._time.until)]
             ends = stretched(self._at, seconds, shared, self.network.sharing)
             self._worked.append((self._at, ends))
-            self._skewed = True
+            self._worked_for += seconds
             self._at = ends
 
     def charge(self, seconds: float) -> None:
@@ -251,11 +254,10 @@ class VirtualTransport:
 
     def _travel(self, op: Op) -> float:
         """Put a request behind what is on the wire; when it will have been answered."""
-        start = max(self.clock(), self._wire)
+        late = self.network.spread * self._worked_for  # the last of the ranks
+        self._worked_for = 0.0
+        start = max(self.clock() + late, self._wire)
         seconds = cost.seconds(op, self.group, self.network)
-        if self._skewed:
-            seconds += self.network.skew
-            self._skewed = False
         if self._others:
             wired = union(i for t in self._others for i in t.wired)
             self._wire = stretched(start, seconds, wired, self.network.contention)

@@ -33,6 +33,7 @@ MEMORY = 1 << 24  # elements, 64 MB: see [Note: Cold]
 ORDERED = 1 << 21  # entries, 8 MB: what is made of them is three times as large
 WIDTH = 192  # of the matrices whose product is the computing that is slowed down
 REQUESTS = 50
+TURNS = 150  # of work and a request: how late ranks come varies by more than its mean
 BETWEEN = 1 << 22  # elements copied between two requests: work as on a bucket
 MOST = 1000  # requests in line
 LEAST_BUSY = 0.5  # below that, the ranks waited for the link
@@ -111,8 +112,8 @@ def sharing(bench: Bench, budget: float) -> float:
 def turns(bench: Bench, processors: float) -> tuple[float, float]:
     """Work and requests in turn, when ranks have so many processors for themselves.
 
-    Seconds by which a request is answered later when all ranks come from work; and for
-    which share of the time they keep the processors busy, if they have too few.
+    By which share of the work a request is answered later when all ranks come from it;
+    and for which share of the time they keep the processors busy, if they have too few.
     """
     bench.tell("requests, after work and one behind the other")
     size = bench.group.size
@@ -121,22 +122,23 @@ def turns(bench: Bench, processors: float) -> tuple[float, float]:
 
     def mean(*steps: Work) -> float:
         begin = bench.now()
-        for _ in range(REQUESTS):
+        for _ in range(TURNS):
             for step in steps:
                 step()
-        spent = (bench.now() - begin) / REQUESTS
+        spent = (bench.now() - begin) / TURNS
         return bench.middle(lambda: [spent])[0]
 
     def request() -> None:
         bench.ask(op)()
 
-    alone = mean(request) + mean(work)
+    asking, working = mean(request), mean(work)
     begin = time.process_time()
     together = mean(work, request)
-    worked = (time.process_time() - begin) / REQUESTS
+    worked = (time.process_time() - begin) / TURNS
     worked = bench.middle(lambda: [worked])[0]
     busy = min(worked / together / processors, 1.0) if processors < 1 else 1.0
-    return max(0.0, together - alone), max(busy, LEAST_BUSY)
+    spread = (together - asking - working) / working
+    return min(max(spread, 0.0), 1.0), max(busy, LEAST_BUSY)
 
 
 def _compute(bench: Bench, a: Tensor, seconds: float) -> None:
