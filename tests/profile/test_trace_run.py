@@ -132,10 +132,10 @@ class Last(Alone):
     """A rank that meets another, which takes twice as long."""
 
     def __init__(self) -> None:
-        self.meetings = 0
+        self.log: list[str] = []
 
     def together(self) -> None:
-        self.meetings += 1
+        self.log.append("together")
 
     def slowest(self, seconds: Sequence[float]) -> Sequence[float]:
         self.own = list(seconds)
@@ -143,9 +143,10 @@ class Last(Alone):
 
 
 def test_the_slowest_ranks_optimizer_counts(mine: str) -> None:
-    ranks = Last()
-    found = trace(build(Wanted(f"{mine}:build")), Effort(steps=3, warmup=1), ranks)
-    assert ranks.meetings >= 2 * 4  # before each step, and before its optimizer
+    ranks, subject = Last(), build(Wanted(f"{mine}:build"))
+    subject.optimizer.register_step_pre_hook(lambda *_: ranks.log.append("update"))
+    found = trace(subject, Effort(steps=3, warmup=1), ranks)
+    assert ranks.log[:12] == ["together", "together", "update"] * 4
     assert found.optimizer == 2 * median(ranks.own)
     assert sum(unit.optimizer for unit in found.units) == pytest.approx(found.optimizer)
 

@@ -22,8 +22,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from gradtide.lab import group
 from gradtide.lab.cluster import Cluster
-from gradtide.lab.group import begin
 from gradtide.lab.launch import launch
 from gradtide.plan.medians import across
 from gradtide.plan.trace import StepTrace, load
@@ -114,7 +114,7 @@ def among(wanted: Wanted, effort: Effort) -> StepTrace | None:
     """
     if effort.threads is not None:
         torch.set_num_threads(effort.threads)
-    begin()
+    group.begin()
     rank, size = dist.get_rank(), dist.get_world_size()
     found = trace(build(wanted, rank, size), effort, Everyone())
     gathered: list[StepTrace] | None = None
