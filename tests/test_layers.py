@@ -19,7 +19,7 @@ LAYERS = (
     {"scheme"},
     {"broadcast", "owners", "placement"},
     {"alarm", "preconditioning", "state"},
-    {"updates"},
+    {"local", "updates"},
     {"backward"},
     {"hooks", "plan", "tune"},
     {"auto"},

@@ -91,7 +91,7 @@ def test_what_cannot_be_parsed_is_refused_by_name(text: str, words: str) -> None
 
 
 def test_schedules_are_checked() -> None:
-    with pytest.raises(ValueError, match="'ready' or 'backward'"):
+    with pytest.raises(ValueError, match="'backward' or 'step'"):
         Schedule(launch="never")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'step' or 'forward'"):
         Schedule(update="never")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from gradtide.replicate import Replica as Replica
 from gradtide.replicate import replicate as replicate
 from gradtide.schedule import DEAR as DEAR
+from gradtide.schedule import LOCAL as LOCAL
 from gradtide.schedule import SEQUENTIAL as SEQUENTIAL
 from gradtide.schedule import WFBP as WFBP
 from gradtide.scheme import Scheme as Scheme

@@ -9,7 +9,7 @@ others, all of them forget alike, and a step that is taken nevertheless is refus
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -74,13 +74,7 @@ class Alarm:
         """
         if not self.ranks:
             return
-        found = self._transport.gather_objects(self._culprit or self._search())
-        name = next((found[r] for r in self.ranks if found[r]), "a parameter")
-        raise RuntimeError(
-            f"the gradient of {name} is infinite or NaN on rank "
-            f"{', '.join(map(str, self.ranks))}: lower the learning rate, clip, or "
-            "train with torch.amp.GradScaler, which skips such steps"
-        )
+        raise refusal(self._transport, self.ranks, self._culprit or self._search())
 
     def _sparse(self) -> Iterator[GradientBucket]:
         for home in self._placement.buckets:
@@ -95,6 +89,19 @@ class Alarm:
                 if not (_finite(left) and (mean is None or _finite(mean))):
                     return slot.name
         return None
+
+
+def refusal(
+    transport: Transport, ranks: Sequence[int], culprit: str | None
+) -> RuntimeError:
+    """What to raise for gradients of `ranks`; every rank calls this with its own."""
+    found = transport.gather_objects(culprit)
+    name = next((found[r] for r in ranks if found[r]), "a parameter")
+    return RuntimeError(
+        f"the gradient of {name} is infinite or NaN on rank "
+        f"{', '.join(map(str, ranks))}: lower the learning rate, clip, or "
+        "train with torch.amp.GradScaler, which skips such steps"
+    )
 
 
 def _finite(x: Tensor) -> bool:

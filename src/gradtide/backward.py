@@ -14,6 +14,7 @@ from torch import nn
 from gradtide.autograd import after_backward
 from gradtide.engine import Engine
 from gradtide.layout import LARGE, GradientBucket, Slot
+from gradtide.local import LocalSteps
 from gradtide.placement import Placement
 from gradtide.preconditioning import Launchable, Preconditioning
 from gradtide.updates import Updates
@@ -27,6 +28,7 @@ class Backward:
     ) -> None:
         self.engine, self.placement, self.updates = engine, placement, updates
         self.second: Preconditioning | None = None
+        self.steps: LocalSteps | None = None  # exchanged in the place of gradients
         self.quiet = False  # inside no_sync()
         self.open = False  # between a backward's first gradient and its end
         self.eager = eager  # buckets leave as they get full
@@ -43,6 +45,8 @@ class Backward:
         self.updates.abandon()
         if self.quiet:
             return
+        if self.steps is not None:
+            self.steps.decide()
         if self.placement.recorded:
             # All follow the order in which rank 0's gradients got ready.
             orders = self.engine.transport.gather_objects(self.placement.recorded)
@@ -65,6 +69,8 @@ class Backward:
                 return
             if not self.open:  # the backward did not start at the model's own output
                 self.begin()
+            if self.steps is not None and self.steps.on:  # it stays in `.grad`
+                return
             slot, home = cell.slot, cell.home
             if slot.arrived:
                 self._take_again(home, slot)
@@ -146,6 +152,9 @@ class Backward:
     def _end(self) -> None:
         """Backward is over: what got no gradient leaves too, so that nobody hangs."""
         self.open = False
+        if self.steps is not None and self.steps.on:
+            self.steps.check()
+            return
         buckets = self.placement.buckets
         arrived = [slot.arrived for home in buckets for slot in home.slots]
         if not any(arrived):

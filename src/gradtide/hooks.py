@@ -52,7 +52,7 @@ class Hooks:
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         keep(model.register_forward_pre_hook(lambda *_: self._before_forward()))
         keep(model.register_forward_hook(lambda *a: self._after_forward(a[-1])))
-        keep(optimizer.register_step_post_hook(lambda *_: updates.stepped()))
+        keep(optimizer.register_step_post_hook(lambda *_: self._stepped()))
         keep(optimizer.register_step_post_hook(lambda *_: stepped()))
 
     def follow(self, in_forward: bool) -> None:
@@ -60,7 +60,11 @@ class Hooks:
         for handle in self._update_handles:
             handle.remove()
         updates, self._update_handles = self._updates, []
-        keep = self._update_handles.append
+        keep, steps = self._update_handles.append, self._backward.steps
+        if steps is not None:
+            keep(self._optimizer.register_step_pre_hook(lambda *a: self._going(*a)))
+            self._before_state(lambda *_: steps.withdraw())
+            return
         if not in_forward:
             keep(self._optimizer.register_step_pre_hook(lambda *a: self._stepping(*a)))
             return
@@ -69,12 +73,17 @@ class Hooks:
             updates.flush()
 
         keep(self._optimizer.register_step_pre_hook(lambda *a: self._deferring(*a)))
-        keep(self._optimizer.register_state_dict_pre_hook(flush))
-        keep(self._optimizer.register_load_state_dict_pre_hook(flush))
         self._update_handles += updates.watch(self._model)
+        self._before_state(flush)
+
+    def _before_state(self, settle: Callable[..., None]) -> None:
+        """Call `settle` before the state of module or optimizer is read or written."""
+        keep = self._update_handles.append
+        keep(self._optimizer.register_state_dict_pre_hook(settle))
+        keep(self._optimizer.register_load_state_dict_pre_hook(settle))
         for module in self._model.modules():
-            keep(module.register_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
-            keep(module.register_load_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
+            keep(module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
+            keep(module.register_load_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Leave module and optimizer as they were."""
@@ -90,7 +99,10 @@ class Hooks:
                 "sent different gradients: end the run, or call sync.remove() on every "
                 "rank and replicate() again"
             )
-        if backward.quiet or not (self._model.training and torch.is_grad_enabled()):
+        trains = self._model.training and torch.is_grad_enabled()
+        if backward.steps is not None:
+            (backward.steps.lead if trains else backward.steps.withdraw)()
+        if backward.quiet or not trains:
             return
         if backward.second is not None:
             backward.forward()
@@ -113,6 +125,25 @@ class Hooks:
                 "preconditioned: call step() without a closure"
             )
         self._updates.stepping(optimizer)
+
+    def _stepped(self) -> None:
+        self._updates.stepped()
+        steps = self._backward.steps
+        if steps is not None and steps.on:
+            steps.stepped()
+
+    def _going(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if closes(args, kwargs):
+            raise RuntimeError(
+                "step(closure) evaluates the model as often as each rank likes, and "
+                "every time all ranks have to: call step() without a closure, or use "
+                "'wfbp'"
+            )
+        steps = self._backward.steps
+        if steps is not None and steps.on:
+            steps.stepping()
+        else:
+            self._updates.stepping(optimizer)
 
     def _deferring(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if closes(args, kwargs):

@@ -29,6 +29,7 @@ from gradtide.fusion import BySize, Search
 from gradtide.hooks import Hooks
 from gradtide.kfac.costs import admitted
 from gradtide.kfac.preconditioner import Preconditioner
+from gradtide.local import LocalSteps
 from gradtide.momentum import Momentum
 from gradtide.owners import clip
 from gradtide.placement import Placement
@@ -110,8 +111,12 @@ class Replica:
         self._placement = Placement(model, start(scheme), transport.group.size)
         self._updates = Updates(self.engine, self._placement, in_forward)
         self._updates.momentum = _momentum(optimizer, scheme)
-        eager = scheme.schedule.launch == "ready"
+        self._steps: LocalSteps | None = None
+        if scheme.schedule.launch == "step":
+            self._steps = LocalSteps(self.engine, self._placement, optimizer)
+        eager = scheme.schedule.launch != "backward"
         self._backward = Backward(self.engine, self._placement, self._updates, eager)
+        self._backward.steps = self._steps
         synchronize(self.engine, [*model.parameters(), *model.buffers()])
         self.kfac = self._prepare_kfac(grad_scaler)
         self._hooks = Hooks(
@@ -169,9 +174,16 @@ class Replica:
         Call between backward and step, as torch's function of this name. Returns the
         exact norm before scaling (a scalar), the same on every rank: every rank
         computes the norm of the part of the mean that it owns. Covers all trainable
-        parameters of the model. Raises RuntimeError for a non-finite norm if asked to.
+        parameters of the model. Where steps are exchanged (LOCAL) it is the norm of the
+        rank's own gradients, and the call is local. Raises RuntimeError for a
+        non-finite norm if asked to.
         """
         buckets, held = self._placement.buckets, self._updates.held
+        if self._steps is not None and self._steps.on:
+            params = self._placement.homes.keys()
+            return nn.utils.clip_grad_norm_(
+                params, max_norm, error_if_nonfinite=error_if_nonfinite
+            )
         norm = clip(self.engine, buckets, held, max_norm, error_if_nonfinite)
         if self._pilot is not None:
             self._pilot.hands.note()
@@ -185,8 +197,14 @@ class Replica:
         self._updates.deliver_held()
 
     def flush(self) -> None:
-        """Apply what `step()` has deferred. Local: no rank waits for another's call."""
+        """Have the parameters up to date: apply what `step()` has deferred.
+
+        And take back by how far a training forward has gone ahead (LOCAL). Local: no
+        rank waits for another's call.
+        """
         self._updates.flush()
+        if self._steps is not None:
+            self._steps.withdraw()
 
     def adopt(self, scheme: str | Scheme) -> None:
         """Go on with another scheme, from the next step on; nothing is lost.
@@ -212,6 +230,11 @@ class Replica:
                 raise ValueError("adopt() takes a decided scheme: replicate with auto")
             admit_optimizer(self.model, self.optimizer, chosen.schedule)
             _momentum(self.optimizer, chosen)
+            if (chosen.schedule.launch == "step") != (self._steps is not None):
+                raise ValueError(
+                    f"adopt({chosen!r}): what was left behind of gradients is no step, "
+                    "nor the other way round; call remove() and replicate()"
+                )
             if chosen.preconditioner != self.scheme.preconditioner:
                 raise ValueError(
                     f"adopt({chosen!r}): the preconditioner stays as it is; call "
@@ -229,7 +252,7 @@ class Replica:
         if self.kfac is not None:
             self.kfac.finish()
         self._placement.adopt(scheme)
-        self._backward.eager = scheme.schedule.launch == "ready"
+        self._backward.eager = scheme.schedule.launch != "backward"
         in_forward = scheme.schedule.update == "forward"
         self._updates.adopt(in_forward)
         self._updates.momentum = _momentum(self.optimizer, scheme)

@@ -4,6 +4,8 @@
 - WFBP: wait-free back-propagation, as in DDP: a bucket leaves when it is full.
 - DEAR: as WFBP, but the second half of every exchange hides in the next forward, and
   parameters change just before they are next read (Zhang et al., ICDCS 2023).
+- LOCAL: every rank steps from its own gradients, and what the step did is exchanged
+  (`gradtide.local`).
 """
 
 from __future__ import annotations
@@ -14,25 +16,32 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Schedule:
-    """`launch`: a bucket leaves when it is full ("ready") or when backward has ended.
+    """`launch`: a bucket leaves when it is full ("ready"), when backward has ended, or
+    after the optimizer's step ("step"), with what that did instead of gradients.
 
     `update`: parameters change at `step()`, or before they are next read ("forward").
     """
 
-    launch: Literal["ready", "backward"] = "ready"
+    launch: Literal["ready", "backward", "step"] = "ready"
     update: Literal["step", "forward"] = "step"
 
     def __post_init__(self) -> None:
-        if self.launch not in ("ready", "backward"):
+        if self.launch not in ("ready", "backward", "step"):
             raise ValueError(
-                f"launch={self.launch!r}: a schedule launches 'ready' or 'backward'"
+                f"launch={self.launch!r}: a schedule launches 'ready', 'backward' or "
+                "'step'"
             )
         if self.update not in ("step", "forward"):
             raise ValueError(
                 f"update={self.update!r}: a schedule updates at 'step' or 'forward'"
+            )
+        if self.launch == "step" and self.update != "step":
+            raise ValueError(
+                "launch='step' exchanges what a step did: it updates at 'step', too"
             )
 
 
 SEQUENTIAL = Schedule(launch="backward")
 WFBP = Schedule()
 DEAR = Schedule(update="forward")
+LOCAL = Schedule(launch="step")

@@ -34,9 +34,10 @@ from gradtide.collectives import (
     TopkDSA,
     Warmup,
 )
+from gradtide.collectives.corrected import takes_over
 from gradtide.fusion import FUSIONS, BySize, Fusion
 from gradtide.kfac import DISTRIBUTIONS, KFAC
-from gradtide.schedule import DEAR, SEQUENTIAL, WFBP, Schedule
+from gradtide.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
 from gradtide.select import SELECTORS
 
 
@@ -61,6 +62,7 @@ class Scheme:
 
 _WIRED = {"": Dense(), "-bf16": Dense("bf16"), "-fp16": Dense("fp16")}
 _SCHEDULES = {"sequential": SEQUENTIAL, "wfbp": WFBP, "dear": DEAR}
+_SUFFIXES = {"": WFBP, "-dear": DEAR}
 _SPARSE: dict[str, Collective] = {
     "topk": TopK(),
     "gtopk": GTopK(),
@@ -90,14 +92,14 @@ RECIPES: dict[str, Scheme] = {
     **{
         f"{name}{suffix}": Scheme(collective, _LARGE, schedule)
         for name, collective in _SPARSE.items()
-        for suffix, schedule in (("", WFBP), ("-dear", DEAR))
+        for suffix, schedule in (_SUFFIXES | {"-local": LOCAL}).items()
     },
     **{
         f"{name}_kfac{suffix}": Scheme(
             schedule=schedule, preconditioner=KFAC(cast(Any, name))
         )
         for name in DISTRIBUTIONS
-        for suffix, schedule in (("", WFBP), ("-dear", DEAR))
+        for suffix, schedule in _SUFFIXES.items()
     },
 }
 
@@ -105,6 +107,7 @@ NAMES: dict[str, Any] = {
     **{cls.__name__: cls for cls in (*COLLECTIVES, *WRAPPERS, *PARTITIONS, *SELECTORS)},
     **{cls.__name__: cls for cls in (Auto, Scheme, Schedule, *FUSIONS, KFAC)},
     **{name.upper(): schedule for name, schedule in _SCHEDULES.items()},
+    "LOCAL": LOCAL,
 }
 
 
@@ -141,11 +144,13 @@ def check(scheme: Scheme) -> Scheme:
             raise ValueError(f"{part!r} in {scheme!r} has no method {method!r}")
     if not isinstance(scheme.schedule, Schedule):
         raise ValueError(
-            f"{scheme.schedule!r} is not a Schedule (SEQUENTIAL, WFBP, DEAR)"
+            f"{scheme.schedule!r} is not a Schedule (SEQUENTIAL, WFBP, DEAR, LOCAL)"
         )
     _check_auto(scheme)
     if not isinstance(scheme.preconditioner, KFAC | None):
         raise ValueError(f"{scheme.preconditioner!r} is not a KFAC(...) or None")
+    if scheme.schedule.launch == "step":
+        _check_local(scheme)
     return scheme
 
 
@@ -161,6 +166,20 @@ def _check_auto(scheme: Scheme) -> None:
         raise ValueError(
             f"{scheme!r}: auto begins as wfbp and decides on the schedule itself, and "
             "cannot be combined with K-FAC: leave both out"
+        )
+
+
+def _check_local(scheme: Scheme) -> None:
+    """What is exchanged are steps, not gradients."""
+    if scheme.preconditioner is not None:
+        raise ValueError(
+            f"{scheme!r}: K-FAC is made of averaged gradients, which are not to be had "
+            "where steps are exchanged: use WFBP or DEAR"
+        )
+    if takes_over(scheme.collective):
+        raise ValueError(
+            f"{scheme!r}: the steps that are exchanged have the optimizer's momentum: "
+            "leave out corrected"
         )
 
 
@@ -206,7 +225,8 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
     Or of its preconditioner: spd_kfac(damping=0.01). With `warmup=N` the first
     N steps go down to the collective's density by RAMP. With `corrected=True` the
     optimizer's momentum is computed before selection, and all N steps are dense:
-    where much is sent, masking leaves little of the momentum.
+    where much is sent, masking leaves little of the momentum. They are dense, too,
+    where steps are exchanged after them.
     """
     kfac = recipe.preconditioner
     if kfac is not None:
@@ -227,6 +247,8 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
     if steps:
         own = getattr(collective, "density", 1.0)
         ramp = tuple(d for d in RAMP if d > own) or (1.0,)
+        if recipe.schedule.launch == "step":  # gradients first, then steps
+            ramp = (1.0,)
         if not isinstance(steps, int) or steps < len(ramp):
             raise ValueError(
                 f"warmup={steps!r}: a number of steps, {len(ramp)} or more, for "

@@ -43,11 +43,20 @@ class Warmup:
             _with_density(self.collective, density)
 
     def reduce(self, load: Payload, group: Group) -> Flow:
-        stage = count(_own(load.state)) // self.steps
+        density = self._density(count(_own(load.state)))
         collective = self.collective
-        if stage < len(self.densities):
-            collective = _with_density(collective, self.densities[stage])
+        if density is not None:
+            collective = _with_density(collective, density)
         return (yield from collective.reduce(load, group))
+
+    def dense_next(self, state: dict[str, Tensor]) -> bool:
+        """Whether the next exchange is a dense one; `state` is the payload's."""
+        return self._density(int(_own(state).get("step", 0))) == 1
+
+    def _density(self, step: int) -> float | None:
+        """Of the exchange with this number; None: the collective's own."""
+        stage = step // self.steps
+        return self.densities[stage] if stage < len(self.densities) else None
 
 
 def _own(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -168,6 +168,11 @@ def comm_hook(
                 "a communication hook sees gradients only, K-FAC needs the layers' "
                 "inputs: use gradtide.replicate"
             )
+        if chosen.schedule.launch == "step":
+            raise ValueError(
+                "a communication hook does not see the optimizer, whose steps are to "
+                "be exchanged: use gradtide.replicate, or the scheme without 'local'"
+            )
         if chosen.schedule.update == "forward":
             raise ValueError(
                 "a communication hook ends with backward, so its second half cannot "

@@ -8,6 +8,8 @@ all-gather) and c2 (the all-gather), no step can be shorter than
     backward part:  max(b, c')  buckets leave when full    b + c'  when backward ended
     forward part:   f           updates at step()          max(f, c2)  in the forward
 
+(a bucket that leaves after the step leaves after backward).
+
 with c' = c1 where the second half travels in the forward, else c1 + c2. So DDP and WFBP
 have f + max(b, c), sequential f + b + c, DeAR max(f, c2) + max(b, c1). Optimistic on
 purpose: no latency, no packet headers, no optimizer step, and the first gradient ready
@@ -48,6 +50,6 @@ def limit_seconds(
     forward, during = compute.forward, first + second
     if schedule.update == "forward":
         forward, during = max(forward, second), first
-    if schedule.launch == "backward":
+    if schedule.launch != "ready":
         return forward + compute.backward + during
     return forward + max(compute.backward, during)

@@ -62,12 +62,16 @@ def kind(scheme: Scheme) -> Kind:
 
 
 def sparse_recipes() -> dict[str, Scheme]:
-    """All recipes that leave something behind, at their default densities."""
+    """All recipes that leave something behind, at their default densities.
+
+    Not those that exchange steps: their loss is another one, step by step.
+    """
     return {name: s for name, s in RECIPES.items() if _sparse(name, s)}
 
 
 def _sparse(name: str, scheme: Scheme) -> bool:
-    return kind(scheme) == "lossy" and name != "auto"
+    local = scheme.schedule.launch == "step"
+    return kind(scheme) == "lossy" and name != "auto" and not local
 
 
 def rank(

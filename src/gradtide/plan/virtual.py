@@ -71,12 +71,17 @@ def simulate(
 
     `steps` are run, 2 or more (with K-FAC: periods); the first one is left out. Pure
     and deterministic. `parts` has another program's K-FAC in the place of gradtide's.
-    Raises ValueError for a collective that cannot be rehearsed, for K-FAC where the
-    trace or the network does not know what it needs, and whatever the scheme's fusion
-    raises.
+    Raises ValueError for a collective that cannot be rehearsed, for a schedule that
+    exchanges steps (LOCAL), for K-FAC where the trace or the network does not know what
+    it needs, and whatever the scheme's fusion raises.
     """
     if steps < 2:
         raise ValueError(f"steps={steps}: the first is left out, so 2 or more")
+    if scheme.schedule.launch == "step":
+        raise ValueError(
+            f"{scheme!r}: an exchange of steps (LOCAL) is not predicted yet: plan with "
+            "the scheme without 'local', and measure this one with gradtide compare"
+        )
     run = Run(trace, scheme, network, parts)
     run.step()
     if run.second is None:

@@ -1,0 +1,267 @@
+"""Steps in the place of gradients: what travels, where the module stands meanwhile, and
+the product of collective, optimizer, accumulation and clipping on real ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradtide
+from gradtide.integrations.ddp import comm_hook
+from tests.ranks import run_ranks
+from tests.test_sparse import (
+    LOW_RANK,
+    OPTIMIZERS,
+    SPARSE,
+    batch,
+    by_torch_save,
+    named,
+    network,
+    poisoned,
+    resumed,
+    train,
+    weights,
+)
+
+
+def replica(
+    scheme: str, optimizer: str = "sgd"
+) -> tuple[nn.Module, torch.optim.Optimizer, gradtide.Replica]:
+    model = network()
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    return model, opt, gradtide.replicate(model, opt, scheme)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    model(batch(step)).square().mean().backward()
+
+
+def undelivered(sync: gradtide.Replica) -> Tensor:
+    """Of this rank, per parameter of the model, in its order."""
+    left = sync.state_dict()[f"rank{dist.get_rank()}"]["remainders"]
+    return torch.cat([left[n].flatten() for n, _ in sync.model.named_parameters()])
+
+
+def over_ranks(own: Tensor) -> Tensor:
+    total = own.clone()
+    dist.all_reduce(total)
+    return total
+
+
+# - What travels -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("optimizer", "gain"), [("sgd", 1.0), ("adamw", math.sqrt(3))])
+@pytest.mark.parametrize("collective", [*SPARSE, "PowerSGD"])
+def test_nothing_of_a_step_is_lost(
+    collective: str, optimizer: str, gain: float
+) -> None:
+    def run() -> None:
+        model = network()
+        opt = OPTIMIZERS[optimizer](model.parameters())
+        seen: list[Tensor] = []  # before and after each of the optimizer's own steps
+        opt.register_step_pre_hook(lambda *_: seen.append(weights(model)))
+        opt.register_step_post_hook(lambda *_: seen.append(weights(model)))
+        sync = gradtide.replicate(model, opt, named(collective, 0.1, "LOCAL"))
+        shared, left = weights(model), torch.zeros_like(weights(model))
+        for step in range(5):
+            backward(model, step)
+            opt.step()
+            opt.zero_grad()
+            before, after = seen[-2:]
+            torch.testing.assert_close(before, shared + left / 3)
+            delivered, now = 3 * (weights(model) - shared), undelivered(sync)
+            torch.testing.assert_close(
+                delivered + over_ranks(now - left),
+                over_ranks(gain * (after - before)),
+                rtol=1e-4,
+                atol=1e-6,
+            )
+            shared, left = weights(model), now
+        assert left.any()
+        sync.remove()
+
+    run_ranks(3, run)
+
+
+def test_a_dense_exchange_is_the_mean_of_what_each_rank_would_have_done() -> None:
+    def run() -> None:
+        model, opt, sync = replica("Scheme(Dense(), schedule=LOCAL)")
+        twin = network()
+        alone = OPTIMIZERS["sgd"](twin.parameters())
+        for step in range(4):
+            backward(model, step)
+            backward(twin, step)
+            for some in (opt, alone):
+                some.step()
+                some.zero_grad()
+            for p in twin.parameters():
+                p.data.copy_(over_ranks(p.data) / 2)
+            torch.testing.assert_close(weights(model), weights(twin))
+        sync.remove()
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("collective", SPARSE + LOW_RANK)
+def test_the_product_of_features(collective: str) -> None:
+    product = list(itertools.product(OPTIMIZERS, (1, 2), (None, 0.1)))
+    start = weights(network())
+
+    def run() -> list[Any]:
+        scheme = named(collective, 0.1, "LOCAL")
+        return [train(scheme, name, 4, *case).tolist() for name, *case in product]
+
+    ranks = run_ranks(2, run)
+    for case, *trained in zip(product, *ranks, strict=True):
+        assert trained[0] == trained[1], f"replicas differ: {case}"
+        assert (torch.tensor(trained[0]) != start).any(), case
+
+
+def test_alone_it_is_the_optimizer() -> None:
+    schemes = (named("TopK", 0.1, "LOCAL"), "wfbp")
+    ((one, other),) = run_ranks(
+        1, lambda: [train(s, "adamw").tolist() for s in schemes]
+    )
+    torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
+
+
+# - Where the module stands ------------------------------------------------------------
+
+
+def test_outside_of_training_all_ranks_have_the_same() -> None:
+    def run() -> list[list[float]]:
+        model, opt, sync = replica(named("TopK", 0.1, "LOCAL"))
+        backward(model, 0)
+        opt.step()
+        opt.zero_grad()
+        shared, seen = weights(model), []
+        for leave in (
+            lambda: model.eval()(batch(1)),
+            lambda: torch.no_grad()(model.train())(batch(1)),
+            model.state_dict,
+            opt.state_dict,
+            sync.state_dict,
+            sync.flush,
+        ):
+            model.train()(batch(1))
+            assert not torch.equal(weights(model), shared)
+            leave()
+            seen.append(weights(model).tolist())
+            assert torch.equal(weights(model), shared)
+        backward(model, 1)  # in training again: nothing has been lost meanwhile
+        ahead = shared + undelivered(sync) / 2
+        backward(model, 1)
+        torch.testing.assert_close(weights(model), ahead)
+        sync.remove()
+        assert torch.equal(weights(model), shared)
+        return seen
+
+    first, second = run_ranks(2, run)
+    assert first == second
+
+
+def test_what_the_user_changes_between_steps_stays() -> None:
+    def run() -> list[float]:
+        model, opt, sync = replica(named("TopK", 0.1, "LOCAL"))
+        for step in range(3):
+            backward(model, step)
+            opt.step()
+            opt.zero_grad()
+            with torch.no_grad():
+                model[0].weight[0] = 7.0  # type: ignore[index]
+        sync.adopt(named("OkTopk", 0.1, "LOCAL"))
+        left = undelivered(sync)
+        assert left.any()
+        opt.step()  # without a forward: delivers of what was left
+        assert (model[0].weight[0] - 7.0).abs().max() < 0.01  # type: ignore[index]
+        return weights(model).tolist()  # type: ignore[no-any-return]
+
+    first, second = run_ranks(2, run)
+    assert first == second
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_dense_steps_of_a_warm_up_are_those_of_averaged_gradients(keep: bool) -> None:
+    """And then steps travel; whether zero_grad() keeps its tensors is of no concern."""
+    cut = "BySize(0.004, ends=0.001)"
+
+    def run() -> list[list[list[float]]]:
+        trained = []
+        for scheme in (f"Scheme(Warmup(TopK(0.1), 3), {cut}, LOCAL)", "wfbp"):
+            model, opt, sync = replica(scheme, "adamw")
+            steps = []
+            for step in range(6):
+                backward(model, step)
+                sync.clip_grad_norm_(0.1)
+                opt.step()
+                opt.zero_grad(set_to_none=not keep)
+                steps.append(weights(model).tolist())
+            assert scheme == "wfbp" or undelivered(sync).any()
+            sync.remove()
+            trained.append(steps)
+        return trained
+
+    ranks = run_ranks(2, run)
+    assert ranks[0] == ranks[1]
+    local, averaged = (torch.tensor(steps) for steps in ranks[0])
+    torch.testing.assert_close(local[:3], averaged[:3])
+    assert (local[3] != averaged[3]).sum() > 0.5 * local.shape[1]
+
+
+def test_a_run_resumed_in_its_warm_up_is_the_same_run() -> None:
+    for steps in (3, 6):  # stopped after four
+        scheme = f"Scheme(Warmup(TopK(0.05), {steps}), schedule=LOCAL)"
+        assert all(run_ranks(2, lambda s=scheme: resumed(s, by_torch_save)))
+
+
+@pytest.mark.parametrize("collective", ["TopK", "OkTopk", "Agreed", "PowerSGD"])
+def test_a_resumed_run_is_the_same_run(collective: str) -> None:
+    scheme = named(collective, 0.05, "LOCAL")
+    assert all(run_ranks(2, lambda: resumed(scheme, by_torch_save)))
+
+
+# - What is refused --------------------------------------------------------------------
+
+
+def test_nan_is_refused_by_name_or_skipped_everywhere() -> None:
+    scheme = named("TopK", 0.05, "LOCAL")
+    ranks = run_ranks(2, lambda: [poisoned(scheme, True), poisoned(scheme, False)])
+    for trained, message in ranks:
+        assert isinstance(trained, list), trained
+        assert all(map(math.isfinite, trained))
+        assert trained == ranks[0][0]
+        assert "2.weight" in message
+        assert "rank 1" in message
+
+
+def test_what_needs_averaged_gradients_is_refused() -> None:
+    def run() -> None:
+        for scheme, word in (
+            ("oktopk-local(0.01, corrected=True)", "leave out corrected"),
+            ("Scheme(Dense(), schedule=LOCAL, preconditioner=KFAC('mpd'))", "K-FAC"),
+            ("Scheme(Dense(), schedule=Schedule('step', 'forward'))", "at 'step'"),
+        ):
+            with pytest.raises(ValueError, match=word):
+                replica(scheme)
+        with pytest.raises(ValueError, match="without 'local'"):
+            comm_hook("oktopk-local")
+        model, opt, sync = replica("topk-local")
+        with pytest.raises(ValueError, match="is no step"):
+            sync.adopt("topk")
+        backward(model, 0)
+        with pytest.raises(RuntimeError, match="without a closure"):
+            opt.step(lambda: 0.0)
+        sync.remove()
+        model, opt, sync = replica("topk")
+        with pytest.raises(ValueError, match="is no step"):
+            sync.adopt("topk-local")
+        sync.remove()
+
+    run_ranks(2, run)
