@@ -215,8 +215,29 @@ def test_dense_steps_of_a_warm_up_are_those_of_averaged_gradients(keep: bool) ->
     assert (local[3] != averaged[3]).sum() > 0.5 * local.shape[1]
 
 
+def test_when_the_warm_up_ends_the_optimizer_expects_noisier_gradients() -> None:
+    def run() -> list[float]:
+        scheme = "Scheme(Warmup(TopK(0.1), 2), schedule=LOCAL)"
+        model, opt, sync = replica(scheme, "adamw")
+        squares = lambda: opt.state[model[0].weight]["exp_avg_sq"].sum().item()  # noqa: E731
+        before: list[float] = []  # when a step begins
+        opt.register_step_pre_hook(lambda *_: before.append(squares() if step else 0.0))
+        after, factors = 0.0, []
+        for step in range(4):
+            backward(model, step)
+            opt.step()
+            opt.zero_grad()
+            factors.append(before[-1] / after if after else 1.0)
+            after = squares()
+        sync.remove()
+        return factors
+
+    for factors in run_ranks(3, run):
+        assert factors == pytest.approx([1.0, 1.0, 3.0, 1.0])
+
+
 def test_a_run_resumed_in_its_warm_up_is_the_same_run() -> None:
-    for steps in (3, 6):  # stopped after four
+    for steps in (3, 4, 6):  # stopped after four
         scheme = f"Scheme(Warmup(TopK(0.05), {steps}), schedule=LOCAL)"
         assert all(run_ranks(2, lambda s=scheme: resumed(s, by_torch_save)))
 

@@ -17,7 +17,8 @@ what is undelivered is from CSER (Xie et al., NeurIPS 2020).
 [Note: gain] Adam divides by the root of the mean square of what it sees. Of a rank's
 own batch that is mostly noise, which in a mean over P ranks is smaller by the root of
 P: so much shorter are the steps, and `gain` makes up for it. It is 1 for optimizers
-that do not divide.
+that do not divide. What they remember of averaged gradients, when a warm-up ends, is
+too small for a rank's own by the same token, and is made larger once.
 
 Outside of training forwards, their backwards and the step, the module holds `shared`.
 
@@ -46,6 +47,7 @@ from torch.optim import (
 )
 
 from gradtide.alarm import refusal
+from gradtide.bucket import Collective
 from gradtide.collectives.warmup import Warmup
 from gradtide.engine import Engine
 from gradtide.layout import GradientBucket
@@ -54,6 +56,8 @@ from gradtide.placement import Placement
 
 # Whose steps are as long for gradients ten times as large.
 DIVIDING = (Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop)
+# What they remember of squares of gradients.
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "row_var", "col_var")
 
 
 class LocalSteps:
@@ -63,6 +67,7 @@ class LocalSteps:
         self, engine: Engine, placement: Placement, optimizer: Optimizer
     ) -> None:
         self._engine, self._placement = engine, placement
+        self._optimizer = optimizer
         size = engine.transport.group.size
         self._gain = math.sqrt(size) if isinstance(optimizer, DIVIDING) else 1.0
         self._ahead = 1 / size
@@ -77,11 +82,15 @@ class LocalSteps:
     @torch.no_grad()
     def decide(self) -> None:
         """A forward or a backward begins: is it for steps or for gradients?"""
-        (home, *_), before = self._placement.buckets, self.on
-        own, state = home.bucket.collective, home.bucket.load.state
+        (own, state), before = self._collective(), self.on
         self.on = not (isinstance(own, Warmup) and own.dense_next(state))
         if self.on and not before:
             self._part()
+
+    def _collective(self) -> tuple[Collective, dict[str, Tensor]]:
+        """What exchanges the first bucket, and its memory; the others are as far."""
+        bucket = self._placement.buckets[0].bucket
+        return bucket.collective, bucket.load.state
 
     def _part(self) -> None:
         """Let no gradient live in a bucket any more: steps are left behind there."""
@@ -156,8 +165,20 @@ class LocalSteps:
         if alarmed:
             self.withdraw()
             raise refusal(self._engine.transport, alarmed, self._culprit)
+        own, state = self._collective()
+        if isinstance(own, Warmup) and own.dense_last(state):
+            self._widen()
         if not self._away:
             self._keep()
+
+    def _widen(self) -> None:
+        """Have the optimizer expect a rank's own gradients, see [Note: gain]."""
+        for home in self._placement.buckets:
+            for slot in home.slots:
+                memory = self._optimizer.state.get(slot.param, {})
+                for name in SQUARES:
+                    if isinstance(memory.get(name), Tensor):
+                        memory[name].mul_(self._gain**2)
 
     @torch.no_grad()
     def stepped(self) -> None:

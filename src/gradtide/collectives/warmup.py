@@ -51,7 +51,11 @@ class Warmup:
 
     def dense_next(self, state: dict[str, Tensor]) -> bool:
         """Whether the next exchange is a dense one; `state` is the payload's."""
-        return self._density(int(_own(state).get("step", 0))) == 1
+        return self._density(_done(state)) == 1
+
+    def dense_last(self, state: dict[str, Tensor]) -> bool:
+        """Whether the last exchange was a dense one."""
+        return _done(state) > 0 and self._density(_done(state) - 1) == 1
 
     def _density(self, step: int) -> float | None:
         """Of the exchange with this number; None: the collective's own."""
@@ -63,6 +67,11 @@ def _own(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state with a step number of its own: what is inside may count, too."""
     zero = torch.zeros((), dtype=torch.int64)
     return {"step": state.setdefault("warmup.step", zero)}
+
+
+def _done(state: dict[str, Tensor]) -> int:
+    """The number of exchanges so far."""
+    return int(_own(state).get("step", 0))
 
 
 def _with_density(collective: Any, density: float) -> Collective:
