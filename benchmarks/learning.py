@@ -25,9 +25,9 @@ from gradtide.lab.workloads import build
 SCHEMES = " ".join(
     (
         "wfbp",
-        "topka2a(0.02,warmup=160,corrected=True)",
-        "oktopk(0.01,warmup=160,corrected=True)",
-        "exdyna(0.01,warmup=160,corrected=True)",
+        "topka2a-local(0.02,warmup=160)",
+        "oktopk-local(0.01,warmup=160)",
+        "exdyna-local(0.01,warmup=160)",
     )
 )
 
