@@ -24,7 +24,7 @@ DAMPING = 0.03
 
 @pytest.fixture(autouse=True)
 def same_gradients() -> None:
-    """Or one draw in many rounds to more than the tolerance."""
+    """Whatever ran before."""
     torch.manual_seed(0)
 
 
@@ -56,7 +56,9 @@ def test_eigen_form_damps_the_product_exactly() -> None:
         product = torch.kron(g[i], a[i]).double() + DAMPING * torch.eye(12)
         expected = torch.linalg.solve(product, v[i].flatten().double())
         actual = both(v)[i].flatten().double()
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        # Of the largest: the product's condition number is 183, float32's eps 1.2e-7.
+        close = 1e-5 * expected.abs().max().item()
+        torch.testing.assert_close(actual, expected, rtol=0, atol=close)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
