@@ -150,7 +150,7 @@ def poisoned(scheme: str, scaled: bool) -> str | list[float]:
     return weights(model).tolist()
 
 
-@pytest.mark.parametrize("schedule", ["WFBP", "DEAR"])
+@pytest.mark.parametrize("schedule", ["WFBP", "DEAR", "LOCAL"])
 @pytest.mark.parametrize("collective", SPARSE + LOW_RANK)
 def test_nan_is_refused_by_name_or_skipped_everywhere(
     collective: str, schedule: str

@@ -69,9 +69,10 @@ class Backward:
                 return
             if not self.open:  # the backward did not start at the model's own output
                 self.begin()
-            if self.steps is not None and self.steps.on:  # it stays in `.grad`
-                return
             slot, home = cell.slot, cell.home
+            if self.steps is not None and self.steps.on:
+                slot.arrived = True  # and it stays in `.grad`
+                return
             if slot.arrived:
                 self._take_again(home, slot)
                 return
@@ -152,13 +153,15 @@ class Backward:
     def _end(self) -> None:
         """Backward is over: what got no gradient leaves too, so that nobody hangs."""
         self.open = False
-        if self.steps is not None and self.steps.on:
-            self.steps.check()
-            return
         buckets = self.placement.buckets
         arrived = [slot.arrived for home in buckets for slot in home.slots]
         if not any(arrived):
             return  # torch.autograd.grad(): nothing was accumulated
+        if self.steps is not None and self.steps.on:
+            for home in buckets:
+                home.rearm()
+            self.steps.check()
+            return
         if self.second is not None:
             self.second.kfac.collect()
         while self._cursor < len(self._planned()):

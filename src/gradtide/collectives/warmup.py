@@ -71,7 +71,7 @@ def _own(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _done(state: dict[str, Tensor]) -> int:
     """The number of exchanges so far."""
-    return int(_own(state).get("step", 0))
+    return int(_own(state)["step"])
 
 
 def _with_density(collective: Any, density: float) -> Collective:
