@@ -8,8 +8,7 @@ all-gather) and c2 (the all-gather), no step can be shorter than
     backward part:  max(b, c')  buckets leave when full    b + c'  when backward ended
     forward part:   f           updates at step()          max(f, c2)  in the forward
 
-(a bucket that leaves after the step leaves after backward).
-
+(after the step counts as when backward ended),
 with c' = c1 where the second half travels in the forward, else c1 + c2. So DDP and WFBP
 have f + max(b, c), sequential f + b + c, DeAR max(f, c2) + max(b, c1). Optimistic on
 purpose: no latency, no packet headers, no optimizer step, and the first gradient ready
