@@ -13,14 +13,37 @@ from gradtide.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.testing import DivergedError, check_law, lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
+SPARSE = [make for make in COLLECTIVES if hasattr(make, "density")]
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("make", COLLECTIVES, ids=lambda c: c.__name__)
 def test_law(make: type[Collective], size: int) -> None:
     check_law(make(), size)
-    if hasattr(make, "density"):  # enough entries for none to be sent densely
+    if make in SPARSE:  # enough entries for none to be sent densely
         check_law(replace(make(), density=0.05), size, numel=400 * size, steps=10)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("make", SPARSE, ids=lambda c: c.__name__)
+def test_what_is_weighed_travels_by_its_weight(
+    make: type[Collective], size: int
+) -> None:
+    rng = torch.Generator().manual_seed(size)
+    loads = []
+    for _ in range(size):
+        flat = torch.randn(400 * size, generator=rng)
+        weighed = flat.clone()
+        weighed[1::2] *= 1e-6
+        loads.append(Payload(flat, [flat], weighed=weighed))
+    before = torch.stack([load.flat for load in loads]).sum(0)
+    collective = replace(make(), density=0.05)  # type: ignore[type-var]
+    flows = [collective.reduce(load, Group(r, size)) for r, load in enumerate(loads)]
+    for mean in lockstep(flows):
+        after = torch.stack([load.flat for load in loads]).sum(0)
+        torch.testing.assert_close(size * mean + after, before)
+        assert mean[0::2].any()
+        assert not mean[1::2].any()
 
 
 @pytest.mark.parametrize("size", SIZES)

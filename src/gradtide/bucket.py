@@ -33,9 +33,16 @@ class Payload:
     # before selection; and whether that was done, so that the optimizer must not.
     momentum: tuple[float, float] = (0.9, 1.0)
     moved: bool = False
+    # What to select by, where that is not how large the entries are: 1-D, like `flat`.
+    weighed: Tensor | None = field(default=None, repr=False)
     _mean: Tensor | None = field(default=None, init=False, repr=False)
     _where: Tensor | None = field(default=None, init=False, repr=False)
     _version: int = field(default=-1, init=False, repr=False)
+
+    @property
+    def salience(self) -> Tensor:
+        """What selection goes by (1-D, like `flat`): the largest magnitudes travel."""
+        return self.flat if self.weighed is None else self.weighed
 
     def take(self, where: Tensor) -> Tensor:
         """Take the entries at `where` (1-D, unique) out of `flat`; returns them.

@@ -60,10 +60,9 @@ class Hooks:
         for handle in self._update_handles:
             handle.remove()
         updates, self._update_handles = self._updates, []
-        keep, steps = self._update_handles.append, self._backward.steps
-        if steps is not None:
+        keep = self._update_handles.append
+        if self._backward.steps is not None:
             keep(self._optimizer.register_step_pre_hook(lambda *a: self._going(*a)))
-            self._before_state(lambda *_: steps.withdraw())
             return
         if not in_forward:
             keep(self._optimizer.register_step_pre_hook(lambda *a: self._stepping(*a)))
@@ -73,17 +72,12 @@ class Hooks:
             updates.flush()
 
         keep(self._optimizer.register_step_pre_hook(lambda *a: self._deferring(*a)))
+        keep(self._optimizer.register_state_dict_pre_hook(flush))
+        keep(self._optimizer.register_load_state_dict_pre_hook(flush))
         self._update_handles += updates.watch(self._model)
-        self._before_state(flush)
-
-    def _before_state(self, settle: Callable[..., None]) -> None:
-        """Call `settle` before the state of module or optimizer is read or written."""
-        keep = self._update_handles.append
-        keep(self._optimizer.register_state_dict_pre_hook(settle))
-        keep(self._optimizer.register_load_state_dict_pre_hook(settle))
         for module in self._model.modules():
-            keep(module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
-            keep(module.register_load_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
+            keep(module.register_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
+            keep(module.register_load_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Leave module and optimizer as they were."""
@@ -99,10 +93,7 @@ class Hooks:
                 "sent different gradients: end the run, or call sync.remove() on every "
                 "rank and replicate() again"
             )
-        trains = self._model.training and torch.is_grad_enabled()
-        if backward.steps is not None:
-            (backward.steps.lead if trains else backward.steps.withdraw)()
-        if backward.quiet or not trains:
+        if backward.quiet or not (self._model.training and torch.is_grad_enabled()):
             return
         if backward.second is not None:
             backward.forward()

@@ -1,18 +1,16 @@
 """The optimizer's own steps in the place of gradients.
 
-[Note: local steps] Every rank steps from its own gradients. What then travels, and is
-left behind in part, is what the step did to the parameters:
+[Note: local steps] Every rank steps from its own gradients, at parameters that all
+ranks have alike. What then travels, and is left behind in part, is what the step did to
+the parameters:
 
-    shared = parameters that all ranks have alike; own = what this rank has undelivered
-    training forward and backward at shared + own / P, with the rank's own batch
     step():  own += gain * what the optimizer changed;  mean, own = exchange(own)
-             shared += mean
+             parameters += mean
 
-so a rank does not repeat, at old parameters, a step that it has made and not yet been
-able to send: with one entry in a hundred on its way that is what costs gradients that
-are left behind their convergence. It goes ahead by what its own steps will come to in
-the mean; what the other ranks will add it does not know. That models may move apart by
-what is undelivered is from CSER (Xie et al., NeurIPS 2020).
+
+Gradients that arrive late, many at once, are divided by what Adam remembers of other
+steps; steps that arrive late are as long as they were meant to be. That what is left
+behind is a part of the step is from Qsparse-local-SGD (Basu et al., NeurIPS 2019).
 
 [Note: gain] Adam divides by the root of the mean square of what it sees. Of a rank's
 own batch that is mostly noise, which in a mean over P ranks is smaller by the root of
@@ -20,7 +18,9 @@ P: so much shorter are the steps, and `gain` makes up for it. It is 1 for optimi
 that do not divide. What they remember of averaged gradients, when a warm-up ends, is
 too small for a rank's own by the same token, and is made larger once.
 
-Outside of training forwards, their backwards and the step, the module holds `shared`.
+[Note: weighed] With Adam a step is as long for a parameter that hardly matters. What
+travels is largest by the step times the root of the optimizer's mean of gradients: half
+way between the longest steps and those that should lower the loss most.
 
 In the dense steps of a warm-up gradients are exchanged, as by any schedule: the mean of
 steps costs as much to send, and learns worse.
@@ -61,7 +61,7 @@ SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "row_var", "col_
 
 
 class LocalSteps:
-    """The exchange of steps, and where the module's parameters stand meanwhile."""
+    """The exchange of steps."""
 
     def __init__(
         self, engine: Engine, placement: Placement, optimizer: Optimizer
@@ -70,18 +70,15 @@ class LocalSteps:
         self._optimizer = optimizer
         size = engine.transport.group.size
         self._gain = math.sqrt(size) if isinstance(optimizer, DIVIDING) else 1.0
-        self._ahead = 1 / size
         self.on = False  # steps are exchanged; not in the dense steps of a warm-up
-        self._shared: dict[GradientBucket, list[Tensor]] = {}  # memory, by bucket
-        self._away = False  # it holds what all share, the module something else
-        self._led = False  # the module went ahead before the step
+        self._before: dict[GradientBucket, list[Tensor]] = {}  # memory, by bucket
         self._alarmed: list[int] = []  # ranks with a gradient that is not finite
         self._culprit: str | None = None  # this rank's, by name
         self.decide()
 
     @torch.no_grad()
     def decide(self) -> None:
-        """A forward or a backward begins: is it for steps or for gradients?"""
+        """A backward begins: is it for steps or for gradients?"""
         (own, state), before = self._collective(), self.on
         self.on = not (isinstance(own, Warmup) and own.dense_next(state))
         if self.on and not before:
@@ -100,36 +97,6 @@ class LocalSteps:
                 grad = slot.param.grad
                 if grad is not None and 0 <= grad.data_ptr() - begin < end:
                     slot.param.grad = grad.clone()
-
-    # - The module's parameters --------------------------------------------------------
-
-    @torch.no_grad()
-    def lead(self) -> None:
-        """A training forward begins: go ahead by a share of what is undelivered."""
-        self.decide()
-        if self._away or not self.on:
-            return
-        self._keep()
-        self._led = True
-        for home in self._placement.buckets:
-            if not home.clean:
-                params, views = _params(home), list(home.views)
-                torch._foreach_add_(params, views, alpha=self._ahead)
-
-    @torch.no_grad()
-    def withdraw(self) -> None:
-        """Have the module hold what all ranks share; local."""
-        if self._away:
-            for home in self._placement.buckets:
-                torch._foreach_copy_(_params(home), self._shared[home])
-        self._away = self._led = False
-
-    def _keep(self) -> None:
-        buckets, self._away = self._placement.buckets, True
-        if self._shared.keys() != set(buckets):  # they were cut anew
-            self._shared = {home: _memory(home) for home in buckets}
-        for home in buckets:
-            torch._foreach_copy_(self._shared[home], _params(home))
 
     # - A step -------------------------------------------------------------------------
 
@@ -163,13 +130,15 @@ class LocalSteps:
         """
         alarmed, self._alarmed = self._alarmed, []
         if alarmed:
-            self.withdraw()
             raise refusal(self._engine.transport, alarmed, self._culprit)
         own, state = self._collective()
         if isinstance(own, Warmup) and own.dense_last(state):
             self._widen()
-        if not self._away:
-            self._keep()
+        buckets = self._placement.buckets
+        if self._before.keys() != set(buckets):  # they were cut anew
+            self._before = {home: _memory(home) for home in buckets}
+        for home in buckets:
+            torch._foreach_copy_(self._before[home], _params(home))
 
     def _widen(self) -> None:
         """Have the optimizer expect a rank's own gradients, see [Note: gain]."""
@@ -187,7 +156,6 @@ class LocalSteps:
         for home in buckets:
             self._offer(home)
             self._engine.launch(home.bucket)
-        self._away = self._led = False
         for home in buckets:
             self._engine.finish(home.bucket)
             torch._foreach_add_(_params(home), list(home.gradients()))
@@ -197,12 +165,26 @@ class LocalSteps:
         flat, views = home.bucket.load.flat, list(home.views)
         if home.clean:
             flat.zero_()
-        elif self._led:  # the rest is in the parameters
-            flat.mul_(1 - self._gain * self._ahead)
-        params, shared = _params(home), self._shared[home]
-        torch._foreach_sub_(params, shared)
+        params, before = _params(home), self._before[home]
+        torch._foreach_sub_(params, before)
         torch._foreach_add_(views, params, alpha=self._gain)
-        torch._foreach_copy_(params, shared)
+        torch._foreach_copy_(params, before)
+        self._weigh(home)
+
+    def _weigh(self, home: GradientBucket) -> None:
+        """Say what is to travel first, see [Note: weighed]."""
+        load, memory = home.bucket.load, self._optimizer.state
+        means = [memory.get(slot.param, {}).get("exp_avg") for slot in home.slots]
+        if not any(mean is not None for mean in means):
+            return
+        if load.weighed is None:
+            load.weighed = torch.zeros_like(load.flat)
+        for slot, mean in zip(home.slots, means, strict=True):
+            view = slot.of(load.weighed)
+            view.zero_() if mean is None else view.copy_(mean)
+        # What is below the smallest number would never travel.
+        load.weighed.abs_().add_(torch.finfo(load.flat.dtype).tiny).sqrt_()
+        load.weighed.mul_(load.flat)
 
 
 def _params(home: GradientBucket) -> list[Tensor]:

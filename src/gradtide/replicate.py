@@ -197,14 +197,8 @@ class Replica:
         self._updates.deliver_held()
 
     def flush(self) -> None:
-        """Have the parameters up to date: apply what `step()` has deferred.
-
-        And take back by how far a training forward has gone ahead (LOCAL). Local: no
-        rank waits for another's call.
-        """
+        """Apply what `step()` has deferred. Local: no rank waits for another's call."""
         self._updates.flush()
-        if self._steps is not None:
-            self._steps.withdraw()
 
     def adopt(self, scheme: str | Scheme) -> None:
         """Go on with another scheme, from the next step on; nothing is lost.

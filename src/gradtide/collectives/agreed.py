@@ -80,7 +80,7 @@ class Agreed:
         thresholds = known.tolist()
         found, reports = [], []
         for s in plan.bins[(turn + group.rank) % group.size]:
-            segment = load.flat[plan.edges[s] : plan.edges[s + 1]]
+            segment = load.salience[plan.edges[s] : plan.edges[s + 1]]
             norm = self.partition.measure(segment)
             where, threshold = pick(segment, plan.quotas[s], thresholds[s], turn)
             found.append(where)

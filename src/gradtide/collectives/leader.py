@@ -60,7 +60,8 @@ class Leader:
         dtype = index_dtype(len(load.flat))
         where = torch.empty(k, dtype=dtype, device=load.flat.device)
         if group.rank == leader:
-            found = at_most(k, self.select(load.flat, k, load.state), load.flat)
+            x = load.salience
+            found = at_most(k, self.select(x, k, load.state), x)
             where[: len(found)] = found
             where[len(found) :] = found[-1]
         else:

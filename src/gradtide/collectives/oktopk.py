@@ -71,7 +71,7 @@ class OkTopk:
         if not pays(flat.numel(), k, group.size):
             return (yield from Dense(self.wire).reduce(load, group))
         step = count(state)
-        where = self.select(flat, k, state)
+        where = self.select(load.salience, k, state)
         values = flat.index_select(0, where)
         load.check(values)
 

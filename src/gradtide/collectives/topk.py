@@ -47,7 +47,7 @@ class TopK:
         k = kept(self.density, n)
         if not pays(n, k, group.size, dtype, self.wire):
             return (yield from Dense(self.wire).reduce(load, group))
-        where = self.select(load.flat, k, load.state)
+        where = self.select(load.salience, k, load.state)
         values = narrowed(load, where, load.take(where), self.wire)
         if isinstance(self.select, Exact):
             numbers = [k] * group.size

@@ -132,7 +132,7 @@ def collect(
 ) -> Steps:
     """Add to `part` (zeros) the mean of what all ranks send of this rank's part."""
     size, dtype = group.size, load.flat.dtype
-    found = largest_of_parts(load.flat.view(size, -1), kept, select, load.state)
+    found = largest_of_parts(load.salience.view(size, -1), kept, select, load.state)
     where = in_whole(found, len(part), len(load.flat))
     values = load.take(where)
     if wire_dtype(dtype, wire) != dtype:
