@@ -153,6 +153,51 @@ def test_of_steps_alike_the_steepest_travel(collective: str) -> None:
         assert not slight
 
 
+def test_what_the_mean_of_gradients_opposes_stays_longer() -> None:
+    slopes = torch.tensor([10.0, 1.0]).repeat(200)
+    turned = torch.tensor([-10.0, 1.0]).repeat(200)
+
+    def run() -> list[int]:
+        weight = nn.Parameter(torch.zeros(400))
+        model = nn.ParameterList([weight])
+        opt = torch.optim.Adam([weight], betas=(0.0, 0.999))  # steps are as long
+        sync = gradtide.replicate(model, opt, named("TopK", 0.05, "LOCAL"))
+        for slope in (*[slopes] * 4, turned):
+            before = weight.detach().clone()
+            (slope * weight).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        sync.remove()
+        moved = weight.detach() != before
+        return [int(moved[i::2].count_nonzero()) for i in range(2)]
+
+    # Three steps to go squared, ten times as steep, but uphill; and five steps to go.
+    for opposed, due in run_ranks(2, run):
+        assert not opposed
+        assert due
+
+
+def test_up_one_hill_is_down_the_other() -> None:
+    def run() -> list[list[float]]:
+        both = []
+        for up in (False, True):
+            model = network()
+            opt = OPTIMIZERS["adamw"](model.parameters())
+            opt.param_groups[0]["maximize"] = up
+            sync = gradtide.replicate(model, opt, named("TopK", 0.1, "LOCAL"))
+            for step in range(6):
+                loss = model(batch(step)).square().mean()
+                (-loss if up else loss).backward()
+                opt.step()
+                opt.zero_grad()
+            sync.remove()
+            both.append(weights(model).tolist())
+        return both
+
+    for down, up in run_ranks(2, run):
+        assert down == up
+
+
 def test_alone_it_is_the_optimizer() -> None:
     schemes = (named("TopK", 0.1, "LOCAL"), "wfbp")
     ((one, other),) = run_ranks(

@@ -51,6 +51,15 @@ def test_warmup_goes_down_to_the_recipes_density() -> None:
     assert parse(repr(slow)) == slow
 
 
+def test_before_steps_travel_two_thirds_of_a_warmup_are_dense() -> None:
+    scheme = parse("oktopk-local(0.01, warmup=60)")
+    densities = (1.0, 1.0, 1.0, 1.0, 0.04, 0.02)
+    assert scheme.collective == Warmup(OkTopk(0.01), 10, densities)
+    few = parse("topk-local(0.3, warmup=60)")
+    assert few.collective == Warmup(TopK(0.3), 20, (1.0, 1.0, 0.6))
+    assert parse("topk-local(0.5, warmup=60)").collective == Warmup(TopK(0.5), 60)
+
+
 def test_corrected_takes_the_optimizers_momentum_after_dense_steps() -> None:
     scheme = parse("exdyna-dear(0.02, warmup=40, corrected=True)")
     inner = RECIPES["exdyna-dear"].collective

@@ -33,16 +33,27 @@ class Payload:
     # before selection; and whether that was done, so that the optimizer must not.
     momentum: tuple[float, float] = (0.9, 1.0)
     moved: bool = False
-    # What to select by, where that is not how large the entries are: 1-D, like `flat`.
-    weighed: Tensor | None = field(default=None, repr=False)
+    # Writes what to select by (1-D, like `flat`) where that is not how large entries are.
+    weigh: Callable[[Tensor], None] | None = field(default=None, repr=False)
+    _weighed: Tensor | None = field(default=None, init=False, repr=False)
     _mean: Tensor | None = field(default=None, init=False, repr=False)
     _where: Tensor | None = field(default=None, init=False, repr=False)
     _version: int = field(default=-1, init=False, repr=False)
 
     @property
     def salience(self) -> Tensor:
-        """What selection goes by (1-D, like `flat`): the largest magnitudes travel."""
-        return self.flat if self.weighed is None else self.weighed
+        """What selection goes by (1-D, like `flat`): the largest magnitudes travel.
+
+        Where entries are weighed, all are each time that this is read.
+        """
+        if self.weigh is None:
+            return self.flat
+        if self._weighed is None:
+            # Products of small numbers: too small for half precision.
+            dtype = torch.promote_types(self.flat.dtype, torch.float32)
+            self._weighed = torch.zeros_like(self.flat, dtype=dtype)
+        self.weigh(self._weighed)
+        return self._weighed
 
     def take(self, where: Tensor) -> Tensor:
         """Take the entries at `where` (1-D, unique) out of `flat`; returns them.

@@ -19,8 +19,10 @@ that do not divide. What they remember of averaged gradients, when a warm-up end
 too small for a rank's own by the same token, and is made larger once.
 
 [Note: weighed] With Adam a step is as long for a parameter that hardly matters. What
-travels is largest by the step times the root of the optimizer's mean of gradients: half
-way between the longest steps and those that should lower the loss most.
+travels is largest by the square of the step times the optimizer's mean of gradients:
+half way between the longest steps and those that should lower the loss most. What was
+left behind until the mean of gradients opposed it counts for less (AGAINST): by then it
+is mostly noise.
 
 In the dense steps of a warm-up gradients are exchanged, as by any schedule: the mean of
 steps costs as much to send, and learns worse.
@@ -30,8 +32,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import (
     Adadelta,
@@ -58,6 +62,10 @@ from gradtide.placement import Placement
 DIVIDING = (Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop)
 # What they remember of squares of gradients.
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "row_var", "col_var")
+# How much of a step counts that the mean of gradients opposes, see [Note: weighed].
+AGAINST = 0.1
+# By what steps count where the mean of gradients is zero: last, but they do travel.
+FAINT = 1e-30
 
 
 class LocalSteps:
@@ -169,22 +177,19 @@ class LocalSteps:
         torch._foreach_sub_(params, before)
         torch._foreach_add_(views, params, alpha=self._gain)
         torch._foreach_copy_(params, before)
-        self._weigh(home)
+        memory = self._optimizer.state
+        weighed = any("exp_avg" in memory.get(slot.param, {}) for slot in home.slots)
+        home.bucket.load.weigh = partial(self._weigh, home) if weighed else None
 
-    def _weigh(self, home: GradientBucket) -> None:
-        """Say what is to travel first, see [Note: weighed]."""
-        load, memory = home.bucket.load, self._optimizer.state
-        means = [memory.get(slot.param, {}).get("exp_avg") for slot in home.slots]
-        if not any(mean is not None for mean in means):
-            return
-        if load.weighed is None:
-            load.weighed = torch.zeros_like(load.flat)
-        for slot, mean in zip(home.slots, means, strict=True):
-            view = slot.of(load.weighed)
+    @torch.no_grad()
+    def _weigh(self, home: GradientBucket, out: Tensor) -> None:
+        """Write what is to travel first, see [Note: weighed]."""
+        flat, memory = home.bucket.load.flat, self._optimizer.state
+        for slot in home.slots:
+            mean, view = memory.get(slot.param, {}).get("exp_avg"), slot.of(out)
             view.zero_() if mean is None else view.copy_(mean)
-        # What is below the smallest number would never travel.
-        load.weighed.abs_().add_(torch.finfo(load.flat.dtype).tiny).sqrt_()
-        load.weighed.mul_(load.flat)
+        out.mul_(flat)  # below zero: the way down
+        F.leaky_relu_(out, -1 / AGAINST).add_(FAINT).mul_(flat)
 
 
 def _params(home: GradientBucket) -> list[Tensor]:

@@ -79,6 +79,9 @@ _SPARSE: dict[str, Collective] = {
 # Densities that `warmup` steps go through in equal shares, as far as they are above the
 # collective's own: dense first, when gradients change fastest.
 RAMP = (1.0, 0.25, 0.1, 0.05)
+# Where steps are exchanged afterwards: times the collective's own, after twice as many
+# dense shares. Averaged gradients learn better than steps of which much is sent.
+STEPS_RAMP = (4, 2)
 # Few messages: sparse ones are so short that starting them is what takes time.
 _LARGE = BySize(25.0, ends=25.0, pieces=1)
 
@@ -225,8 +228,8 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
     Or of its preconditioner: spd_kfac(damping=0.01). With `warmup=N` the first
     N steps go down to the collective's density by RAMP. With `corrected=True` the
     optimizer's momentum is computed before selection, and all N steps are dense:
-    where much is sent, masking leaves little of the momentum. They are dense, too,
-    where steps are exchanged after them.
+    where much is sent, masking leaves little of the momentum. Where steps are exchanged
+    afterwards two thirds are dense, and the others go down by STEPS_RAMP.
     """
     kfac = recipe.preconditioner
     if kfac is not None:
@@ -247,8 +250,9 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
     if steps:
         own = getattr(collective, "density", 1.0)
         ramp = tuple(d for d in RAMP if d > own) or (1.0,)
-        if recipe.schedule.launch == "step":  # gradients first, then steps
-            ramp = (1.0,)
+        if recipe.schedule.launch == "step":
+            sparse = [times * own for times in STEPS_RAMP if times * own < 1]
+            ramp = (*[1.0] * 2 * len(sparse), *sparse) or (1.0,)
         if not isinstance(steps, int) or steps < len(ramp):
             raise ValueError(
                 f"warmup={steps!r}: a number of steps, {len(ramp)} or more, for "

@@ -51,7 +51,8 @@ class GTopK:
         n, k = len(load.flat), kept(self.density, len(load.flat))
         if not pays(n, k, group.size, load.flat.dtype, self.wire):
             return (yield from Dense(self.wire).reduce(load, group))
-        where = at_most(k, self.select(load.salience, k, load.state), load.salience)
+        x = load.salience
+        where = at_most(k, self.select(x, k, load.state), x)
         values = narrowed(load, where, load.take(where), self.wire)
         merging = _Merging(load, k, self.wire, (where, values))
         where, sums = yield from _all_merged(merging, group)
