@@ -56,10 +56,17 @@ def over_ranks(own: Tensor) -> Tensor:
 # - What travels -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("optimizer", "gain"), [("sgd", 1.0), ("adamw", math.sqrt(3))])
+@pytest.mark.parametrize(
+    ("optimizer", "gain", "schedule"),
+    [
+        ("sgd", 1.0, "LOCAL"),
+        ("adamw", math.sqrt(3), "LOCAL"),
+        ("adamw", 0.5, "Schedule('step', gain=0.5)"),
+    ],
+)
 @pytest.mark.parametrize("collective", [*SPARSE, "PowerSGD"])
 def test_nothing_of_a_step_is_lost(
-    collective: str, optimizer: str, gain: float
+    collective: str, optimizer: str, gain: float, schedule: str
 ) -> None:
     def run() -> None:
         model = network()
@@ -67,7 +74,7 @@ def test_nothing_of_a_step_is_lost(
         seen: list[Tensor] = []  # before and after each of the optimizer's own steps
         opt.register_step_pre_hook(lambda *_: seen.append(weights(model)))
         opt.register_step_post_hook(lambda *_: seen.append(weights(model)))
-        sync = gradtide.replicate(model, opt, named(collective, 0.1, "LOCAL"))
+        sync = gradtide.replicate(model, opt, named(collective, 0.1, schedule))
         shared, left = weights(model), torch.zeros_like(weights(model))
         for step in range(5):
             backward(model, step)

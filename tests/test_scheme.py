@@ -104,6 +104,10 @@ def test_schedules_are_checked() -> None:
         Schedule(launch="never")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'step' or 'forward'"):
         Schedule(update="never")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="only with launch='step'"):
+        Schedule(gain=2.0)
+    with pytest.raises(ValueError, match="above 0"):
+        Schedule("step", gain=0.0)
 
 
 def test_by_size_covers_everything_within_its_limits() -> None:

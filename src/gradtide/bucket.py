@@ -33,7 +33,7 @@ class Payload:
     # before selection; and whether that was done, so that the optimizer must not.
     momentum: tuple[float, float] = (0.9, 1.0)
     moved: bool = False
-    # Writes what to select by (1-D, like `flat`) where that is not how large entries are.
+    # Writes what to select by (1-D, like `flat`), where that is not how large they are.
     weigh: Callable[[Tensor], None] | None = field(default=None, repr=False)
     _weighed: Tensor | None = field(default=None, init=False, repr=False)
     _mean: Tensor | None = field(default=None, init=False, repr=False)

@@ -72,12 +72,18 @@ class LocalSteps:
     """The exchange of steps."""
 
     def __init__(
-        self, engine: Engine, placement: Placement, optimizer: Optimizer
+        self,
+        engine: Engine,
+        placement: Placement,
+        optimizer: Optimizer,
+        gain: float | None,
     ) -> None:
         self._engine, self._placement = engine, placement
         self._optimizer = optimizer
-        size = engine.transport.group.size
-        self._gain = math.sqrt(size) if isinstance(optimizer, DIVIDING) else 1.0
+        # How many times the squares of a rank's gradients are those of their mean.
+        divides = isinstance(optimizer, DIVIDING)
+        self._noise = engine.transport.group.size if divides else 1
+        self._gain = math.sqrt(self._noise) if gain is None else gain
         self.on = False  # steps are exchanged; not in the dense steps of a warm-up
         self._before: dict[GradientBucket, list[Tensor]] = {}  # memory, by bucket
         self._alarmed: list[int] = []  # ranks with a gradient that is not finite
@@ -155,7 +161,7 @@ class LocalSteps:
                 memory = self._optimizer.state.get(slot.param, {})
                 for name in SQUARES:
                     if isinstance(memory.get(name), Tensor):
-                        memory[name].mul_(self._gain**2)
+                        memory[name].mul_(self._noise)
 
     @torch.no_grad()
     def stepped(self) -> None:

@@ -113,7 +113,8 @@ class Replica:
         self._updates.momentum = _momentum(optimizer, scheme)
         self._steps: LocalSteps | None = None
         if scheme.schedule.launch == "step":
-            self._steps = LocalSteps(self.engine, self._placement, optimizer)
+            gain = scheme.schedule.gain
+            self._steps = LocalSteps(self.engine, self._placement, optimizer, gain)
         eager = scheme.schedule.launch != "backward"
         self._backward = Backward(self.engine, self._placement, self._updates, eager)
         self._backward.steps = self._steps

@@ -20,10 +20,15 @@ class Schedule:
     after the optimizer's step ("step"), with what that did instead of gradients.
 
     `update`: parameters change at `step()`, or before they are next read ("forward").
+
+    `gain`: by how much the optimizer's steps count, where they are exchanged; None: the
+    root of the number of ranks for optimizers that divide by what gradients are like,
+    1 for others.
     """
 
     launch: Literal["ready", "backward", "step"] = "ready"
     update: Literal["step", "forward"] = "step"
+    gain: float | None = None
 
     def __post_init__(self) -> None:
         if self.launch not in ("ready", "backward", "step"):
@@ -38,6 +43,10 @@ class Schedule:
         if self.launch == "step" and self.update != "step":
             raise ValueError(
                 "launch='step' exchanges what a step did: it updates at 'step', too"
+            )
+        if self.gain is not None and (self.launch != "step" or not self.gain > 0):
+            raise ValueError(
+                f"gain={self.gain!r}: a factor above 0, and only with launch='step'"
             )
 
 

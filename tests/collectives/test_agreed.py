@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -99,6 +100,35 @@ def test_all_values_at_the_largest_entries_of_the_own_parts_are_averaged(
         for load, row in zip(loads, before, strict=True):
             row[expected] = 0
             assert torch.equal(load.flat, row)
+
+
+@every_partition
+def test_where_entries_are_weighed_small_ones_stay(partition: Partition) -> None:
+    size, n, k = 4, 4000, 200
+    rng = torch.Generator().manual_seed(5)
+    loads = ranks([torch.zeros(n) for _ in range(size)], cuts=(100, 700, 2800))
+    for load in loads:
+        load.weigh = partial(_as_large, load.flat)
+    for _ in range(6):
+        for load in loads:
+            load.flat += torch.randn(n, generator=rng).pow(3)
+            load.taken = 0
+        before = torch.stack([load.flat for load in loads])
+        mean = step(Agreed(k / n, partition), loads)[0]
+        gone = torch.stack([load.flat for load in loads]) == 0
+        torch.testing.assert_close(mean, (before * gone).sum(0) / size)
+        found = gone.any(0)
+        assert found.sum() == k
+        assert k < gone.sum() < 2 * k  # who found them, and hardly anybody else
+        assert (
+            before[gone].abs().mean()
+            > 2 * before[:, found][~gone[:, found]].abs().mean()
+        )
+        assert [load.taken for load in loads] == gone.sum(1).tolist()
+
+
+def _as_large(flat: Tensor, out: Tensor) -> None:
+    out.copy_(flat)
 
 
 def found_by(flat: Tensor, plan: Plan, turn: int, rank: int) -> list[int]:

@@ -37,7 +37,9 @@ class Agreed:
     or fewer if it has no more that are not zero: thresholds only say which entries to
     look at, and are drawn from a sample again when they fit no longer, within the step.
 
-    Leaves behind, on every rank, all that is outside the union. With `wire` ("bf16",
+    Leaves behind, on every rank, all that is outside the union; and where entries are
+    weighed, what counts for less here than the threshold of its segment: a chance find
+    of another rank would have all send what is mostly noise. With `wire` ("bf16",
     "fp16") what values are rounded by stays behind, too. Every rank reads its whole
     bucket once for values that are not finite; these raise the alarm at once, and
     travel when their segment is next looked through. Buckets for which this does not
@@ -67,12 +69,18 @@ class Agreed:
         turn = count(load.state)
         plan = self.partition.plan(load, k, size, turn)
         load.check(torch.stack(torch.aminmax(x)))
-        union = yield from self._agree(load, plan, turn, group)
-        values = load.take(union)
+        salience = load.salience
+        union = yield from self._agree(load, salience, plan, turn, group)
+        if load.weigh is None:
+            values = load.take(union)
+        else:
+            values = _take_due(load, salience, union, plan)
         mean = yield from average_at(union, values, load, self.wire, group)
         return load.mean_at(union, mean)
 
-    def _agree(self, load: Payload, plan: Plan, turn: int, group: Group) -> Steps:
+    def _agree(
+        self, load: Payload, salience: Tensor, plan: Plan, turn: int, group: Group
+    ) -> Steps:
         """The union of what the ranks select; reports are learned from."""
         known = load.state.get("thresholds")
         if known is None or len(known) != len(plan.quotas):
@@ -80,7 +88,7 @@ class Agreed:
         thresholds = known.tolist()
         found, reports = [], []
         for s in plan.bins[(turn + group.rank) % group.size]:
-            segment = load.salience[plan.edges[s] : plan.edges[s + 1]]
+            segment = salience[plan.edges[s] : plan.edges[s + 1]]
             norm = self.partition.measure(segment)
             where, threshold = pick(segment, plan.quotas[s], thresholds[s], turn)
             found.append(where)
@@ -92,6 +100,19 @@ class Agreed:
         self.partition.learn(load, plan, everybody)
         first = -turn % group.size  # the rank with bin 0: segments in their order
         return torch.cat([*rows[first:], *rows[:first]])
+
+
+def _take_due(load: Payload, salience: Tensor, union: Tensor, plan: Plan) -> Tensor:
+    """The entries at `union` that count as much here as where they were found, taken
+    out; and zeros for the others, which stay."""
+    ends = torch.tensor(plan.edges[1:], dtype=union.dtype)
+    segment = torch.bucketize(union, ends.to(union.device), right=True)
+    thresholds = load.state["thresholds"].to(salience)
+    # Not where there is no threshold yet: NaN.
+    small = salience.index_select(0, union).abs() < thresholds.index_select(0, segment)
+    due = (~small).nonzero().squeeze(1)
+    values = load.flat.new_zeros(len(union))
+    return values.index_copy_(0, due, load.take(union.index_select(0, due)))
 
 
 def pays(n: int, k: int, size: int, itemsize: int = 4) -> bool:
