@@ -184,6 +184,28 @@ def test_what_the_mean_of_gradients_opposes_stays_longer() -> None:
         assert due
 
 
+def test_steps_are_as_much_longer_as_noise_made_them_shorter() -> None:
+    def run() -> list[float]:
+        weight = nn.Parameter(torch.zeros(2))
+        opt = torch.optim.Adam([weight], lr=1.0, betas=(0.5, 0.5))
+        scheme = "Scheme(Dense(), schedule=Schedule('step', gain='noise'))"
+        sync = gradtide.replicate(nn.ParameterList([weight]), opt, scheme)
+        for step in range(40):
+            weight.data.zero_()
+            noise = (-1.0) ** step  # of the second; its mean is a third of its size
+            (torch.tensor([1.0, noise]) * weight).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        sync.remove()
+        length: list[float] = weight.detach().abs().tolist()
+        return length
+
+    for steady, noisy in run_ranks(4, run):
+        assert steady == pytest.approx(1.0, rel=1e-3)
+        # A signal of 1/9 leaves 1/9 + 8/9/4 of the square, that is a third.
+        assert noisy == pytest.approx(math.sqrt(3) / 3, rel=1e-3)
+
+
 def test_up_one_hill_is_down_the_other() -> None:
     def run() -> list[list[float]]:
         both = []

@@ -15,7 +15,8 @@ behind is a part of the step is from Qsparse-local-SGD (Basu et al., NeurIPS 201
 [Note: gain] Adam divides by the root of the mean square of what it sees. Of a rank's
 own batch that is mostly noise, which in a mean over P ranks is smaller by the root of
 P: so much shorter are the steps, and `gain` makes up for it. It is 1 for optimizers
-that do not divide. What they remember of averaged gradients, when a warm-up ends, is
+that do not divide. Where gradients are all signal nothing was made shorter, and what
+counts P ** 0.5 times overshoots; "noise" tells these apart. What they remember of averaged gradients, when a warm-up ends, is
 too small for a rank's own by the same token, and is made larger once.
 
 [Note: weighed] With Adam a step is as long for a parameter that hardly matters. What
@@ -57,6 +58,7 @@ from gradtide.engine import Engine
 from gradtide.layout import GradientBucket
 from gradtide.ops import AllReduce
 from gradtide.placement import Placement
+from gradtide.schedule import Gain
 
 # Whose steps are as long for gradients ten times as large.
 DIVIDING = (Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop)
@@ -76,14 +78,19 @@ class LocalSteps:
         engine: Engine,
         placement: Placement,
         optimizer: Optimizer,
-        gain: float | None,
+        gain: Gain,
     ) -> None:
         self._engine, self._placement = engine, placement
         self._optimizer = optimizer
         # How many times the squares of a rank's gradients are those of their mean.
         divides = isinstance(optimizer, DIVIDING)
         self._noise = engine.transport.group.size if divides else 1
-        self._gain = math.sqrt(self._noise) if gain is None else gain
+        self._uneven = gain == "noise"
+        self._gain = 1.0
+        if gain is None:
+            self._gain = math.sqrt(self._noise)
+        elif not self._uneven:
+            self._gain = float(gain)
         self.on = False  # steps are exchanged; not in the dense steps of a warm-up
         self._before: dict[GradientBucket, list[Tensor]] = {}  # memory, by bucket
         self._alarmed: list[int] = []  # ranks with a gradient that is not finite
@@ -181,11 +188,23 @@ class LocalSteps:
             flat.zero_()
         params, before = _params(home), self._before[home]
         torch._foreach_sub_(params, before)
+        if self._uneven:
+            self._lengthen(home)
         torch._foreach_add_(views, params, alpha=self._gain)
         torch._foreach_copy_(params, before)
         memory = self._optimizer.state
         weighed = any("exp_avg" in memory.get(slot.param, {}) for slot in home.slots)
         home.bucket.load.weigh = partial(self._weigh, home) if weighed else None
+
+    def _lengthen(self, home: GradientBucket) -> None:
+        """Make steps longer by what noise made them shorter, see [Note: gain]."""
+        for slot in home.slots:
+            memory = self._optimizer.state.get(slot.param, {})
+            mean, square = memory.get("exp_avg"), memory.get("exp_avg_sq")
+            if mean is not None and square is not None:
+                signal = mean.square().div_(square).nan_to_num_(0.0).clamp_(max=1.0)
+                noise = signal.mul_(self._noise - 1).add_(1).div_(self._noise)
+                slot.param.mul_(noise.rsqrt_())
 
     @torch.no_grad()
     def _weigh(self, home: GradientBucket, out: Tensor) -> None:

@@ -11,7 +11,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
+
+# A factor, "noise", or None; see Schedule.
+Gain: TypeAlias = "float | Literal['noise'] | None"
 
 
 @dataclass(frozen=True)
@@ -21,14 +24,15 @@ class Schedule:
 
     `update`: parameters change at `step()`, or before they are next read ("forward").
 
-    `gain`: by how much the optimizer's steps count, where they are exchanged; None: the
+    `gain`: by how much the optimizer's steps count, where they are exchanged. None: the
     root of the number of ranks for optimizers that divide by what gradients are like,
-    1 for others.
+    1 for others. "noise": as much, but less where a rank's gradients are no noisier
+    than their mean, by Adam's `exp_avg` and `exp_avg_sq`.
     """
 
     launch: Literal["ready", "backward", "step"] = "ready"
     update: Literal["step", "forward"] = "step"
-    gain: float | None = None
+    gain: Gain = None
 
     def __post_init__(self) -> None:
         if self.launch not in ("ready", "backward", "step"):
@@ -44,10 +48,11 @@ class Schedule:
             raise ValueError(
                 "launch='step' exchanges what a step did: it updates at 'step', too"
             )
-        if self.gain is not None and (self.launch != "step" or not self.gain > 0):
-            raise ValueError(
-                f"gain={self.gain!r}: a factor above 0, and only with launch='step'"
-            )
+        known = self.gain in (None, "noise")
+        if not known and not (isinstance(self.gain, float | int) and self.gain > 0):
+            raise ValueError(f"gain={self.gain!r}: a factor above 0, or 'noise'")
+        if self.gain is not None and self.launch != "step":
+            raise ValueError(f"gain={self.gain!r}: only with launch='step'")
 
 
 SEQUENTIAL = Schedule(launch="backward")

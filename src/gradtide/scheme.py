@@ -85,6 +85,12 @@ STEPS_RAMP = (4, 2)
 # Few messages: sparse ones are so short that starting them is what takes time.
 _LARGE = BySize(25.0, ends=25.0, pieces=1)
 
+
+def _local(collective: Collective) -> Schedule:
+    # Ranks take turns to look for an entry, so it waits, and long steps overshoot.
+    return Schedule("step", gain="noise") if isinstance(collective, Agreed) else LOCAL
+
+
 RECIPES: dict[str, Scheme] = {
     "auto": Scheme(Auto()),
     **{
@@ -95,7 +101,11 @@ RECIPES: dict[str, Scheme] = {
     **{
         f"{name}{suffix}": Scheme(collective, _LARGE, schedule)
         for name, collective in _SPARSE.items()
-        for suffix, schedule in (_SUFFIXES | {"-local": LOCAL}).items()
+        for suffix, schedule in _SUFFIXES.items()
+    },
+    **{
+        f"{name}-local": Scheme(collective, _LARGE, _local(collective))
+        for name, collective in _SPARSE.items()
     },
     **{
         f"{name}_kfac{suffix}": Scheme(
