@@ -7,7 +7,6 @@ the parameters:
     step():  own += gain * what the optimizer changed;  mean, own = exchange(own)
              parameters += mean
 
-
 Gradients that arrive late, many at once, are divided by what Adam remembers of other
 steps; steps that arrive late are as long as they were meant to be. That what is left
 behind is a part of the step is from Qsparse-local-SGD (Basu et al., NeurIPS 2019).
@@ -16,8 +15,9 @@ behind is a part of the step is from Qsparse-local-SGD (Basu et al., NeurIPS 201
 own batch that is mostly noise, which in a mean over P ranks is smaller by the root of
 P: so much shorter are the steps, and `gain` makes up for it. It is 1 for optimizers
 that do not divide. Where gradients are all signal nothing was made shorter, and what
-counts P ** 0.5 times overshoots; "noise" tells these apart. What they remember of averaged gradients, when a warm-up ends, is
-too small for a rank's own by the same token, and is made larger once.
+counts P ** 0.5 times overshoots; "noise" tells these apart. What optimizers remember of
+averaged gradients, when a warm-up ends, is too small for a rank's own by the same
+token, and is made larger once.
 
 [Note: weighed] With Adam a step is as long for a parameter that hardly matters. What
 travels is largest by the square of the step times the optimizer's mean of gradients:
