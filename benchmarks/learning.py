@@ -25,9 +25,9 @@ from gradtide.lab.workloads import build
 SCHEMES = " ".join(
     (
         "wfbp",
-        "topka2a-local(0.02,warmup=160)",
-        "oktopk-local(0.01,warmup=160)",
-        "exdyna-local(0.01,warmup=160)",
+        "topka2a-local(0.02,warmup=240)",
+        "oktopk-local(0.01,warmup=240)",
+        "exdyna-local(0.01,warmup=240)",
     )
 )
 
