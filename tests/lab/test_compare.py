@@ -62,7 +62,8 @@ def test_from_spec_to_folder(
     trace = json.loads((tmp_path / "new" / "out" / "trace.json").read_text())
     names = {event["name"] for event in trace["traceEvents"]}
     assert {"forward", "backward", "apply"} <= names
-    assert any("AllGather" in name for name in names)
+    # dear's all-gather may run between two steps, when nothing is drawn.
+    assert any("ReduceScatter" in name for name in names)
 
 
 def test_a_rank_that_fails_ends_the_run(
