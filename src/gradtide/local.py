@@ -201,10 +201,12 @@ class LocalSteps:
         for slot in home.slots:
             memory = self._optimizer.state.get(slot.param, {})
             mean, square = memory.get("exp_avg"), memory.get("exp_avg_sq")
-            if mean is not None and square is not None:
-                signal = mean.square().div_(square).nan_to_num_(0.0).clamp_(max=1.0)
-                noise = signal.mul_(self._noise - 1).add_(1).div_(self._noise)
-                slot.param.mul_(noise.rsqrt_())
+            if mean is None or square is None:
+                slot.param.mul_(math.sqrt(self._noise))
+                continue
+            signal = mean.square().div_(square).nan_to_num_(0.0).clamp_(max=1.0)
+            noise = signal.mul_(self._noise - 1).add_(1).div_(self._noise)
+            slot.param.mul_(noise.rsqrt_())
 
     @torch.no_grad()
     def _weigh(self, home: GradientBucket, out: Tensor) -> None:
