@@ -35,7 +35,7 @@ def test_what_is_weighed_travels_by_its_weight(
     loads = []
     for _ in range(size):
         flat = torch.randn(400 * size, generator=rng)
-        loads.append(Payload(flat, [flat], weigh=partial(_halved, flat)))
+        loads.append(Payload(flat, [flat], weigh=partial(_shrunk, flat)))
     before = torch.stack([load.flat for load in loads]).sum(0)
     collective = replace(make(), density=0.05)  # type: ignore[type-var]
     flows = [collective.reduce(load, Group(r, size)) for r, load in enumerate(loads)]
@@ -46,7 +46,7 @@ def test_what_is_weighed_travels_by_its_weight(
         assert not mean[1::2].any()
 
 
-def _halved(flat: Tensor, out: Tensor) -> None:
+def _shrunk(flat: Tensor, out: Tensor) -> None:
     out.copy_(flat)
     out[1::2] *= 1e-6
 

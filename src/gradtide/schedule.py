@@ -11,10 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
-# A factor, "noise", or None; see Schedule.
-Gain: TypeAlias = "float | Literal['noise'] | None"
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -24,15 +21,13 @@ class Schedule:
 
     `update`: parameters change at `step()`, or before they are next read ("forward").
 
-    `gain`: by how much the optimizer's steps count, where they are exchanged. None: the
-    root of the number of ranks for optimizers that divide by what gradients are like,
-    1 for others. "noise": as much, but less where a rank's gradients are no noisier
-    than their mean, by Adam's `exp_avg` and `exp_avg_sq`.
+    `gain`: by how much more the optimizer's steps count, where they are exchanged: for
+    entries that wait long, see `gradtide.local`.
     """
 
     launch: Literal["ready", "backward", "step"] = "ready"
     update: Literal["step", "forward"] = "step"
-    gain: Gain = None
+    gain: float = 1.0
 
     def __post_init__(self) -> None:
         if self.launch not in ("ready", "backward", "step"):
@@ -48,11 +43,10 @@ class Schedule:
             raise ValueError(
                 "launch='step' exchanges what a step did: it updates at 'step', too"
             )
-        known = self.gain in (None, "noise")
-        if not known and not (isinstance(self.gain, float | int) and self.gain > 0):
-            raise ValueError(f"gain={self.gain!r}: a factor above 0, or 'noise'")
-        if self.gain is not None and self.launch != "step":
+        if self.gain != 1 and self.launch != "step":
             raise ValueError(f"gain={self.gain!r}: only with launch='step'")
+        if not self.gain > 0:
+            raise ValueError(f"gain={self.gain!r}: a factor above 0")
 
 
 SEQUENTIAL = Schedule(launch="backward")

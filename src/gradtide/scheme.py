@@ -85,12 +85,9 @@ STEPS_RAMP = (4, 2)
 # Few messages: sparse ones are so short that starting them is what takes time.
 _LARGE = BySize(25.0, ends=25.0, pieces=1)
 
-
-def _local(collective: Collective) -> Schedule:
-    # Ranks take turns to look for an entry, so it waits, and long steps overshoot.
-    return Schedule("step", gain="noise") if isinstance(collective, Agreed) else LOCAL
-
-
+# Ranks that take turns to look for an entry send few of their own: steps wait long.
+_LATE = Schedule("step", gain=1.4)
+_LOCAL = {"micro": _LATE, "exdyna": _LATE, "deft": _LATE}
 RECIPES: dict[str, Scheme] = {
     "auto": Scheme(Auto()),
     **{
@@ -104,7 +101,7 @@ RECIPES: dict[str, Scheme] = {
         for suffix, schedule in _SUFFIXES.items()
     },
     **{
-        f"{name}-local": Scheme(collective, _LARGE, _local(collective))
+        f"{name}-local": Scheme(collective, _LARGE, _LOCAL.get(name, LOCAL))
         for name, collective in _SPARSE.items()
     },
     **{
