@@ -108,6 +108,8 @@ def test_schedules_are_checked() -> None:
         Schedule(gain=2.0)
     with pytest.raises(ValueError, match="above 0"):
         Schedule("step", gain=0.0)
+    with pytest.raises(ValueError, match="finite"):
+        Schedule("step", gain="noise")  # type: ignore[arg-type]
 
 
 def test_by_size_covers_everything_within_its_limits() -> None:

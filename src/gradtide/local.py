@@ -185,8 +185,8 @@ class LocalSteps:
             self._settle(home, ahead)
 
     def _ahead(self) -> dict[Tensor, float]:
-        """How many more steps like the last one to send, by parameter; none for those
-        that momentum does not move, see [Note: ahead]."""
+        """How many more steps like the last one to send, by parameter; those that no
+        momentum moves are left out. See [Note: ahead]."""
         if self._engine.transport.group.size == 1:
             return {}
         found: dict[Tensor, float] = {}

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 
@@ -45,8 +46,8 @@ class Schedule:
             )
         if self.gain != 1 and self.launch != "step":
             raise ValueError(f"gain={self.gain!r}: only with launch='step'")
-        if not self.gain > 0:
-            raise ValueError(f"gain={self.gain!r}: a factor above 0")
+        if not (isinstance(self.gain, float | int) and 0 < self.gain < inf):
+            raise ValueError(f"gain={self.gain!r}: a finite factor above 0")
 
 
 SEQUENTIAL = Schedule(launch="backward")
