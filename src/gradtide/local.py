@@ -185,8 +185,8 @@ class LocalSteps:
             self._settle(home, ahead)
 
     def _ahead(self) -> dict[Tensor, float]:
-        """How many more steps like the last one to send, by parameter; those that no
-        momentum moves are left out. See [Note: ahead]."""
+        """How many more steps like the last one to send, by parameter: of those that
+        momentum moves, and that are not all sent anyway. See [Note: ahead]."""
         if self._engine.transport.group.size == 1:
             return {}
         found: dict[Tensor, float] = {}
@@ -195,25 +195,27 @@ class LocalSteps:
             if 0 < kept < 1:
                 more = AHEAD * float(kept) / (1 - float(kept))
                 found |= dict.fromkeys(group["params"], more)
+        for home in self._placement.buckets:
+            if isinstance(home.bucket.collective, Dense):
+                for slot in home.slots:
+                    found.pop(slot.param, None)
         return found
 
     def _offer(self, home: GradientBucket, ahead: Mapping[Tensor, float]) -> None:
         """Move what is new from the module to the bucket, with what is undelivered."""
         if home.clean:
             home.bucket.load.flat.zero_()
-        dense = isinstance(home.bucket.collective, Dense)
         for slot, view, before, step in self._rows(home):
             torch.sub(slot.param, before, out=step)
             slot.param.copy_(before)
-            more = 0.0 if dense else ahead.get(slot.param, 0.0)
-            view.add_(step, alpha=self._gain * (1 + more))
+            view.add_(step, alpha=self._gain * (1 + ahead.get(slot.param, 0.0)))
         memory = self._optimizer.state
         weighed = any("exp_avg" in memory.get(slot.param, {}) for slot in home.slots)
         home.bucket.load.weigh = partial(self._weigh, home) if weighed else None
 
     def _settle(self, home: GradientBucket, ahead: Mapping[Tensor, float]) -> None:
         """Owe what was sent ahead of its time."""
-        if isinstance(home.bucket.collective, Dense) or not ahead:
+        if not any(slot.param in ahead for slot in home.slots):
             return
         if home.clean:
             home.bucket.load.flat.zero_()
