@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import gradtide
@@ -78,6 +79,10 @@ def _construction() -> None:
     refused(lambda: gradtide.replicate(model, some, "dear"), "2.weight", "'wfbp'")
     whole = torch.optim.LBFGS(model.parameters())
     refused(lambda: gradtide.replicate(model, whole, "dear"), "LBFGS", "'wfbp'")
+    shards = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    refused(lambda: gradtide.replicate(model, shards, "dear"), "inside its step")
+    refused(lambda: gradtide.replicate(model, shards, "topk-local"), "inside its step")
+    gradtide.replicate(model, shards, "wfbp").remove()
     sync = attach(model)
     refused(lambda: attach(model), "0.weight", "sync.remove()")
     sync.remove()

@@ -16,6 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.checkpoint import checkpoint
 
 import gradtide
@@ -55,6 +59,10 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01)
+
+
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
 
 
 def train(
@@ -256,6 +264,45 @@ def groups(params: Any) -> torch.optim.Optimizer:
     )
 
 
+class Lion(torch.optim.Optimizer):
+    """Of no library: has attributes of its own, and counts its steps in one."""
+
+    def __init__(self, params: Any, lr: float, decoupled: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+        self.decoupled, self.steps = decoupled, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                if self.decoupled:
+                    p.mul_(1 - group["lr"] * 0.1)
+                p.sub_(mean.lerp(p.grad, 0.1).sign(), alpha=group["lr"] / self.steps)
+                mean.lerp_(p.grad, 0.01)
+
+
+class Holding(torch.optim.Optimizer):
+    """Lets another optimizer step, and pulls what that made towards a mean."""
+
+    def __init__(self, params: Any) -> None:
+        self.base = torch.optim.AdamW(params, lr=0.01, amsgrad=True)
+        super().__init__(self.base.param_groups, {"pull": 0.5})
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    slow = self.state[p].setdefault("slow", p.clone())
+                    p.copy_(slow.lerp_(p, group["pull"]))
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "groups": groups,
     "adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
@@ -263,6 +310,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.005, momentum=0.5),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.005),
+    "own attributes": lambda p: Lion(p, lr=0.01),
+    "held": Holding,
 }
 
 
@@ -279,6 +328,22 @@ def _optimizers() -> None:
         for other in results[1:]:
             assert all(map(torch.equal, results[0], other)), optimizer
         same_as_ddp(DEAR, optimizer=optimizer, schedule=True)
+
+
+def test_hooks_around_every_optimizers_step_run_once_a_step() -> None:
+    run_ranks(2, _global_hooks)
+
+
+def _global_hooks() -> None:
+    seen: list[Any] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    train(DEAR, steps=3)
+    assert seen == 3 * ["before", "after"]
+    for handle in handles:
+        handle.remove()
 
 
 def test_mixed_dtypes() -> None:
@@ -337,20 +402,26 @@ def _gradients() -> None:
         sync.remove()
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_grad_scaler_skips_on_all_ranks(to_none: bool) -> None:
-    for skipped, *params in run_ranks(2, _scaled, to_none):
+@pytest.mark.parametrize(
+    ("to_none", "optimizer"), [(True, sgd), (False, sgd), (True, fused)]
+)
+def test_grad_scaler_skips_on_all_ranks(
+    to_none: bool, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    for skipped, *params in run_ranks(2, _scaled, to_none, optimizer):
         assert skipped == [False, False, True, False, False]
         for name, other in zip(SCHEMES, params, strict=True):
             assert other == params[0], name
 
 
-def _scaled(to_none: bool) -> list[Any]:
+def _scaled(
+    to_none: bool, optimizer: Callable[..., torch.optim.Optimizer]
+) -> list[Any]:
     results: list[Any] = []
     for scheme in SCHEMES.values():
         torch.manual_seed(3)
         model = plain()
-        opt = sgd(model.parameters())
+        opt = optimizer(model.parameters())
         sync = gradtide.replicate(model, opt, scheme)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         skipped = []

@@ -70,6 +70,14 @@ def admit_optimizer(model: nn.Module, optimizer: Optimizer, schedule: Schedule) 
             "the optimizer holds none of the model's parameters: build it from this "
             "model, after the model was moved to its device"
         )
+    ordinary = schedule.update == "step" and schedule.launch != "step"
+    joins = any(kind.__name__ == "Joinable" for kind in type(optimizer).__mro__)
+    if joins and not ordinary:  # as ZeroRedundancyOptimizer
+        raise ValueError(
+            f"{type(optimizer).__name__} exchanges parameters inside its step, which "
+            "can neither be deferred nor be a rank's own: use a schedule that updates "
+            "at step(), such as 'wfbp'"
+        )
     if schedule.update != "forward":
         return
     if isinstance(optimizer, LBFGS):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,18 +15,20 @@ from gradtide.momentum import without
 class DeferredStep:
     """What `optimizer.step()` would do now, to be applied to some parameters at a time.
 
-    Hyper-parameters are those of the moment of construction: LR schedulers run between
-    `step()` and the update. The optimizer's state is shared, not copied. Right for
-    every optimizer that treats parameters one by one (all of torch.optim but LBFGS).
+    Hyper-parameters and attributes are those of the moment of construction: LR
+    schedulers run between `step()` and the update, and `step()` may count steps. The
+    optimizer's state is shared, not copied. An optimizer that this one holds is seen
+    in the same way. Right for every optimizer that treats parameters one by one (all
+    of torch.optim but LBFGS).
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._kind = type(optimizer)
-        # A shallow view: it shares the optimizer's state, but not its groups and hooks.
-        self._view = copy.copy(optimizer)
-        self._view.__dict__.pop("step", None)  # LR schedulers bind it to the original
-        self._view._optimizer_step_pre_hooks = OrderedDict()
-        self._view._optimizer_step_post_hooks = OrderedDict()
+        self._attributes = dict(vars(optimizer))
+        self._attributes.pop("step", None)  # LR schedulers bind it to the original
+        for name, value in self._attributes.items():
+            if isinstance(value, Optimizer):
+                self._attributes[name] = DeferredStep(value)
         self._groups = [_captured(group) for group in optimizer.param_groups]
         self._group_of = {
             id(p): i for i, group in enumerate(self._groups) for p in group["params"]
@@ -38,14 +39,31 @@ class DeferredStep:
 
         Without `momentum` if that is in the gradients already.
         """
+        step: Callable[[Optimizer], Any] = self._kind.step
+        if getattr(step, "hooked", False):  # torch's global hooks have run at step()
+            step = step.__wrapped__  # type: ignore[attr-defined]
+        step(self._view(list(params), momentum))
+
+    def _view(self, params: Sequence[Tensor], momentum: bool) -> Optimizer:
+        """The optimizer, as it was, of these parameters; it shares the state."""
+        view: Optimizer = object.__new__(self._kind)
+        view.__dict__ = {
+            name: value._view(params, momentum)
+            if isinstance(value, DeferredStep)
+            else value
+            for name, value in self._attributes.items()
+        }
+        view._optimizer_step_pre_hooks = OrderedDict()
+        view._optimizer_step_post_hooks = OrderedDict()
         own: dict[int, list[Tensor]] = {}
         for p in params:
-            own.setdefault(self._group_of[id(p)], []).append(p)
-        self._view.param_groups = [
+            if id(p) in self._group_of:
+                own.setdefault(self._group_of[id(p)], []).append(p)
+        view.param_groups = [
             {**group, **({} if momentum else without(group)), "params": members}
             for group, members in ((self._groups[i], own[i]) for i in sorted(own))
         ]
-        self._kind.step(self._view)
+        return view
 
 
 def _captured(group: dict[str, Any]) -> dict[str, Any]:
