@@ -17,7 +17,6 @@ from gradtide.select import (
     Threshold,
     fitted,
     follow,
-    within,
 )
 
 INF, NAN = float("inf"), float("nan")
@@ -204,18 +203,6 @@ def test_state_is_float64_on_the_cpu_and_x_is_left_alone(select) -> None:
     assert torch.equal(x, kept)
     assert all(t.dtype == torch.float64 for t in state.values())
     assert all(t.device.type == "cpu" for t in state.values())
-
-
-@selectors
-def test_within_looks_at_a_part_only(select) -> None:
-    x, state = torch.randn(9000, generator=torch.Generator().manual_seed(0)), {}
-    x[:3000] = x[6000:] = 1000
-    where = within(select, x, slice(3000, 6000), 30, state)
-    check_form(where, 9000)
-    assert int(where[0]) >= 3000
-    assert int(where[-1]) < 6000
-    assert torch.equal(where - 3000, select(x[3000:6000], 30, {}))
-    assert len(within(select, x, slice(5, 5), 30, state)) == 0
 
 
 @pytest.mark.parametrize("rate", [-0.01, 0.01])

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from gradtide.bucket import Payload
 from gradtide.ops import AllGather, AllToAll, Group, ToHost
 
 Wire: TypeAlias = Literal["bf16", "fp16"] | None
@@ -33,10 +34,30 @@ def check_wire(name: str, wire: str | None) -> None:
         raise ValueError(f"{name}(wire={wire!r}): wire is {names} or None")
 
 
+def check(name: str, density: float, wire: str | None) -> None:
+    """Raise ValueError for hyper-parameters that make no sense."""
+    if not 0 < density <= 1:
+        raise ValueError(
+            f"{name}(density={density!r}): density is the share of entries to send, "
+            "above 0 and at most 1, such as 0.01"
+        )
+    check_wire(name, wire)
+
+
 def wire_dtype(dtype: torch.dtype, wire: Wire) -> torch.dtype:
     """What values of `dtype` travel in: never wider than they are."""
     narrow = WIRES.get(wire or "", dtype)
     return narrow if narrow.itemsize < dtype.itemsize else dtype
+
+
+def rounded_off(load: Payload, values: Tensor, narrow: Tensor) -> Tensor:
+    """What rounding to `narrow` took off; raises the alarm where that is infinite.
+
+    Zero where it is not finite: that travels as such and does not stay.
+    """
+    rest = values - narrow
+    load.check(rest)
+    return rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def length(count: int, span: int, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtide.bucket import Payload, count
-from gradtide.collectives._entries import Steps, Wire, check_wire, wire_dtype
+from gradtide.collectives._entries import Steps, Wire, check, rounded_off, wire_dtype
 from gradtide.collectives._indices import HEAD, gather_indices
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.partitions import Even, Partition, Plan, Report
@@ -51,15 +51,11 @@ class Agreed:
     wire: Wire = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
-            raise ValueError(
-                f"Agreed(density={self.density}): a density is above 0 and at most 1"
-            )
+        check("Agreed", self.density, self.wire)
         if isinstance(self.partition, type) or not hasattr(self.partition, "learn"):
             raise ValueError(
                 f"Agreed(partition={self.partition!r}): use Even(), Dynamic(), ByNorm()"
             )
-        check_wire("Agreed", self.wire)
 
     def reduce(self, load: Payload, group: Group) -> Flow:
         x, size = load.flat, group.size
@@ -212,8 +208,6 @@ def average_at(
 
 def _round(values: Tensor, load: Payload, dtype: torch.dtype) -> Tensor:
     """Round `values` in place to what `dtype` can hold; returns what that took off."""
-    rest = values - values.to(dtype)
-    load.check(rest)
-    rest = rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    rest = rounded_off(load, values, values.to(dtype))
     values.sub_(rest)
     return rest

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gradtide.bucket import Payload
+from gradtide.collectives._entries import Wire, check_wire, wire_dtype
 from gradtide.ops import AllGather, AllToAll, Cut, Flow, Group, ReduceScatter
-
-WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -24,20 +22,18 @@ class Dense:
     the casts round off is lost, not left behind.
     """
 
-    wire: Literal["bf16", "fp16"] | None = None
+    wire: Wire = None
 
     def __post_init__(self) -> None:
-        if self.wire is not None and self.wire not in WIRES:
-            names = ", ".join(map(repr, WIRES))
-            raise ValueError(f"Dense(wire={self.wire!r}): wire is {names} or None")
+        check_wire("Dense", self.wire)
 
     def reduce(self, load: Payload, group: Group) -> Flow:
         x = load.flat
         if group.size == 1:
             yield Cut(x)
             return x
-        dtype = WIRES.get(self.wire or "")
-        if dtype is None or x.element_size() <= dtype.itemsize:
+        dtype = wire_dtype(x.dtype, self.wire)
+        if dtype == x.dtype:
             part = yield ReduceScatter(x)
             yield Cut(part.div_(group.size))
             mean: Tensor = yield AllGather(part, into=x)

@@ -13,13 +13,15 @@ from gradtide.collectives._entries import (
     Entries,
     Steps,
     Wire,
+    check,
     length,
     pack,
+    rounded_off,
     unpack,
     wire_dtype,
 )
 from gradtide.collectives.dense import Dense
-from gradtide.collectives.topk import check, kept, narrowed, rest_of, summed
+from gradtide.collectives.topk import kept, narrowed, summed
 from gradtide.ops import AllToAll, Flow, Group, Swap
 from gradtide.select import Selector, Threshold
 
@@ -131,7 +133,7 @@ class _Merging:
         self._settle(where)
         narrow = sums.to(self._dtype).to(sums.dtype)
         if keeper and self._dtype != sums.dtype:
-            rest = rest_of(self.load, sums, narrow)
+            rest = rounded_off(self.load, sums, narrow)
             self.load.give_back(where, rest)
             # Whoever has a stake in this sum has one in the rest, too.
             self.stakes.append((where, -rest))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gradtide.bucket import Payload, count
-from gradtide.collectives._entries import Steps, Wire, wire_dtype
+from gradtide.collectives._entries import Steps, Wire, check, wire_dtype
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.gtopk import at_most
-from gradtide.collectives.topk import check, kept, narrowed
+from gradtide.collectives.topk import kept, narrowed
 from gradtide.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.select import Selector, Threshold
 from gradtide.select.kernels import index_dtype

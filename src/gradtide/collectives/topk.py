@@ -12,10 +12,11 @@ from gradtide.bucket import Payload
 from gradtide.collectives._entries import (
     Entries,
     Wire,
-    check_wire,
+    check,
     gather,
     gather_known,
     length,
+    rounded_off,
     wire_dtype,
 )
 from gradtide.collectives.dense import Dense
@@ -73,16 +74,6 @@ def kept(density: float, n: int) -> int:
     return max(1, round(density * n))
 
 
-def check(name: str, density: float, wire: str | None) -> None:
-    """Raise ValueError for hyper-parameters that make no sense."""
-    if not 0 < density <= 1:
-        raise ValueError(
-            f"{name}(density={density!r}): density is the share of entries to send, "
-            "above 0 and at most 1, such as 0.01"
-        )
-    check_wire(name, wire)
-
-
 def narrowed(load: Payload, where: Tensor, values: Tensor, wire: Wire) -> Tensor:
     """`values`, taken from `where`, as they travel; what is rounded off stays behind.
 
@@ -92,15 +83,8 @@ def narrowed(load: Payload, where: Tensor, values: Tensor, wire: Wire) -> Tensor
     if dtype == values.dtype:
         return values
     narrow = values.to(dtype).to(values.dtype)
-    load.give_back(where, rest_of(load, values, narrow))
+    load.give_back(where, rounded_off(load, values, narrow))
     return narrow
-
-
-def rest_of(load: Payload, values: Tensor, narrow: Tensor) -> Tensor:
-    """What rounding took off; nothing of what is not finite, which all travels."""
-    rest = values - narrow
-    load.check(rest)
-    return rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def summed(entries: Sequence[Entries], dtype: torch.dtype) -> Entries:

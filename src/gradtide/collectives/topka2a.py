@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
 import torch
 from torch import Tensor
@@ -14,8 +13,9 @@ from gradtide.collectives._entries import (
     Entries,
     Steps,
     Wire,
-    check_wire,
+    check,
     exchange,
+    rounded_off,
     wire_dtype,
 )
 from gradtide.collectives.dense import Dense
@@ -66,38 +66,15 @@ class TopKA2A:
 # - Conditions of use -----------------------------------------------------------------
 
 
-def pays(
-    n: int, k: int, size: int, *, entry: float = 2.0, overhead: float = 0.0
-) -> bool:
+def pays(n: int, k: int, size: int, *, entry: float = 2.0) -> bool:
     """Whether TopKA2A, sending k of n elements, beats a dense exchange among P = size.
 
     Times are in words: the time that one element takes on the wire. An entry is `entry`
-    words long (2 for an index as long as a value, 1.5 for float32 and `_entries`); by
-    `overhead` words selection, scatter and further messages take longer than the dense
-    sum. TopKA2A moves (entry k + n) (P - 1) / P words and dense 2 n (P - 1) / P:
-    without overhead it pays at densities below 1 / entry, with a gain below 2.
+    words long (2 for an index as long as a value, 1.5 for float32 and `_entries`).
+    TopKA2A moves (entry k + n) (P - 1) / P words and dense 2 n (P - 1) / P: it pays at
+    densities below 1 / entry, with a gain below 2.
     """
-    return entry * k + n + overhead * size / max(size - 1, 1) < 2 * n and size > 1
-
-
-def pays_over_gather(n: int, k: int, size: int, *, entry: float = 2.0) -> bool:
-    """Whether it beats an all-gather of everybody's k largest entries as well.
-
-    That one moves entry k (P - 1) words: TopKA2A is better at densities above
-    1 / (entry (P - 1)).
-    """
-    return entry * k + n < entry * k * size
-
-
-def least_numel(
-    density: float, size: int, *, entry: float = 2.0, overhead: float = 0.0
-) -> float:
-    """From how many elements on a bucket pays; inf if none does.
-
-    `overhead` as in `pays`: seconds, divided by those that an element is on the wire.
-    """
-    gain = (1 - entry * density) * (size - 1) / size
-    return overhead / gain if gain > 0 else inf
+    return entry * k + n < 2 * n and size > 1
 
 
 def entry_words(dtype: torch.dtype, wire: Wire) -> float:
@@ -114,16 +91,6 @@ def kept_of_part(flat: Tensor, density: float, wire: Wire, group: Group) -> int:
     return kept if worthwhile else 0
 
 
-def check(name: str, density: float, wire: str | None) -> None:
-    """Raise ValueError for hyper-parameters that make no sense."""
-    if not 0 < density <= 1:
-        raise ValueError(
-            f"{name}(density={density!r}): density is the share of entries to send, "
-            "above 0 and at most 1, such as 0.01"
-        )
-    check_wire(name, wire)
-
-
 # - The first half --------------------------------------------------------------------
 
 
@@ -135,8 +102,9 @@ def collect(
     found = largest_of_parts(load.salience.view(size, -1), kept, select, load.state)
     where = in_whole(found, len(part), len(load.flat))
     values = load.take(where)
-    if wire_dtype(dtype, wire) != dtype:
-        load.give_back(where, rounded_off(values, load, wire))
+    narrow = wire_dtype(dtype, wire)
+    if narrow != dtype:
+        load.give_back(where, rounded_off(load, values, values.to(narrow)))
     lengths = [len(row) for row in found]
     rows = [
         _fill_up(row, own, kept)
@@ -193,17 +161,6 @@ def in_whole(rows: Sequence[Tensor], span: int, n: int) -> Tensor:
     return torch.cat([row.to(dtype) + i * span for i, row in enumerate(rows)])
 
 
-def rounded_off(values: Tensor, load: Payload, wire: Wire) -> Tensor:
-    """What `wire` takes off the values; raises the alarm where it makes them infinite.
-
-    Zero where the value is not finite on the wire: that travels and does not stay.
-    """
-    dtype = wire_dtype(values.dtype, wire)
-    rest = values - values.to(dtype)
-    load.check(rest)
-    return rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-
 # - The second half -------------------------------------------------------------------
 
 
@@ -216,7 +173,7 @@ def spread(part: Tensor, load: Payload, wire: Wire, group: Group) -> Flow:
         whole: Tensor = yield AllGather(part, into=mean)
         return whole
     # Before the cut: what is cut out of a part later is not in the residual's units.
-    rest = rounded_off(part, load, wire)
+    rest = rounded_off(load, part, part.to(dtype))
     part.sub_(rest)
     load.flat.view(group.size, -1)[group.rank].add_(rest, alpha=group.size)
     yield Cut(part)

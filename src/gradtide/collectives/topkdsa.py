@@ -7,15 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from gradtide.bucket import Payload
-from gradtide.collectives._entries import Wire, counts, gather_known, wire_dtype
+from gradtide.collectives._entries import (
+    Wire,
+    check,
+    counts,
+    gather_known,
+    rounded_off,
+    wire_dtype,
+)
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.topka2a import (
-    check,
     collect,
     entry_words,
     in_whole,
     kept_of_part,
-    rounded_off,
     spread,
 )
 from gradtide.ops import Cut, Flow, Group
@@ -57,8 +62,9 @@ class TopkDSA:
         if not tail_pays(sum(numbers), len(flat), entry=entry_words(flat.dtype, wire)):
             return (yield from spread(part, load, wire, group))
         values = part[where]
-        if wire_dtype(flat.dtype, wire) != flat.dtype:
-            rest = rounded_off(values, load, wire)
+        narrow = wire_dtype(flat.dtype, wire)
+        if narrow != flat.dtype:
+            rest = rounded_off(load, values, values.to(narrow))
             values.sub_(rest)
             load.give_back(where + group.rank * span, rest * group.size)
         yield Cut(values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -18,19 +17,3 @@ class Selector(Protocol):
     """
 
     def __call__(self, x: Tensor, k: int, state: dict[str, Tensor]) -> Tensor: ...
-
-
-def within(
-    select: Selector, x: Tensor, span: slice, k: int, state: dict[str, Tensor]
-) -> Tensor:
-    """Like `select(x, k, state)`, but only the slice `span` of `x` is looked at.
-
-    Ranks that each look at another part select exclusively. About `k` indices into `x`;
-    an empty part has none.
-    """
-    part = x[span]
-    begin = span.indices(x.numel())[0]
-    dtype = torch.int32 if x.numel() < 1 << 31 else torch.int64
-    if not len(part):
-        return torch.empty(0, dtype=dtype, device=x.device)
-    return select(part, k, state).to(dtype) + begin
