@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import gradtide
@@ -79,6 +79,9 @@ def _construction() -> None:
     refused(lambda: gradtide.replicate(model, some, "dear"), "2.weight", "'wfbp'")
     whole = torch.optim.LBFGS(model.parameters())
     refused(lambda: gradtide.replicate(model, whole, "dear"), "LBFGS", "'wfbp'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, on import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
     shards = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     refused(lambda: gradtide.replicate(model, shards, "dear"), "inside its step")
     refused(lambda: gradtide.replicate(model, shards, "topk-local"), "inside its step")
