@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
+from gradtide.bucket import Payload
 from gradtide.collectives import (
     Corrected,
     Dense,
@@ -17,6 +20,7 @@ from gradtide.collectives import (
 )
 from gradtide.fusion import BySize, PerTensor, Trace
 from gradtide.layout import lay_out
+from gradtide.ops import Flow, Group
 from gradtide.schedule import DEAR, Schedule
 from gradtide.scheme import RECIPES, Scheme, parse
 
@@ -97,6 +101,22 @@ def test_corrected_takes_the_optimizers_momentum_after_dense_steps() -> None:
 def test_what_cannot_be_parsed_is_refused_by_name(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse(text)
+
+
+@dataclass(frozen=True)
+class Mine:
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        return Dense().reduce(load, group)
+
+
+def test_text_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_part.py").write_text("from tests.test_scheme import Mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="imports nothing"):
+        parse("own_part.Mine()")
+    assert "own_part" not in sys.modules
+    monkeypatch.setitem(sys.modules, "own_part", sys.modules[__name__])
+    assert parse("Scheme(own_part.Mine())").collective == Mine()
 
 
 def test_schedules_are_checked() -> None:

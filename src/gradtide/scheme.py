@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib import import_module
+import sys
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from gradtide.bucket import Collective
@@ -125,7 +125,8 @@ def parse(text: str) -> Scheme:
     """The scheme that a recipe's name or a constructor call stands for.
 
     A call may use constants, the names in NAMES, and dotted paths to frozen dataclasses
-    of the user's own. A bare collective stands for a scheme with default fusion and
+    of modules that the program has imported: text, which may come out of a checkpoint,
+    imports nothing. A bare collective stands for a scheme with default fusion and
     schedule; a recipe may be called with hyper-parameters of its preconditioner if it
     has one, otherwise with those of its collective, `warmup`, a number of steps
     (RAMP), and `corrected`. Raises ValueError naming what is wrong and what
@@ -219,7 +220,7 @@ def _build(node: ast.expr) -> Any:
         case ast.Name(id=name):
             raise ValueError(f"scheme {name!r} is not known: {_known()}")
         case ast.Attribute() if _is_path(node):
-            return _imported(ast.unparse(node))
+            return _loaded(ast.unparse(node))
         case ast.Call(func=func, args=args, keywords=keywords):
             named = {k.arg: _build(k.value) for k in keywords if k.arg is not None}
             if isinstance(func, ast.Name) and func.id in _CALLABLE:
@@ -273,17 +274,17 @@ def _is_path(node: ast.Attribute) -> bool:
     return all(map(str.isidentifier, ast.unparse(node).split(".")))
 
 
-def _imported(path: str) -> type:
-    """A frozen dataclass of the user's own, by its dotted path."""
+def _loaded(path: str) -> type:
+    """A frozen dataclass of the user's own, by its dotted path; nothing is imported."""
     module, _, name = path.rpartition(".")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{path!r} in a scheme: {error}") from None
+    found = getattr(sys.modules.get(module), "__dict__", {}).get(name)
     params = getattr(found, "__dataclass_params__", None)
-    if isinstance(found, type) and is_dataclass(found) and params and params.frozen:
+    if isinstance(found, type) and params and params.frozen:
         return found
-    raise ValueError(f"{path!r} is not a frozen dataclass, so not a part of a scheme")
+    raise ValueError(
+        f"{path!r} in a scheme: not a frozen dataclass of a module that this program "
+        "has imported; a scheme's text imports nothing"
+    )
 
 
 def _known() -> str:
