@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,11 +91,20 @@ def test_corrected_takes_the_optimizers_momentum_after_dense_steps() -> None:
         ("BySize(3)", "not a scheme"),
         ("Scheme(BySize(3))", "reduce"),
         ("Scheme(Dense(), schedule='dear')", "Schedule"),
-        ("Scheme(Dense", "constructor call"),
+        ("Scheme(Dense", "comma or '\\)'"),
         ("__import__('os').system('true')", "not allowed"),
         ("os.system('true')", "frozen dataclass"),
         ("Scheme(Dense(), fusion=BySize(-1))", "positive"),
-        ("[x for x in ()]", "not allowed"),
+        ("[x for x in ()]", "'x' is not known"),
+        ("1 + 1", "'\\+' is not allowed"),
+        ("Dense(wire='bf16', wire='fp16')", "given twice"),
+        ("Schedule(gain=1.0, 'step')", "without a name"),
+        ("Cuts((ends=3))", "names no argument"),
+        ("BySize()(1)", "behind its end"),
+        ("Scheme(, )", "value should be"),
+        ("DEAR()", "not callable"),
+        ("topk(warmup=())", "number of steps"),
+        ("topk(corrected='no')", "True or False"),
         ("Scheme", "reduce|not a scheme"),
     ],
 )
@@ -117,6 +127,40 @@ def test_text_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "own_part" not in sys.modules
     monkeypatch.setitem(sys.modules, "own_part", sys.modules[__name__])
     assert parse("Scheme(own_part.Mine())").collective == Mine()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 40_000,
+        "a" * 19_999,
+        "a-" * 9_999 + "(",
+        "Warmup(" * 2_000 + "TopK()" + ")" * 2_000,
+        "a." * 250 + "b",
+        "a." * 9_999 + "b",
+        "-" * 19_999 + "1",
+        "-" * 100_000 + "1",
+        "(" * 19_999,
+        "not " * 4_999,
+        "1," * 9_999,
+        "Cuts((" + "9" * 4_400 + ",))",
+        f"Cuts(({'1, ' * 6_000}))",
+        "topk(\0)",
+    ],
+    ids=lambda text: f"{text[:8]!r} {len(text)}",
+)
+def test_any_text_is_refused_in_no_time_and_few_words(text: str) -> None:
+    begin = time.thread_time()
+    with pytest.raises(ValueError, match="scheme") as refused:
+        parse(text)
+    assert time.thread_time() - begin < 0.1
+    assert len(str(refused.value)) < 3_000
+
+
+def test_wrappers_within_each_other_are_checked_once() -> None:
+    begin = time.thread_time()
+    parse("Warmup(" * 25 + "TopK()" + ")" * 25)
+    assert time.thread_time() - begin < 0.1
 
 
 def test_schedules_are_checked() -> None:

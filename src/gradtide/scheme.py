@@ -6,7 +6,6 @@ the test say the same: `parse(repr(scheme)) == scheme`.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from dataclasses import dataclass, fields, replace
@@ -132,20 +131,23 @@ def parse(text: str) -> Scheme:
     (RAMP), and `corrected`. Raises ValueError naming what is wrong and what
     is known.
     """
-    if text in RECIPES:
-        return RECIPES[text]
+    if len(text) > LONGEST or text.count("(") + text.count("[") > BRACKETS:
+        raise ValueError(
+            f"scheme {_short(text)}: at most {LONGEST} characters and {BRACKETS} pairs "
+            "of brackets; build a Scheme(...) in Python instead"
+        )
     try:
-        tree = ast.parse(_named(text.strip()), mode="eval")
-        value = _build(tree.body)
-    except SyntaxError:
-        raise ValueError(f"scheme {text!r}: {_known()}") from None
-    except TypeError as error:
-        raise ValueError(f"scheme {text!r}: {error}") from None
-    if hasattr(value, "reduce") and not isinstance(value, type):
-        value = Scheme(value)
-    if not isinstance(value, Scheme):
-        raise ValueError(f"scheme {text!r} is not a scheme: {_known()}")
-    return check(value)
+        tokens = _tokens(text)
+        value = _value(tokens)
+        if tokens != [""]:
+            raise ValueError(f"{_short(tokens[-1])} behind its end: {_known()}")
+        if hasattr(value, "reduce") and not isinstance(value, type):
+            value = Scheme(value)
+        if not isinstance(value, Scheme):
+            raise ValueError(f"not a scheme: {_known()}")
+        return check(value)
+    except Exception as error:  # a constructor of the user's may raise anything
+        raise ValueError(f"scheme {_short(text)}: {str(error)[:2000]}") from error
 
 
 def check(scheme: Scheme) -> Scheme:
@@ -194,40 +196,84 @@ def _check_local(scheme: Scheme) -> None:
         )
 
 
-# Recipes as Python can call them: `oktopk_dear` for `oktopk-dear`.
-_CALLABLE = {name.replace("-", "_"): name for name in RECIPES}
+# Characters, room for the cuts of thousands of tensors; and brackets that are opened.
+LONGEST, BRACKETS = 20_000, 30
+_CONSTANTS = {"None": None, "True": True, "False": False}
+_TOKEN = re.compile(
+    r"""\s*(?:[a-z_][\w.-]*|-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"""
+    r"""|'[^'\\]*'|"[^"\\]*"|[][(),=]|$|(?P<other>.))""",
+    re.ASCII | re.IGNORECASE | re.DOTALL,
+)
 
 
-def _named(text: str) -> str:
-    """The text with every call of a recipe spelled as in _CALLABLE."""
+def _tokens(text: str) -> list[str]:
+    """Names, constants and marks in `text`, from its end, which is an empty one, on."""
+    found = []
+    for match in _TOKEN.finditer(text.strip()):
+        if match["other"]:
+            raise ValueError(f"{match['other']!r} is not allowed in a scheme")
+        found.append(match[0].strip())
+    return found[::-1]
 
-    def spell(match: re.Match[str]) -> str:
-        return match[0].replace("-", "_") if match[0] in RECIPES else match[0]
 
-    return re.sub(r"[a-z0-9_-]+(?=\()", spell, text)
+def _value(tokens: list[str]) -> Any:
+    """What the next of `tokens` stand for; they are taken off."""
+    token = tokens.pop()
+    if token in ("(", "["):
+        items, named, closed = _arguments(tokens, ")" if token == "(" else "]")
+        if named:
+            raise ValueError(f"{next(iter(named))!r} names no argument of a call")
+        alone = token == "(" and len(items) == 1 and not closed
+        return items[0] if alone else tuple(items)
+    if not token or token in ")],=":
+        raise ValueError(f"{token!r} where a value should be: {_known()}")
+    if token[0] in "'\"":
+        return token[1:-1]
+    if token[0] in "-.0123456789":
+        return int(token) if token.lstrip("-").isdigit() else float(token)
+    if token in _CONSTANTS:
+        return _CONSTANTS[token]
+    if tokens[-1] != "(":
+        return RECIPES[token] if token in RECIPES else _part(token)
+    tokens.pop()
+    args, named, _ = _arguments(tokens, ")")
+    if token in RECIPES:
+        return _adjust(RECIPES[token], args, named)
+    return _part(token)(*args, **named)
 
 
-def _build(node: ast.expr) -> Any:
-    match node:
-        case ast.Constant(value=value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() as number):
-            return -_build(number)
-        case ast.Tuple(elts=items) | ast.List(elts=items):
-            return tuple(map(_build, items))
-        case ast.Name(id=name) if name in NAMES:
-            return NAMES[name]
-        case ast.Name(id=name):
-            raise ValueError(f"scheme {name!r} is not known: {_known()}")
-        case ast.Attribute() if _is_path(node):
-            return _loaded(ast.unparse(node))
-        case ast.Call(func=func, args=args, keywords=keywords):
-            named = {k.arg: _build(k.value) for k in keywords if k.arg is not None}
-            if isinstance(func, ast.Name) and func.id in _CALLABLE:
-                recipe = RECIPES[_CALLABLE[func.id]]
-                return _adjust(recipe, list(map(_build, args)), named)
-            return _build(func)(*map(_build, args), **named)
-    raise ValueError(f"{ast.unparse(node)!r} is not allowed in a scheme: {_known()}")
+def _arguments(tokens: list[str], end: str) -> tuple[list[Any], dict[str, Any], bool]:
+    """Those up to `end`, in order and by name, and whether a comma is behind them."""
+    args: list[Any] = []
+    named: dict[str, Any] = {}
+    comma = True
+    while tokens[-1] != end:
+        if not comma:
+            raise ValueError(f"{_short(tokens[-1])} where a comma or {end!r} should be")
+        if tokens[-2:-1] == ["="]:
+            name = tokens.pop()
+            tokens.pop()
+            if name in named:
+                raise ValueError(f"{_short(name)} is given twice")
+            named[name] = _value(tokens)
+        elif named:
+            raise ValueError(f"an argument without a name behind {[*named][-1]!r}=...")
+        else:
+            args.append(_value(tokens))
+        comma = tokens[-1] == ","
+        if comma:
+            tokens.pop()
+    tokens.pop()
+    return args, named, comma
+
+
+def _part(name: str) -> Any:
+    """What is known by a name, without dots or with."""
+    if name in NAMES:
+        return NAMES[name]
+    if "." in name:
+        return _loaded(name)
+    raise ValueError(f"{_short(name)} is not known: {_known()}")
 
 
 def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
@@ -251,27 +297,25 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
     steps = 0 if "warmup" in names else changes.pop("warmup", 0)
     corrected = "corrected" not in names and changes.pop("corrected", False)
     collective = replace(cast(Any, recipe.collective), **changes)
+    if not isinstance(corrected, bool):
+        raise ValueError(f"corrected={corrected!r}: True or False")
     if corrected and "density" not in names:
         raise TypeError(f"corrected=True: {collective!r} selects nothing")
     if corrected:
         collective = Corrected(collective, momentum=None)
-    if steps:
+    if steps != 0:
         own = getattr(collective, "density", 1.0)
         ramp = tuple(d for d in RAMP if d > own) or (1.0,)
         if recipe.schedule.launch == "step":
             sparse = [times * own for times in STEPS_RAMP if times * own < 1]
             ramp = (*[1.0] * 2 * len(sparse), *sparse) or (1.0,)
-        if not isinstance(steps, int) or steps < len(ramp):
+        if type(steps) is not int or steps < len(ramp):
             raise ValueError(
                 f"warmup={steps!r}: a number of steps, {len(ramp)} or more, for "
                 f"densities {ramp}"
             )
         collective = Warmup(collective, steps // len(ramp), ramp)
     return replace(recipe, collective=collective)
-
-
-def _is_path(node: ast.Attribute) -> bool:
-    return all(map(str.isidentifier, ast.unparse(node).split(".")))
 
 
 def _loaded(path: str) -> type:
@@ -282,9 +326,13 @@ def _loaded(path: str) -> type:
     if isinstance(found, type) and params and params.frozen:
         return found
     raise ValueError(
-        f"{path!r} in a scheme: not a frozen dataclass of a module that this program "
-        "has imported; a scheme's text imports nothing"
+        f"{_short(path)} is not a frozen dataclass of a module that this program has "
+        "imported, and a scheme's text imports nothing"
     )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 100 else f"{text[:100]}...")
 
 
 def _known() -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class Warmup:
                 raise ValueError(
                     f"Warmup(densities={self.densities}): above 0 and at most 1"
                 )
-            _with_density(self.collective, density)
+            _check_density(self.collective, density)
 
     def reduce(self, load: Payload, group: Group) -> Flow:
         density = self._density(count(_own(load.state)))
@@ -75,21 +74,22 @@ def _done(state: dict[str, Tensor]) -> int:
 
 
 def _with_density(collective: Any, density: float) -> Collective:
-    names = set(_field_names(collective))
-    if "collective" in names:
+    if hasattr(collective, "collective"):
         inner = _with_density(collective.collective, density)
         if density == 1 and takes_over(collective):
             return inner
         return replace(collective, collective=inner)  # type: ignore[no-any-return]
     if density == 1:
         return Dense(getattr(collective, "wire", None))
-    if "density" not in names:
+    return replace(collective, density=density)  # type: ignore[no-any-return]
+
+
+def _check_density(collective: Any, density: float) -> None:
+    """Raise ValueError where `_with_density` could not."""
+    while hasattr(collective, "collective"):
+        collective = collective.collective
+    if density != 1 and not hasattr(collective, "density"):
         raise ValueError(
             f"Warmup({collective!r}): it has no density to begin with; use "
             "densities=(1.0,) for dense steps"
         )
-    return replace(collective, density=density)  # type: ignore[no-any-return]
-
-
-def _field_names(collective: Any) -> Iterator[str]:
-    return (f.name for f in fields(collective))

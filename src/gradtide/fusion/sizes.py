@@ -69,7 +69,9 @@ class Cuts:
 
     def __post_init__(self) -> None:
         if not self.ends or any(b <= a for a, b in pairwise((0, *self.ends))):
-            raise ValueError(f"{self}: the ends of buckets are ascending counts from 1")
+            raise ValueError(
+                "Cuts(ends=...): the ends of buckets are ascending counts from 1"
+            )
 
     def __call__(self, trace: Trace, cost: Cost | None = None) -> list[slice]:
         if len(trace.nbytes) != self.ends[-1]:
