@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -70,8 +71,11 @@ def test_a_rank_that_fails_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
+    # A scheme's text imports nothing: the ranks import it when they start.
+    (tmp_path / "sitecustomize.py").write_text("import broken")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "broken", importlib.import_module("broken"))
     spec = Spec(("ddp", "broken.Broken()"), "digits", 2, 1, None, steps=1, rounds=1)
     with pytest.raises(LabError, match="rank one broke") as caught:
         compare(spec, tmp_path, ["gradtide"])
