@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import io
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -609,6 +610,74 @@ def _copied() -> None:
         opt.step()
         opt.zero_grad()
         average(x)
+    sync.remove()
+
+
+@pytest.mark.parametrize("scheme", [DEAR, "topk-local", "mpd_kfac", "auto"])
+def test_a_whole_model_can_be_saved_and_is_a_plain_one_again(scheme: str) -> None:
+    for saved, weights in run_ranks(2, _saved, scheme):
+        assert b"gradtide" not in saved
+        loaded = torch.load(io.BytesIO(saved), weights_only=False)
+        assert [p.tolist() for p in loaded.parameters()] == weights
+        opt = sgd(loaded.parameters())
+        for model in (loaded, copy.deepcopy(loaded)):  # without a process group
+            model(data(0, 0)[0]).sum().backward()
+        opt.step()
+        assert [p.tolist() for p in loaded.parameters()] != weights
+        loaded.load_state_dict(loaded.state_dict())
+
+
+def _saved(scheme: str) -> tuple[bytes, list[Any]]:
+    model = plain()
+    opt = sgd(model.parameters())
+    sync = gradtide.replicate(model, opt, scheme)
+    for step in range(3):
+        x, y = data(step)
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    file = io.BytesIO()
+    torch.save(model, file)
+    copied = copy.deepcopy(model)
+    weights = [p.tolist() for p in model.parameters()]
+    assert [p.tolist() for p in copied.parameters()] == weights
+    copied(x).sum().backward()  # exchanges nothing
+    if dist.get_rank() == 0:
+        copied(x).sum().backward()
+    sync.remove()
+    return file.getvalue(), weights
+
+
+def test_no_copy_has_half_of_a_deferred_update() -> None:
+    run_ranks(2, _half_a_copy)
+
+
+class Scaled(nn.Linear):
+    """Has parameters of its own, and a module in it that has some, too."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 12)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(super().forward(x))
+        return out
+
+
+def _half_a_copy() -> None:
+    model = Scaled()
+    opt = sgd(model.parameters())
+    sync = gradtide.replicate(model, opt, DEAR)
+    for step in range(3):
+        x, y = data(step)
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    with pytest.raises(RuntimeError, match=r"weight is deferred.*sync\.flush\(\)"):
+        copy.deepcopy(model)
+    sync.flush()
+    copied = copy.deepcopy(model)
+    assert all(map(torch.equal, model.parameters(), copied.parameters()))
     sync.remove()
 
 

@@ -1,13 +1,34 @@
-"""What hooks have to know of torch's autograd beyond its documented surface."""
+"""Hooks, and what they must know of torch's autograd beyond its documented surface."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+
+class Hook:
+    """A hook on a module that stays behind: in a copy of the module it does nothing.
+
+    `copied` is called when a copy is being made, by deepcopy or pickle.
+    """
+
+    def __init__(
+        self, call: Callable[..., object], copied: Callable[[], None] = lambda: None
+    ) -> None:
+        self._call, self._copied = call, copied
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._copied()
+        # Takes anything, returns None, and can be loaded where gradtide is not there.
+        return getattr, (nullcontext(), "__exit__")
 
 
 def before_backward(output: Any, call: Callable[[], object]) -> None:

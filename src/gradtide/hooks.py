@@ -1,19 +1,20 @@
 """The hooks on the user's module and optimizer.
 
-All are plain functions: copies of the module share them. What they set off is in
-`backward` and `updates`.
+Copies of the module have none of them. What they set off is in `backward` and
+`updates`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.autograd import before_backward, in_backward
+from gradtide.autograd import Hook, before_backward, in_backward
 from gradtide.backward import Backward
 from gradtide.broadcast import broadcast
 from gradtide.deferred import closes
@@ -50,8 +51,8 @@ class Hooks:
         for p in updates.placement.homes:
             hook = backward.gradient_hook(p)
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        keep(model.register_forward_pre_hook(lambda *_: self._before_forward()))
-        keep(model.register_forward_hook(lambda *a: self._after_forward(a[-1])))
+        keep(model.register_forward_pre_hook(Hook(lambda *_: self._before_forward())))
+        keep(model.register_forward_hook(Hook(lambda *a: self._after_forward(a[-1]))))
         keep(optimizer.register_step_post_hook(lambda *_: self._stepped()))
         keep(optimizer.register_step_post_hook(lambda *_: stepped()))
 
@@ -76,14 +77,26 @@ class Hooks:
         keep(self._optimizer.register_load_state_dict_pre_hook(flush))
         self._update_handles += updates.watch(self._model)
         for module in self._model.modules():
-            keep(module.register_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
-            keep(module.register_load_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
+            hook = Hook(flush, partial(self._copied, module))
+            keep(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            keep(module.register_load_state_dict_pre_hook(Hook(flush)))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Leave module and optimizer as they were."""
         for handle in (*self._handles, *self._update_handles):
             handle.remove()
         self._handles, self._update_handles = [], []
+
+    def _copied(self, module: nn.Module) -> None:
+        """A copy of a module is made; its own parameters are in it already."""
+        homes, due = self._updates.placement.homes, self._updates.due
+        for name, p in module.named_parameters(recurse=False):
+            if p in homes and homes[p].home in due:
+                raise RuntimeError(
+                    f"the model is copied or saved while the update of {name} is "
+                    "deferred: call sync.flush() before"
+                )
+        self._updates.flush()
 
     def _before_forward(self) -> None:
         backward = self._backward

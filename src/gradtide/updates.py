@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.alarm import Alarm
+from gradtide.autograd import Hook
 from gradtide.deferred import DeferredStep
 from gradtide.engine import Engine
 from gradtide.layout import GradientBucket, Slot
@@ -57,8 +58,7 @@ class Updates:
 
     def watch(self, model: nn.Module) -> list[Any]:
         """See the modules of `model` run; returns the hooks' handles."""
-        # A plain function: copies of the model share it instead of copying all this.
-        self._watch = Watch(model, lambda module, _: self.before_read(module))
+        self._watch = Watch(model, Hook(lambda module, _: self.before_read(module)))
         return list(self._watch.handles.values())
 
     # - After backward -----------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtide.autograd import after_backward, before_backward
+from gradtide.autograd import Hook, after_backward, before_backward
 from gradtide.deferred import closes
 
 
@@ -26,7 +26,7 @@ class Hands:
         # Hooks on the model's output are called in turn: when this one's callback runs,
         # at the end of backward, the replica has put the means in place.
         self._handles: list[Any] = [
-            model.register_forward_hook(lambda *a: self._after_forward(a[-1])),
+            model.register_forward_hook(Hook(lambda *a: self._after_forward(a[-1]))),
             optimizer.register_step_pre_hook(lambda *a: self._check(a[1], a[2])),
         ]
 

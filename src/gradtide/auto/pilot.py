@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from gradtide.admit import admit_optimizer
 from gradtide.auto.decision import LOG, Decision, Seen, decide, stay
 from gradtide.auto.hands import Hands
+from gradtide.autograd import Hook
 from gradtide.collectives import Auto, Dense
 from gradtide.engine import Engine
 from gradtide.plan.watch import Watch
@@ -68,7 +69,7 @@ class Pilot:
         hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
         # The optimizer goes through its hooks when all is decided: they are taken off
         # at the next forward.
-        tidy = model.register_forward_pre_hook(lambda *_: self._tidy())
+        tidy = model.register_forward_pre_hook(Hook(lambda *_: self._tidy()))
         self._handles: list[Any] = [hook, tidy]
 
     @property

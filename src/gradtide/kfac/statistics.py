@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradtide.autograd import in_backward
+from gradtide.autograd import Hook, in_backward
 from gradtide.kfac.autograd import hookable
 from gradtide.kfac.gram import add_gram
 from gradtide.kfac.layers import KINDS, Kind, Layer
@@ -119,15 +119,10 @@ class Statistics:
         keep = self._handles.append
         for watch in self._watches:
             for module in watch.layer.modules:
-                hook = self._layer_hook(watch, module)
+                hook = Hook(partial(self._after_layer, watch))
                 keep(module.register_forward_hook(hook, with_kwargs=True))
-        model, before = self._model, self._before_model
-        keep(
-            model.register_forward_pre_hook(
-                lambda m, *given: before(*given) if m is model else None,
-                with_kwargs=True,
-            )
-        )
+        before = Hook(self._before_model)
+        keep(self._model.register_forward_pre_hook(before, with_kwargs=True))
 
     def disarm(self) -> None:
         """Drop what was collected, and cost nothing from now on."""
@@ -180,16 +175,7 @@ class Statistics:
 
     # - Hooks --------------------------------------------------------------------------
 
-    def _layer_hook(self, watch: _Watch, original: nn.Module) -> Callable[..., None]:
-        """A plain function: a copy of the module shares it, and does not count."""
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            if module is original:
-                self._after_layer(watch, module, args, kwargs, output)
-
-        return hook
-
-    def _before_model(self, args: Any, kwargs: Any) -> None:
+    def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self._model.training and torch.is_grad_enabled() and not in_backward():
             self._samples += self._ask_samples(args, kwargs)
             self._counted = True

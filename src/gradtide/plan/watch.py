@@ -6,11 +6,6 @@ nothing waits for a device before `Watch.trace`.
 [Note: Two hooks a parameter] A gradient's moment is taken before it is accumulated, and
 the next interval begins after all hooks that were registered earlier: what an exchange
 that is running already does with a gradient is no part of the backward.
-
-[Note: Copies] A copy of the model, as for an average of its weights, has copies of the
-hooks. They are plain functions, which are copied as they are: a bound method would take
-a copy of the watch along. What they are called with tells the copy's modules from those
-that are watched.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.autograd import before_backward
+from gradtide.autograd import Hook, before_backward
 from gradtide.plan.medians import Seconds, typical
 from gradtide.plan.trace import StepTrace
 
@@ -144,30 +139,28 @@ class Watch:
         ]
 
     def _hook(self, optimizer: Optimizer) -> None:
-        """See [Note: Copies]."""
         keep, trained = self._handles.append, {p for _, p in self._named}
-        own = set(self._model.modules())
 
-        def training(module: nn.Module) -> bool:
-            return module in own and torch.is_grad_enabled() and not self.done
+        def training() -> bool:
+            return torch.is_grad_enabled() and not self.done
 
         def before(module: nn.Module, inputs: Any) -> None:
-            if training(module):
+            if training():
                 self._before(module)
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            if training(module) and not self._pass.arrived:
+            if training() and not self._pass.arrived:
                 self._pass.forward_end = self._clock.now()
 
         def result(module: nn.Module, inputs: Any, output: Any) -> None:
-            if training(module):
+            if training():
                 self._output(output)
 
-        for module in own:
-            keep(module.register_forward_pre_hook(before))
+        for module in self._model.modules():
+            keep(module.register_forward_pre_hook(Hook(before)))
             if any(p in trained for p in module.parameters(recurse=False)):
-                keep(module.register_forward_hook(after))
-        keep(self._model.register_forward_hook(result))
+                keep(module.register_forward_hook(Hook(after)))
+        keep(self._model.register_forward_hook(Hook(result)))
         for p in trained:
             keep(p.register_hook(lambda _, p=p: self._arrive(p)))  # type: ignore[no-untyped-call]
             keep(p.register_post_accumulate_grad_hook(lambda p: self._leave(p)))  # type: ignore[no-untyped-call]
