@@ -173,6 +173,26 @@ def test_what_is_not_finite_is_selected(select, special) -> None:
 
 
 @selectors
+@pytest.mark.parametrize("special", [INF, -INF, NAN])
+@pytest.mark.parametrize("count", [1, 12, 900])
+@pytest.mark.parametrize("kind", ["ties", "few", "heavy"])
+def test_what_is_not_finite_goes_first(select, special, count, kind) -> None:
+    rng = torch.Generator().manual_seed(0)
+    for k in (1, 10, 300):
+        state: dict[str, torch.Tensor] = {}
+        for step in range(3):
+            x = torch.randn(1000, generator=rng).pow(9)
+            if kind == "ties":
+                x.fill_(5.0)
+            elif kind == "few":
+                x[: 1000 - 2 * k].zero_()
+            if step > 0:
+                x[1000 - count :] = special
+            taken = x[select(x, k, state).long()]
+            assert step == 0 or len(taken) - taken.isfinite().sum() >= min(count, k) / 2
+
+
+@selectors
 def test_recovers_from_a_step_that_was_not_finite(select) -> None:
     rng, state, found = torch.Generator().manual_seed(0), {}, []
     for step in range(40):

@@ -20,7 +20,7 @@ from gradtide.collectives._entries import (
 )
 from gradtide.collectives.dense import Dense
 from gradtide.ops import AllGather, Cut, Flow, Group
-from gradtide.select import Exact, Selector, Threshold
+from gradtide.select import Exact, Selector, Threshold, largest
 
 PART = "part"  # begins the keys of what a selector remembers of a part
 MARGIN = 1.25  # candidates asked of a selector, for each entry that is sent
@@ -133,17 +133,8 @@ def largest_of_parts(
     for i, (row, memory) in enumerate(zip(parts, states, strict=True)):
         candidates = select(row, wanted, memory)
         state.update({f"{PART}{i}.{own}": value for own, value in memory.items()})
-        rows.append(_largest(row, candidates, kept))
+        rows.append(largest(row, kept, candidates))
     return rows
-
-
-def _largest(row: Tensor, candidates: Tensor, kept: int) -> Tensor:
-    """The `kept` candidates of largest magnitude, or all if they are not more."""
-    if len(candidates) <= kept:
-        return candidates
-    best = torch.topk(row[candidates].abs(), kept, sorted=False).indices
-    chosen = torch.zeros_like(candidates, dtype=torch.bool)
-    return candidates[chosen.index_fill_(0, best, True)]  # cheaper than a sort
 
 
 def _fill_up(where: Tensor, values: Tensor, kept: int) -> Entries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -17,3 +18,15 @@ class Selector(Protocol):
     """
 
     def __call__(self, x: Tensor, k: int, state: dict[str, Tensor]) -> Tensor: ...
+
+
+def largest(x: Tensor, k: int, found: Tensor) -> Tensor:
+    """The `k` of the indices `found` (sorted) where |x| is largest; all, if not more.
+
+    NaN is largest, then infinity.
+    """
+    if len(found) <= k:
+        return found
+    best = torch.topk(x.index_select(0, found).abs(), k, sorted=False).indices
+    chosen = torch.zeros_like(found, dtype=torch.bool)
+    return found[chosen.index_fill_(0, best, True)]  # cheaper than a sort

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtide.select.follow import estimate, with_ties
+from gradtide.select.base import largest
+from gradtide.select.follow import completed, estimate
 from gradtide.select.kernels import above, entries, everything
 
 AIM = 1.25  # times k: what the sampled threshold should find, as k to 2k will do
@@ -23,7 +24,7 @@ class Bisect:
     In the manner of MSTopK (Shi et al., MLSys 2021, arXiv:2010.10458), which bisects
     the threshold over all of `x`. Here a sample brackets it first; one pass collects
     the candidates, and only these are counted again. Ties at the threshold leave more
-    than `tolerance` undone: of them, the first are taken.
+    than `tolerance` undone: of them, some are taken.
     """
 
     tolerance: float = 0.02  # of k
@@ -51,11 +52,12 @@ class Bisect:
         candidates = magnitudes(values)
         bits = candidates.new_tensor([self._bisect(candidates, k)])
         threshold = float(bits.view(values.dtype))
-        if math.isnan(threshold):
-            return found[:k]
-        # three times as fast as found[candidates > bits]
-        kept = found.index_select(0, above(values, threshold, len(values)))
-        return kept if len(kept) > k / 2 else found[:k]
+        if not math.isnan(threshold):
+            # three times as fast as found[candidates > bits]
+            kept = found.index_select(0, above(values, threshold, len(values)))
+            if len(kept) > k / 2:
+                return kept
+        return largest(x, k, found)
 
     def _candidates(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """k to 2k entries above some threshold; fewer if there is none such."""
@@ -74,8 +76,9 @@ class Bisect:
             step = (max(len(found), 1) / aim) ** (1 / slope)
             inside = low > 0 and high < float("inf")
             threshold = (low * high) ** 0.5 if inside else threshold * step
-        if len(found) < k:
-            found = with_ties(x, k, high if high < float("inf") else threshold, found)
+        if not k <= len(found) < limit:
+            least = high if high < float("inf") else threshold
+            found = completed(x, k, least, found, limit)
             values = x.index_select(0, found)
         return found, values
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from gradtide.select.base import largest
 from gradtide.select.kernels import above, everything, index_dtype
 
 MEMORY = 4  # numbers remembered: threshold / scale, velocity, slope, calls
@@ -41,8 +42,8 @@ def follow(
         used, slope = estimate(x, k, hits, seed)
         found = above(x, used, limit)
         whole = k / 2 <= len(found) < limit
-        if len(found) < k / 2:
-            found = with_ties(x, k, used, found)
+        if not whole:
+            found = completed(x, k, used, found, limit)
     if len(found) > max(k + 1, (1 + BAND) * k):
         used, found = trim(x, k, found, seed)
     ideal = used * (len(found) / k) ** (1 / slope) if whole else used
@@ -92,22 +93,25 @@ def estimate(x: Tensor, k: int, hits: int, seed: int) -> tuple[float, float]:
 
 
 def trim(x: Tensor, k: int, found: Tensor, seed: int) -> tuple[float, Tensor]:
-    """The larger ones of `found`, about `k` of them, and the threshold they are above.
-
-    Of ties, the first `k`.
-    """
+    """The larger ones of `found`, about `k` of them, and a threshold they are above."""
     values = x.index_select(0, found)
     threshold, _ = estimate(values, k, 4096, seed)
     kept = found[above(values, threshold, len(found))]
-    return threshold, kept if k / 2 < len(kept) <= 2 * k else found[:k]
+    fits = k / 2 < len(kept) <= 2 * k
+    return threshold, kept if fits else largest(x, k, found)
 
 
-def with_ties(x: Tensor, k: int, threshold: float, found: Tensor) -> Tensor:
-    """Where many are exactly at the threshold, the first `k` of those not below it.
+def completed(x: Tensor, k: int, threshold: float, found: Tensor, limit: int) -> Tensor:
+    """What the threshold found (`limit` at most), and what it missed that must go.
 
-    Zeros are none of them: where nothing else is left, the first index stands for all.
+    If it found few, the first `k` of those not below it: many are exactly there. If it
+    found too many, infinities and NaNs beyond the limit. Zeros are never added: where
+    nothing else is left, the first index stands for all.
     """
-    if threshold > 0:
-        info = torch.finfo(x.dtype)
-        found = above(x, min(threshold, info.max) * (1 - info.eps), k)
+    info = torch.finfo(x.dtype)
+    least = min(threshold * (1 - info.eps), info.max)
+    if len(found) >= limit:
+        least = info.max
+    if least > 0:
+        found = torch.unique(torch.cat([found, above(x, least, k)]))
     return found if len(found) else everything(x[:1])
