@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 import gradtide
-from gradtide.bucket import Payload
+from gradtide.bucket import Collective, Payload
 from gradtide.collectives.corrected import REMAINDER, VELOCITY, Corrected, takes_over
 from gradtide.collectives.topk import TopK
 from gradtide.collectives.warmup import Warmup
 from gradtide.integrations.ddp import comm_hook
 from gradtide.momentum import Momentum
-from gradtide.ops import Group
+from gradtide.ops import Flow, Group
 from gradtide.select import Exact
 from gradtide.testing import lockstep
 from tests.ranks import run_ranks
@@ -91,7 +92,7 @@ def test_the_law_with_the_optimizers_factors(size: int) -> None:
     rng = torch.Generator().manual_seed(size)
     flats = [torch.zeros(40 * size, dtype=torch.float64) for _ in range(size)]
     loads = [Payload(flat, [flat], momentum=(0.6, 0.4)) for flat in flats]
-    collective = Corrected(TopK(0.05, Exact()), momentum=None)
+    collective = Corrected(TopK(0.05, Exact()))
     velocity = torch.zeros(40 * size, dtype=torch.float64)
     for step in range(6):
         if step == 3:  # a schedule may take it away, and bring it back
@@ -117,12 +118,12 @@ def test_the_law_with_the_optimizers_factors(size: int) -> None:
 def test_alone_and_in_dense_steps_it_stays_with_the_optimizer() -> None:
     flat = torch.randn(20)
     load = Payload(flat, [flat])
-    lockstep([Corrected(TopK(), momentum=None).reduce(load, Group(0, 1))])
+    lockstep([Corrected(TopK()).reduce(load, Group(0, 1))])
     assert not load.moved
     assert REMAINDER not in load.state
-    warm = Warmup(Corrected(TopK(0.1), momentum=None), 1)
+    warm = Warmup(Corrected(TopK(0.1)), 1)
     assert takes_over(warm)
-    assert not takes_over(Warmup(Corrected(TopK(0.1)), 1))
+    assert not takes_over(Warmup(TopK(0.1), 1))
     flats = [torch.randn(20) for _ in range(2)]
     loads = [Payload(flat, [flat]) for flat in flats]
     for moved in (False, True):
@@ -160,21 +161,35 @@ def train(kind: str, own: float, scheme: str, accumulate: int, clip: bool) -> li
     return [weights(model).tolist(), group.get("momentum"), group.get("betas")]
 
 
-def scheme(momentum: str, schedule: str, warmup: bool = False) -> str:
-    inner = f"Corrected(TopK(0.1), momentum={momentum})"
+def scheme(schedule: str, warmup: bool = False) -> str:
+    inner = "Corrected(TopK(0.1))"
     if warmup:
         inner = f"Warmup({inner}, 3)"
     return f"Scheme({inner}, {CUTS}, {schedule})"
 
 
+@dataclass(frozen=True)
+class Explicit:
+    """A momentum of .8, whatever that of the optimizer is, which keeps its own."""
+
+    corrected: Collective
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        load.momentum = (0.8, 1.0)
+        mean = yield from self.corrected.reduce(load, group)
+        load.moved = False
+        return mean
+
+
 def test_it_is_an_optimizer_without_and_an_explicit_factor() -> None:
+    explicit = f"Scheme({__name__}.Explicit(Corrected(TopK(0.1))), {CUTS}, "
     product = list(itertools.product(SCHEDULES, (1, 2), (False, True)))
 
     def run() -> list[Any]:
         return [
             (
-                train("sgd", 0.8, scheme("None", schedule), *case),
-                train("sgd", 0.0, scheme("0.8", schedule), *case),
+                train("sgd", 0.8, scheme(schedule), *case),
+                train("sgd", 0.0, f"{explicit}{schedule})", *case),
             )
             for schedule, *case in product
         ]
@@ -192,7 +207,7 @@ def test_under_adam_schedules_agree_and_replicas_do_not_differ() -> None:
     def run() -> list[Any]:
         return [
             [
-                train("adamw", 0.8, scheme("None", s, warmup), accumulate, clip)
+                train("adamw", 0.8, scheme(s, warmup), accumulate, clip)
                 for s in SCHEDULES
             ]
             for accumulate, clip, warmup in product
@@ -216,7 +231,7 @@ def _by_hand() -> None:
     """A dense step of Adam, and one from the largest of a fifth of the gradients."""
     model, twin = network(), network()
     opt, hand = (optimizer("adamw", m, 0.8) for m in (model, twin))
-    text = f"Scheme(Warmup(Corrected(TopK(0.1, Exact()), None), 1), {CUTS}, WFBP)"
+    text = f"Scheme(Warmup(Corrected(TopK(0.1, Exact())), 1), {CUTS}, WFBP)"
     sync = gradtide.replicate(model, opt, text)
     for step, share in enumerate((1.0, 0.2)):
         model(batch(step)).square().mean().backward()
@@ -246,7 +261,7 @@ def _by_hand() -> None:
 
 @pytest.mark.parametrize("schedule", ["WFBP", "DEAR"])
 def test_a_resumed_run_is_the_same_run(schedule: str) -> None:
-    text = scheme("None", schedule, warmup=True)
+    text = scheme(schedule, warmup=True)
     assert all(run_ranks(2, lambda: resumed(text, by_torch_save)))
 
 
@@ -254,7 +269,7 @@ def _skipping(schedule: str) -> list[float]:
     """Train with a NaN on rank 1 in step 3, which a GradScaler skips."""
     model = network()
     opt = optimizer("adamw", model, 0.8)
-    sync = gradtide.replicate(model, opt, scheme("None", schedule, warmup=True))
+    sync = gradtide.replicate(model, opt, scheme(schedule, warmup=True))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(7):
         loss = model(batch(step)).square().mean()

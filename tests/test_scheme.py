@@ -68,11 +68,11 @@ def test_before_steps_travel_two_thirds_of_a_warmup_are_dense() -> None:
 def test_corrected_takes_the_optimizers_momentum_after_dense_steps() -> None:
     scheme = parse("exdyna-dear(0.02, warmup=40, corrected=True)")
     inner = RECIPES["exdyna-dear"].collective
-    inner = Corrected(replace(inner, density=0.02), momentum=None)  # type: ignore[type-var]
+    inner = Corrected(replace(inner, density=0.02))  # type: ignore[type-var]
     assert scheme.collective == Warmup(inner, 40, (1.0,))
     assert scheme.fusion == RECIPES["exdyna-dear"].fusion
     assert parse(repr(scheme)) == scheme
-    assert parse("topk(corrected=True)").collective == Corrected(TopK(), momentum=None)
+    assert parse("topk(corrected=True)").collective == Corrected(TopK())
     assert parse("topk(corrected=False)") == parse("topk")
 
 
@@ -105,6 +105,8 @@ def test_corrected_takes_the_optimizers_momentum_after_dense_steps() -> None:
         ("DEAR()", "not callable"),
         ("topk(warmup=())", "number of steps"),
         ("topk(corrected='no')", "True or False"),
+        ("Corrected(TopK(), momentum=0.9)", "give it to the optimizer"),
+        ("Corrected(TopK(), 0.9)", "give it to the optimizer"),
         ("Scheme", "reduce|not a scheme"),
     ],
 )

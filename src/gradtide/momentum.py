@@ -36,8 +36,7 @@ class Momentum:
         if len(found) > 1:
             raise ValueError(
                 "the optimizer's groups differ in momentum, which corrected=True takes "
-                "over as one: give all the same, or Corrected(momentum=...) a number "
-                "and the optimizer none"
+                "over as one: give all the same, or leave corrected out"
             )
         return found.pop()
 
@@ -72,6 +71,5 @@ def _factors(optimizer: Optimizer, group: dict[str, Any]) -> tuple[float, float]
         return factor, 1.0 - float(group["dampening"]) if factor else 1.0
     raise ValueError(
         f"corrected=True takes over the momentum of SGD, Adam and AdamW, not that of "
-        f"{type(optimizer).__name__}: leave it out, or give Corrected(momentum=...) a "
-        "number and the optimizer no momentum"
+        f"{type(optimizer).__name__}: leave it out, or use one of these"
     )

@@ -302,7 +302,7 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
     if corrected and "density" not in names:
         raise TypeError(f"corrected=True: {collective!r} selects nothing")
     if corrected:
-        collective = Corrected(collective, momentum=None)
+        collective = Corrected(collective)
     if steps != 0:
         own = getattr(collective, "density", 1.0)
         ramp = tuple(d for d in RAMP if d > own) or (1.0,)

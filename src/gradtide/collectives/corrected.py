@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor
@@ -20,19 +20,18 @@ VELOCITY, REMAINDER = "corrected.velocity", "corrected.remainder"
 class Corrected:
     """Deep Gradient Compression's momentum correction (Lin et al., ICLR 2018).
 
-    Every rank keeps a velocity u = momentum * u + g of its own gradients g and offers
-    it to `collective` instead of them, on top of what was left behind. Entries that
-    were delayed so arrive with the momentum that they have missed. Where entries were
-    taken out, the velocity is set to zero (momentum factor masking), lest it push twice
-    in an old direction. The optimizer must have no momentum of its own: with
-    momentum=None it has that of the optimizer, which steps without for as long
-    (`gradtide.momentum`). A bucket that travels densely is not masked: the mean is then
-    the momentum buffer of SGD.
+    Every rank keeps a velocity u = a * u + b * g of its own gradients g and offers it
+    to `collective` instead of them, on top of what was left behind. Entries that were
+    delayed so arrive with the momentum that they have missed. Where entries were taken
+    out, the velocity is set to zero (momentum factor masking), lest it push twice in an
+    old direction. The factors a and b are those of the optimizer's momentum, which
+    steps without it for as long (`gradtide.momentum`). A bucket that travels densely is
+    not masked: the mean is then the momentum buffer of SGD.
 
     With `clip`, a rank's fresh gradient is scaled to a 2-norm of at most clip / sqrt(P)
     first; the norm is that of the bucket. Nothing stays behind of what is clipped.
 
-    The law holds for what is offered, which is `momentum * u` more than what was in the
+    The law holds for what is offered, which is `a * u` more than what was in the
     buffer, and what was clipped less. In `state`: two tensors as long as the bucket
     (the velocity, and the remainder that the fresh gradient is told from, to a rounding
     of their sum). Six passes over memory; three more and a temporary copy with `clip`.
@@ -41,24 +40,22 @@ class Corrected:
     """
 
     collective: Collective
-    momentum: float | None = 0.9
+    momentum: InitVar[None] = None  # a number here is refused with what to do instead
     clip: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.momentum is not None and not 0 <= self.momentum < 1:
+    def __post_init__(self, momentum: object) -> None:
+        if momentum is not None:
             raise ValueError(
-                f"Corrected(momentum={self.momentum}): 0 <= momentum < 1, or None for "
-                "the optimizer's"
+                f"Corrected(momentum={momentum!r}): it takes over the optimizer's own "
+                "momentum; leave the number out here, and give it to the optimizer"
             )
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"Corrected(clip={self.clip}): a norm above 0, or None")
 
     def reduce(self, load: Payload, group: Group) -> Flow:
-        momentum, share = self.momentum, 1.0
-        if momentum is None:
-            # Alone nothing is selected, and the optimizer can do it itself.
-            momentum, share = load.momentum if group.size > 1 else (0.0, 1.0)
-            load.moved = momentum > 0
+        # Alone nothing is selected, and the optimizer can do it itself.
+        momentum, share = load.momentum if group.size > 1 else (0.0, 1.0)
+        load.moved = momentum > 0
         # A schedule may come down to no momentum; what was remembered goes on.
         if self.clip is None and not momentum and REMAINDER not in load.state:
             return (yield from self.collective.reduce(load, group))
@@ -129,7 +126,7 @@ def _within(part: Tensor, load: Payload) -> bool:
 
 def takes_over(collective: object) -> bool:
     """Whether a collective computes the optimizer's momentum, or may some day."""
-    if isinstance(collective, Corrected) and collective.momentum is None:
+    if isinstance(collective, Corrected):
         return True
     if isinstance(collective, Auto):
         return collective.corrected

@@ -160,8 +160,8 @@ def comm_hook(
         if takes_over(chosen.collective):
             raise ValueError(
                 "a communication hook does not see the optimizer, whose momentum is "
-                "to be computed before selection: use gradtide.replicate, or "
-                "Corrected(momentum=...) with an optimizer that has none"
+                "to be computed before selection: use gradtide.replicate, or the "
+                "scheme without Corrected"
             )
         if chosen.preconditioner is not None:
             raise ValueError(
