@@ -48,7 +48,7 @@ from gradtide.lab.workloads import Workload
 from gradtide.lab.workloads.workload import TRAIN, seeded, stream
 from gradtide.schedule import WFBP
 
-SETTING = "damping=0.003, decay=0.95, kl_clip=0.001"
+SETTING = "damping=0.003, decay=0.95, kl_clip=0.001, placement='measured'"
 NAMES = ("mpd", "spd", "pad", "dp")
 # "pad" chooses between one gradient worker a layer, as the package in its MEM-OPT, and
 # all ranks, which the last is given.

@@ -95,7 +95,8 @@ def scheme(kind: str, setting: Setting, distribution: str = "spd") -> str:
     if kind != "kfac":
         return "wfbp"
     _, damping, clip = setting
-    return f"{distribution}_kfac(damping={damping}, kl_clip={clip or None})"
+    named = f"damping={damping}, kl_clip={clip or None}, placement='measured'"
+    return f"{distribution}_kfac({named})"
 
 
 def train(

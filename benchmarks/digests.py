@@ -10,8 +10,7 @@ optimizer's state and of `sync.state_dict()` on every rank; and what the planner
 predicts for the cells of section 16 of the README, in seconds. Digests are those of one
 machine and one version of torch: record them anew where `check` finds other ones.
 
-`auto` is left out, which decides by time. So that K-FAC does not, its placement is
-"cubic" here.
+`auto` is left out, which decides by time.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def schemes() -> dict[str, Scheme]:
 def _cut(scheme: Scheme) -> Scheme:
     second = scheme.preconditioner
     if second is not None:
-        second = replace(second, placement="cubic", factor_every=2, inverse_every=4)
+        second = replace(second, factor_every=2, inverse_every=4)
     return replace(scheme, fusion=BySize(0.1, ends=0.02), preconditioner=second)
 
 

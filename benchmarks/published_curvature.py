@@ -173,7 +173,7 @@ def balanced(dims: Sequence[int], size: int) -> tuple[int, ...]:
 SCHEMES = {
     "D-KFAC": KFAC("mpd", fusion=FUSED),
     "MPD-KFAC": KFAC("mpd", fusion=FUSED),
-    "SPD-KFAC": KFAC("spd"),
+    "SPD-KFAC": KFAC("spd", placement="measured"),
 }
 
 

@@ -21,8 +21,8 @@ EXACT = (
     "mpd_kfac",
     "spd_kfac",
     "pad_kfac",
-    "pad_kfac(workers=1.0)",
-    "pad_kfac(placement='cubic', workers=0.3)",
+    "pad_kfac(placement='measured', workers=1.0)",
+    "pad_kfac(workers=0.3)",
 )
 
 
@@ -89,15 +89,14 @@ def test_dp_is_the_same_maths_with_the_owners_samples() -> None:
     def owned() -> list[bool]:
         model = network()
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheme = "dp_kfac(placement='cubic')"
-        kfac = gradtide.replicate(model, opt, scheme).kfac
+        kfac = gradtide.replicate(model, opt, "dp_kfac").kfac
         assert kfac is not None
         return [bool(kfac.curvatures[layer].running) for layer in kfac.layers]
 
     first, second = run_ranks(2, owned)
     assert [a != b for a, b in zip(first, second, strict=True)] == [True] * 3
     half = BATCH // 2
-    ours = run_ranks(2, train, "dp_kfac(placement='cubic')")
+    ours = run_ranks(2, train, "dp_kfac")
     assert ours[0] == ours[1]
 
     def rows(layer: int) -> slice:

@@ -18,14 +18,14 @@ import gradtide
 SCHEDULES = ("WFBP", "DEAR", "SEQUENTIAL")
 COLLECTIVES = ("Dense()", "TopKA2A(0.2)", "OkTopk(0.2)")
 KFACS = {
-    "mpd": "KFAC('mpd', placement='cubic')",
-    "spd": "KFAC('spd', placement='cubic', kl_clip=None)",
-    "pad": "KFAC('pad', placement='cubic', workers=1.0, fusion=BySize(0.01, 0.004, 2))",
-    "dp": "KFAC('dp', placement='cubic')",
-    "pad-half": "KFAC('pad', placement='cubic', workers=0.5, kl_clip=None)",
-    "spd-eigen": "KFAC('spd', placement='cubic', form='eigen', wire='bf16')",
-    "dp-seldom": "KFAC('dp', placement='cubic', factor_every=2, inverse_every=4)",
-    "pad-seldom": "KFAC('pad', placement='cubic', inverse_every=2, kl_clip=None)",
+    "mpd": "KFAC('mpd')",
+    "spd": "KFAC('spd', kl_clip=None)",
+    "pad": "KFAC('pad', workers=1.0, fusion=BySize(0.01, 0.004, 2))",
+    "dp": "KFAC('dp')",
+    "pad-half": "KFAC('pad', workers=0.5, kl_clip=None)",
+    "spd-eigen": "KFAC('spd', form='eigen', wire='bf16')",
+    "dp-seldom": "KFAC('dp', factor_every=2, inverse_every=4)",
+    "pad-seldom": "KFAC('pad', inverse_every=2, kl_clip=None)",
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),

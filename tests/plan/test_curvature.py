@@ -23,7 +23,7 @@ from gradtide.scheme import parse
 
 STEPS, SIZE, WIDTH = 9, 3, 24
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-FUSED = "fusion=BySize(0.005, ends=0.005), placement='cubic'"
+FUSED = "fusion=BySize(0.005, ends=0.005)"
 SCHEMES = (
     f"mpd_kfac({FUSED})",
     f"mpd_kfac-dear({FUSED})",
@@ -35,8 +35,8 @@ SCHEMES = (
     f"pad_kfac-dear({FUSED}, workers=0.34)",
     f"mpd_kfac({FUSED}, workers=0.67)",
     f"pad_kfac({FUSED}, factor_every=2, inverse_every=4)",
-    "dp_kfac(placement='cubic')",
-    "dp_kfac-dear(placement='cubic')",
+    "dp_kfac",
+    "dp_kfac-dear",
 )
 LAST = 4  # steps that are compared: a whole period
 

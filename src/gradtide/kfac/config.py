@@ -31,13 +31,13 @@ class KFAC:
     Pauloski et al., SC 2021): 1 sends inverses to all, less sends them to fewer ranks,
     which send preconditioned gradients to the others; less memory, more messages.
     Without it "mpd" and "spd" have all ranks work, "dp" one for each layer, and "pad"
-    either, whichever takes less time to hand out here (`distributions.share`).
+    either, whichever takes less time to hand out (`distributions.share`).
 
-    `placement` goes by the time that inversions take on this device, or by the cube of
-    their rows, which is the same in every run. `fusion` says which factors travel
-    together. Without one, and with "measured", "spd" and "pad" decide that after the
-    forward and backward of the first step, from the times at which factors were there;
-    "pad" together with the placement. What is neither
+    `placement` goes by the cube of the factors' rows, which is the same in every run;
+    or, "measured", by what inversions and messages take on rank 0 at start-up. `fusion`
+    says which factors travel together. Without one, and with "measured", "spd" and
+    "pad" decide that after the forward and backward of the first step, from the times
+    at which factors were there; "pad" together with the placement. What is neither
     Linear nor a convolution, or has more than `max_dim` inputs or outputs, gets plain
     gradients.
     """
@@ -52,9 +52,9 @@ class KFAC:
     wire: Literal["bf16"] | None = None  # what factors are cast to when they travel
     workers: float | None = None
     samples: Literal["batch", "tokens"] = "batch"  # what the loss is a mean over
-    placement: Literal["measured", "cubic"] = "measured"
+    placement: Literal["cubic", "measured"] = "cubic"
     max_dim: int | None = 8192  # rows of a factor; larger layers are left alone
-    fusion: Fusion | None = None  # None: as measured, or BySize(25.0, pieces=4)
+    fusion: Fusion | None = None  # None: BySize(25.0, pieces=4), or as measured
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -62,7 +62,7 @@ class KFAC:
             ("form", ("inverse", "eigen")),
             ("wire", ("bf16", None)),
             ("samples", ("batch", "tokens")),
-            ("placement", ("measured", "cubic")),
+            ("placement", ("cubic", "measured")),
         ):
             value = getattr(self, name)
             if value not in allowed:
