@@ -96,6 +96,7 @@ def test_corrected_takes_the_optimizers_momentum_after_dense_steps() -> None:
         ("os.system('true')", "frozen dataclass"),
         ("Scheme(Dense(), fusion=BySize(-1))", "positive"),
         ("[x for x in ()]", "'x' is not known"),
+        ("topk(select=Bisect())", "'Bisect' is not known: use .*Threshold"),
         ("1 + 1", "'\\+' is not allowed"),
         ("Dense(wire='bf16', wire='fp16')", "given twice"),
         ("Schedule(gain=1.0, 'step')", "without a name"),

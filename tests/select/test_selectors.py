@@ -11,16 +11,13 @@ import torch
 
 from gradtide.select import (
     SELECTORS,
-    Bisect,
     Exact,
-    Fitted,
     Threshold,
-    fitted,
     follow,
 )
 
 INF, NAN = float("inf"), float("nan")
-ALL = [*(make() for make in SELECTORS), Fitted("gaussian")]
+ALL = [*(make() for make in SELECTORS)]
 WINDOW = 20  # calls
 
 selectors = pytest.mark.parametrize("select", ALL, ids=repr)
@@ -262,38 +259,6 @@ def test_growth_is_followed_from_the_third_call_on(passes, power) -> None:
     assert passes.count(50_000) <= 12 + 2
 
 
-@pytest.mark.parametrize("kind", ["exponential", "gaussian"])
-@pytest.mark.parametrize("look", [5000, 1 << 19])
-def test_fit_follows_a_change_of_scale_in_one_pass(
-    monkeypatch, passes, kind, look
-) -> None:
-    monkeypatch.setattr(fitted, "LOOK", look)
-    jumps = lambda step: 100.0 ** (step % 2)  # noqa: E731
-    densities(Fitted(kind), "normal", 20_000, 200, feedback=False, scale=jumps)
-    assert passes.count(20_000) <= 1.1 * 60
-
-
-@pytest.mark.parametrize("select", [Fitted(), Fitted("gaussian")], ids=repr)
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("kind", ["normal", "layers", "fading", "bursts"])
-def test_fit_to_a_share_of_a_long_one(monkeypatch, select, kind, feedback) -> None:
-    monkeypatch.setattr(fitted, "LOOK", 5000)
-    found = densities(select, kind, 20_000, 200, feedback=feedback)
-    assert max(found) <= 1.5
-    assert all(abs(density - 1) < 0.1 for density in windows(found))
-
-
-@pytest.mark.parametrize("n", [1, 9999, 10_000, 20_001, 35_000])
-def test_share_is_spread_over_everything(monkeypatch, n) -> None:
-    monkeypatch.setattr(fitted, "LOOK", 5000)
-    seen = fitted._runs(torch.arange(n))
-    assert min(n, 5000) <= len(seen) + fitted.RUN
-    assert len(seen) < 10_000
-    assert int(seen[0]) == 0
-    gaps = torch.cat([seen, torch.tensor([n])]).diff()
-    assert int(gaps.max()) <= 2 * max(1, n // 5000) * fitted.RUN
-
-
 @pytest.mark.parametrize("k", [20, 2000])
 @pytest.mark.parametrize("hits", [64, 256])
 def test_estimate_from_a_sample(k, hits) -> None:
@@ -313,11 +278,6 @@ def test_estimate_from_a_sample(k, hits) -> None:
         (lambda: Threshold(gain=0), "0 < gain"),
         (lambda: Threshold(gain=1.5), "gain <= 1"),
         (lambda: Threshold(sample=2), "at least 16"),
-        (lambda: Fitted("cauchy"), "'exponential' or 'gaussian'"),
-        (lambda: Fitted(gain=-1), "Fitted"),
-        (lambda: Bisect(tolerance=-0.1), "tolerance"),
-        (lambda: Bisect(tolerance=0.6), "tolerance"),
-        (lambda: Bisect(passes=0), "passes"),
     ],
 )
 def test_hyper_parameters_are_checked(make, remedy) -> None:

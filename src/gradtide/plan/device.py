@@ -93,8 +93,6 @@ TYPICAL = Device(
     take_in=Line(5e-6, 1e-9),
     select={
         "Threshold": Line(5e-5, 3e-9),
-        "Bisect": Line(1e-4, 4.8e-9),
-        "Fitted": Line(5e-5, 5e-9),
         "Exact": Line(5e-5, 6e-8),
     },
     scatter=Line(5e-6, 5e-9),

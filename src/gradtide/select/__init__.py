@@ -5,9 +5,7 @@ A new one is one file and one line here.
 
 from gradtide.select.base import Selector as Selector
 from gradtide.select.base import largest as largest
-from gradtide.select.bisect import Bisect as Bisect
 from gradtide.select.exact import Exact as Exact
-from gradtide.select.fitted import Fitted as Fitted
 from gradtide.select.threshold import Threshold as Threshold
 
-SELECTORS = (Exact, Threshold, Bisect, Fitted)
+SELECTORS = (Exact, Threshold)

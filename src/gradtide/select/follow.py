@@ -10,34 +10,31 @@ from torch import Tensor
 from gradtide.select.base import largest
 from gradtide.select.kernels import above, everything, index_dtype
 
-MEMORY = 4  # numbers remembered: threshold / scale, velocity, slope, calls
+MEMORY = 4  # numbers remembered: threshold, velocity, slope, calls
 STEEP = 4.0  # the slope of a tail that has not been looked at
 BAND = 0.15  # of k: counts that are further off are put right in the same call
 JUMP = 1.0  # log of a change of scale that is an event, not a trend
 
 
-def follow(
-    x: Tensor, k: int, memory: Tensor, scale: float, gain: float, hits: int
-) -> Tensor:
+def follow(x: Tensor, k: int, memory: Tensor, gain: float, hits: int) -> Tensor:
     """About `k` indices into `x` (0 < k < n), within a sixth of k but for ties.
 
-    What is remembered (float64, on the CPU) is the threshold in units of `scale`; 0 for
-    none yet. Its logarithm is tracked by level and velocity (Holt, 1957): after a call
-    the threshold is known that would have found k, from the count and the slope of the
-    tail, and the next one is `gain` of the way there, and a step along the trend ahead:
-    what error feedback leaves behind grows for many steps, and an integrator alone
-    would lag behind it all the way. It grows like a power of the number of steps, so
-    the velocity falls. The first calls go further than `gain`: as far as a straight
-    line through all that is known would.
+    What is remembered (float64, on the CPU) is the threshold; 0 for none yet. Its
+    logarithm is tracked by level and velocity (Holt, 1957): after a call the threshold
+    is known that would have found k, from the count and the slope of the tail, and the
+    next one is `gain` of the way there, and a step along the trend ahead: what error
+    feedback leaves behind grows for many steps, and an integrator alone would lag
+    behind it all the way. It grows like a power of the number of steps, so the velocity
+    falls. The first calls go further than `gain`: as far as a straight line through all
+    that is known would.
 
     One pass over memory while the count stays within the band or slightly above, and
     one more with a sample of about `hits` entries above the threshold when it does not.
     """
-    ratio, velocity, slope, calls = memory.tolist()
-    known = 0 < scale < math.inf
-    threshold, seed, limit = ratio * scale if known else 0.0, int(calls), 2 * k + 16
+    threshold, velocity, slope, calls = memory.tolist()
+    seed, limit = int(calls), 2 * k + 16
     found = above(x, threshold, limit) if threshold > 0 else everything(x[:0])
-    used, whole = threshold, True
+    used, whole, following = threshold, True, threshold
     if not (1 - BAND) * k <= len(found) < limit:
         used, slope = estimate(x, k, hits, seed)
         found = above(x, used, limit)
@@ -47,7 +44,7 @@ def follow(
     if len(found) > max(k + 1, (1 + BAND) * k):
         used, found = trim(x, k, found, seed)
     ideal = used * (len(found) / k) ** (1 / slope) if whole else used
-    if known and 0 < ideal < math.inf:
+    if 0 < ideal < math.inf:
         miss = math.log(ideal / threshold) if threshold > 0 else math.inf
         if abs(miss) < JUMP:
             n = calls + 1
@@ -58,8 +55,8 @@ def follow(
             ideal = threshold * math.exp(min(max(gain, level), 1.0) * miss + velocity)
         else:
             velocity = 0.0
-        ratio = ideal / scale
-    memory.copy_(torch.tensor([ratio, velocity, slope, calls + 1]))
+        following = ideal
+    memory.copy_(torch.tensor([following, velocity, slope, calls + 1]))
     return found
 
 

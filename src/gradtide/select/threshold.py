@@ -25,7 +25,10 @@ class Threshold:
     sample: int = 256  # sampled entries above the threshold: more, and a truer start
 
     def __post_init__(self) -> None:
-        check("Threshold", self.gain, self.sample)
+        if not 0 < self.gain <= 1:
+            raise ValueError(f"Threshold(gain={self.gain}): choose 0 < gain <= 1")
+        if self.sample < 16:
+            raise ValueError(f"Threshold(sample={self.sample}): choose at least 16")
 
     def __call__(self, x: Tensor, k: int, state: dict[str, Tensor]) -> Tensor:
         k = max(k, 1)
@@ -33,12 +36,4 @@ class Threshold:
             return everything(x)
         fresh = torch.zeros(MEMORY, dtype=torch.float64)
         memory = state.setdefault("threshold", fresh)
-        return follow(x, k, memory, 1.0, self.gain, self.sample)
-
-
-def check(name: str, gain: float, sample: int) -> None:
-    """Raise ValueError unless a threshold can follow with these."""
-    if not 0 < gain <= 1:
-        raise ValueError(f"{name}(gain={gain}): choose 0 < gain <= 1")
-    if sample < 16:
-        raise ValueError(f"{name}(sample={sample}): choose at least 16")
+        return follow(x, k, memory, self.gain, self.sample)
