@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.kfac import scaler, state
+from gradtide.kfac import state
 from gradtide.kfac.buckets import FactorBucket
 from gradtide.kfac.layers import Layer
 from gradtide.kfac.preconditioner import Preconditioner
@@ -126,7 +126,8 @@ class Preconditioning:
 
     def note(self, optimizer: Optimizer) -> None:
         """Note learning rates: LR schedulers run before a deferred update."""
-        scaler.check(self.kfac.scale)
+        if hasattr(optimizer, "found_inf"):  # a fused one, called by a GradScaler
+            self.kfac.statistics.check_scale()
         # A fused optimizer unscales gradients itself: they are larger by this here.
         scale = getattr(optimizer, "grad_scale", None)
         by = 1.0 if scale is None else float(scale)

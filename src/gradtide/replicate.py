@@ -144,7 +144,7 @@ class Replica:
             self.engine,
             self._backward.begin,
             self._backward.launch_factors,
-            (lambda: 1.0) if grad_scaler is None else grad_scaler.get_scale,
+            None if grad_scaler is None else grad_scaler.get_scale,
         )
         second = Preconditioning(self._placement, kfac)
         self._backward.second = self._updates.second = second

@@ -297,6 +297,8 @@ class Updates:
             self.alarm.hear(counts[len(slots) :])
 
     def _unscale(self, asked: Promise, found_inf: Tensor, inv_scale: Tensor) -> None:
+        if self.second is not None:
+            self.second.kfac.statistics.check_scale()
         unscale(self.engine, self.held, asked, found_inf, inv_scale)
         self._learn_used()
         if self.alarm.ranks:

@@ -1,8 +1,9 @@
-"""A GradScaler that K-FAC was not told of is found out, however it is used."""
+"""A GradScaler that K-FAC was not told of is found out, where it shows."""
 
 from __future__ import annotations
 
-import pytest
+from itertools import product
+
 import torch
 from tests.kfac.test_product import KFACS, batch, network, scheme
 from tests.ranks import run_ranks
@@ -10,18 +11,29 @@ from torch.nn.functional import cross_entropy
 
 import gradtide
 
+# Schedule, whether the optimizer is fused, and the type of gradients.
+SHOWS = (
+    ("WFBP", False, torch.float16),
+    ("WFBP", True, torch.float32),
+    ("DEAR", False, torch.float32),
+)
 
-def step(known: bool, scale: float, unscale: bool, schedule: str, fused: bool) -> str:
+
+def step(
+    schedule: str, fused: bool, dtype: torch.dtype, unscale: bool, known: bool
+) -> str:
     model = network()
     opt = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     text = scheme("Dense()", KFACS["mpd"], schedule)
     given = scaler if known else None
     sync = gradtide.replicate(model, opt, text, grad_scaler=given)
     try:
         for number in range(3):
             x, y = batch(number, 0)
-            scaler.scale(cross_entropy(model(x), y)).backward()
+            with torch.autocast("cpu", dtype, enabled=dtype is torch.float16):
+                loss = cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
             if unscale:
                 scaler.unscale_(opt)
             scaler.step(opt)
@@ -33,25 +45,27 @@ def step(known: bool, scale: float, unscale: bool, schedule: str, fused: bool) -
     return "accepted"
 
 
-@pytest.mark.parametrize("schedule", ["WFBP", "DEAR"])
-def test_a_forgotten_scaler(schedule: str) -> None:
-    def run() -> list[str]:
-        fused = (False,) if schedule == "DEAR" else (False, True)
-        return [
-            step(known, 8.0, unscale, schedule, f)
-            for known in (False, True)
-            for unscale in (False, True)
-            for f in fused
-        ]
+def test_a_forgotten_scaler() -> None:
+    def run(known: bool) -> list[str]:
+        cases = product(SHOWS, (False, True))
+        return [step(*shows, unscale, known) for shows, unscale in cases]
 
-    (found,) = run_ranks(1, run)
-    forgotten, told = found[: len(found) // 2], found[len(found) // 2 :]
+    (forgotten,) = run_ranks(1, run, False)
     assert all("replicate(..., grad_scaler=scaler)" in text for text in forgotten)
+    (told,) = run_ranks(1, run, True)
     assert set(told) == {"accepted"}
 
 
-def test_a_scale_of_one_is_none() -> None:
+def test_float16_without_a_scaler() -> None:
     def run() -> str:
-        return step(False, 1.0, False, "WFBP", False)
+        model, (x, y) = network(), batch(0, 0)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        none = torch.amp.GradScaler("cpu", enabled=False)
+        gradtide.replicate(model, opt, "mpd_kfac", grad_scaler=none)
+        with torch.autocast("cpu", torch.float16):
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return "accepted"
 
     assert run_ranks(1, run) == ["accepted"]

@@ -14,7 +14,6 @@ curvature.py       what a rank knows of one layer, and makes of it
 sharing.py         what is handed out of inverses, or of what these make
 worker.py          where inversions run
 parts.py           what of it computes, and can be replaced
-scaler.py          that no GradScaler is forgotten
 preconditioner.py  all of it, in a model and an engine
 stages.py          where the time goes
 state.py           what has to be saved

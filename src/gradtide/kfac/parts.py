@@ -64,7 +64,7 @@ class Trained:
         model: nn.Module,
         config: KFAC,
         device: torch.device,
-        scale: Callable[[], float],
+        scale: Callable[[], float] | None,
     ) -> None:
         self._model, self._config, self._device = model, config, device
         self._scale, self.worker = scale, Worker(device)

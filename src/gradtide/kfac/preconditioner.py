@@ -60,7 +60,7 @@ class Preconditioner:
         engine: Engine,
         begin: Callable[[], None],
         launch: Callable[[], None],
-        scale: Callable[[], float],
+        scale: Callable[[], float] | None = None,
         parts: Parts | None = None,
     ) -> None:
         layers = costs.admitted(model, config)
@@ -74,7 +74,7 @@ class Preconditioner:
         self._rank, self._size = engine.transport.group
         self.device = layers[0].weight.device
         self._parts = parts or Trained(model, config, self.device, scale)
-        self.worker, self.scale = self._parts.worker, scale
+        self.worker = self._parts.worker
         self._absent: set[Factor] = set()  # in the last step, on this rank
         self._arrived: set[Factor] = set()
         self._open = False  # buffers are in use by this step

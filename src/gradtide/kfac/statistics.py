@@ -82,9 +82,10 @@ class Statistics:
     A gets ready in the backward.
 
     `scale` is asked once a step for what the loss was multiplied by (`GradScaler`'s
-    `get_scale`), and `samples` in each forward for the number of samples that the loss
-    is a mean over: `batch`, `tokens` or the user's own. Where the model's own forward
-    is not called, the first dimension of a layer's input counts as samples.
+    `get_scale`; None: by nothing), and `samples` in each forward for the number of
+    samples that the loss is a mean over: `batch`, `tokens` or the user's own. Where the
+    model's own forward is not called, the first dimension of a layer's input counts as
+    samples.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Statistics:
         ready: Ready,
         *,
         samples: Callable[[tuple[Any, ...], dict[str, Any]], int] = batch,
-        scale: Callable[[], float] = lambda: 1.0,
+        scale: Callable[[], float] | None = None,
     ) -> None:
         self.quiet = False
         self.seconds = 0.0  # that factors took, with what `ready` did with them
@@ -186,6 +187,8 @@ class Statistics:
         """A forward of the module is over: take A, and wait for its gradient."""
         if not (module.training and output.requires_grad and output.numel()):
             return
+        if output.dtype is torch.float16:  # which underflows unless losses are scaled
+            self.check_scale()
         again = in_backward()
         if again and watch.seen:
             return
@@ -256,7 +259,17 @@ class Statistics:
             self._scratch[device] = torch.empty(length, device=device)
         return self._scratch[device][: prod(shape)].view(shape)
 
+    def check_scale(self) -> None:
+        """The loss was scaled: raises RuntimeError where nobody said by how much."""
+        if self._ask_scale is None:
+            raise RuntimeError(
+                "K-FAC's factors are squares of gradients, so it has to know by what a "
+                "GradScaler multiplies the loss: call replicate(..., "
+                "grad_scaler=scaler), for float16 without one with "
+                "torch.amp.GradScaler(enabled=False)"
+            )
+
     def _loss_scale(self) -> float:
         if self._scale is None:
-            self._scale = self._ask_scale()
+            self._scale = 1.0 if self._ask_scale is None else self._ask_scale()
         return self._scale

@@ -60,7 +60,7 @@ class Second:
         used = parts(cast(VirtualTransport, engine.transport), config)
         self.queues, self.inverse = used.queues, used.inverse
         self.kfac = Preconditioner(
-            _model(trace), config, engine, lambda: None, launch, lambda: 1.0, used
+            _model(trace), config, engine, lambda: None, launch, parts=used
         )
         self.queues.owners = self.owners
         slots = {slot.param: Home(home, slot) for home in homes for slot in home.slots}
