@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
 from gradtide.ops import AllGather, AllToAll, Group, ToHost
 
 Wire: TypeAlias = Literal["bf16", "fp16"] | None
@@ -48,16 +47,6 @@ def wire_dtype(dtype: torch.dtype, wire: Wire) -> torch.dtype:
     """What values of `dtype` travel in: never wider than they are."""
     narrow = WIRES.get(wire or "", dtype)
     return narrow if narrow.itemsize < dtype.itemsize else dtype
-
-
-def rounded_off(load: Payload, values: Tensor, narrow: Tensor) -> Tensor:
-    """What rounding to `narrow` took off; raises the alarm where that is infinite.
-
-    Zero where it is not finite: that travels as such and does not stay.
-    """
-    rest = values - narrow
-    load.check(rest)
-    return rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def length(count: int, span: int, dtype: torch.dtype) -> int:

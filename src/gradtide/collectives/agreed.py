@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, count
-from gradtide.collectives._entries import Steps, Wire, check, rounded_off, wire_dtype
+from gradtide.bucket import Payload, count, rounded_off
+from gradtide.collectives._entries import Steps, Wire, check, wire_dtype
 from gradtide.collectives._indices import HEAD, gather_indices
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.partitions import Even, Partition, Plan, Report
@@ -60,17 +60,18 @@ class Agreed:
     def reduce(self, load: Payload, group: Group) -> Flow:
         x, size = load.flat, group.size
         k = max(1, round(self.density * len(x)))
-        if not pays(len(x), k, size, wire_dtype(x.dtype, self.wire).itemsize):
+        dtype = wire_dtype(x.dtype, self.wire)
+        if not pays(len(x), k, size, dtype.itemsize):
             return (yield from Dense(self.wire).reduce(load, group))
         turn = count(load.state)
         plan = self.partition.plan(load, k, size, turn)
-        load.check(torch.stack(torch.aminmax(x)))
+        load.check_all(dtype)
         salience = load.salience
         union = yield from self._agree(load, salience, plan, turn, group)
         if load.weigh is None:
-            values = load.take(union)
+            values = load.take(union, dtype)
         else:
-            values = _take_due(load, salience, union, plan)
+            values = _take_due(load, salience, union, plan, dtype)
         mean = yield from average_at(union, values, load, self.wire, group)
         return load.mean_at(union, mean)
 
@@ -98,7 +99,9 @@ class Agreed:
         return torch.cat([*rows[first:], *rows[:first]])
 
 
-def _take_due(load: Payload, salience: Tensor, union: Tensor, plan: Plan) -> Tensor:
+def _take_due(
+    load: Payload, salience: Tensor, union: Tensor, plan: Plan, dtype: torch.dtype
+) -> Tensor:
     """The entries at `union` that count as much here as where they were found, taken
     out; and zeros for the others, which stay."""
     ends = torch.tensor(plan.edges[1:], dtype=union.dtype)
@@ -108,7 +111,7 @@ def _take_due(load: Payload, salience: Tensor, union: Tensor, plan: Plan) -> Ten
     small = salience.index_select(0, union).abs() < thresholds.index_select(0, segment)
     due = (~small).nonzero().squeeze(1)
     values = load.flat.new_zeros(len(union))
-    return values.index_copy_(0, due, load.take(union.index_select(0, due)))
+    return values.index_copy_(0, due, load.take(union.index_select(0, due), dtype))
 
 
 def pays(n: int, k: int, size: int, itemsize: int = 4) -> bool:
@@ -182,16 +185,13 @@ def average_at(
 ) -> Flow:
     """The mean of all ranks' `values` (1-D), which they took from `where`: by `Dense`.
 
-    What `wire` takes off the values is given back, and what it takes off the mean, by
-    the owner of the part. Not where they are not finite: that travels and is gone.
+    What `wire` takes off the mean is given back by the owner of the part.
     """
     length = -(-max(len(values), 1) // group.size) * group.size
     padded = torch.nn.functional.pad(values, (0, length - len(values)))
     dtype = wire_dtype(values.dtype, wire)
     share = length // group.size
     mine = where[group.rank * share : (group.rank + 1) * share]
-    if dtype != values.dtype:
-        load.give_back(where, _round(padded, load, dtype)[: len(where)])
     flow = Dense(wire).reduce(Payload(padded, [padded]), group)
     answer: Any = None
     while True:
@@ -201,13 +201,7 @@ def average_at(
             mean: Tensor = stop.value
             return mean[: len(where)]
         if isinstance(request, Cut) and dtype != values.dtype:
-            rest = _round(request.part, load, dtype)[: len(mine)]
-            load.give_back(mine, rest * group.size)
+            rest = rounded_off(request.part, request.part.to(dtype))
+            request.part.sub_(rest)
+            load.give_back(mine, rest[: len(mine)] * group.size)
         answer = yield request
-
-
-def _round(values: Tensor, load: Payload, dtype: torch.dtype) -> Tensor:
-    """Round `values` in place to what `dtype` can hold; returns what that took off."""
-    rest = rounded_off(load, values, values.to(dtype))
-    values.sub_(rest)
-    return rest

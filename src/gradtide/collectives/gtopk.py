@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
+from gradtide.bucket import Payload, rounded_off
 from gradtide.collectives._entries import (
     Entries,
     Steps,
@@ -16,12 +16,11 @@ from gradtide.collectives._entries import (
     check,
     length,
     pack,
-    rounded_off,
     unpack,
     wire_dtype,
 )
 from gradtide.collectives.dense import Dense
-from gradtide.collectives.topk import kept, narrowed, summed
+from gradtide.collectives.topk import kept, summed
 from gradtide.ops import AllToAll, Flow, Group, Swap
 from gradtide.select import Selector, Threshold
 
@@ -38,8 +37,9 @@ class GTopK:
     Leaves behind what was not selected, and what a merge dropped: every rank takes back
     the stake that it had in a dropped sum, also if the same index survives in another
     branch of the butterfly (the published rule loses it). The stakes of ranks beyond
-    the power of two, and what `wire` rounds off sums, are kept by one of those who hold
-    the sum. Buckets for which it does not pay (`pays`) are exchanged by `Dense`.
+    the power of two, and what `wire` takes off sums, by rounding or as too large for
+    it, are kept by one of those who hold the sum. Buckets for which it does not pay
+    (`pays`) are exchanged by `Dense`.
     """
 
     density: float = 0.01
@@ -51,11 +51,12 @@ class GTopK:
 
     def reduce(self, load: Payload, group: Group) -> Flow:
         n, k = len(load.flat), kept(self.density, len(load.flat))
-        if not pays(n, k, group.size, load.flat.dtype, self.wire):
+        dtype = load.flat.dtype
+        if not pays(n, k, group.size, dtype, self.wire):
             return (yield from Dense(self.wire).reduce(load, group))
         x = load.salience
         where = at_most(k, self.select(x, k, load.state), x)
-        values = narrowed(load, where, load.take(where), self.wire)
+        values = load.take(where, wire_dtype(dtype, self.wire))
         merging = _Merging(load, k, self.wire, (where, values))
         where, sums = yield from _all_merged(merging, group)
         return load.mean_at(where, sums / group.size)
@@ -131,13 +132,15 @@ class _Merging:
         keep = largest(sums, self.k)
         where, sums = where[keep], sums[keep]
         self._settle(where)
-        narrow = sums.to(self._dtype).to(sums.dtype)
-        if keeper and self._dtype != sums.dtype:
-            rest = rounded_off(self.load, sums, narrow)
-            self.load.give_back(where, rest)
-            # Whoever has a stake in this sum has one in the rest, too.
-            self.stakes.append((where, -rest))
-        self.total = where, narrow
+        self.total = where, sums
+        if self._dtype != sums.dtype:
+            narrow = _fitting(sums, self._dtype).to(sums.dtype)
+            self.total = where, narrow
+            if keeper:
+                rest = rounded_off(sums, narrow)
+                self.load.give_back(where, rest)
+                # Whoever has a stake in this sum has one in the rest, too.
+                self.stakes.append((where, -rest))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -178,6 +181,12 @@ def _all_merged(merging: _Merging, group: Group) -> Steps:
         if rank >= core:
             return _distinct(*merging.read(message))
     return merging.total
+
+
+def _fitting(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums as `dtype`; what is finite stays so, as the largest number at most."""
+    most = torch.finfo(dtype).max
+    return torch.where(sums.isinf(), sums, sums.clamp(-most, most)).to(dtype)
 
 
 def _core(size: int) -> int:

@@ -11,7 +11,7 @@ from gradtide.bucket import Payload, count
 from gradtide.collectives._entries import Steps, Wire, check, wire_dtype
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.gtopk import at_most
-from gradtide.collectives.topk import kept, narrowed
+from gradtide.collectives.topk import kept
 from gradtide.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.select import Selector, Threshold
 from gradtide.select.kernels import index_dtype
@@ -45,16 +45,19 @@ class Leader:
         n, k = len(load.flat), kept(self.density, len(load.flat))
         if not pays(n, k, group.size, load.flat.dtype, self.wire):
             return (yield from Dense(self.wire).reduce(load, group))
-        where = yield from self._chosen(load, k, group)
-        values = load.take(where)
-        if values.nbytes <= SMALL:
+        small = k * load.flat.itemsize <= SMALL
+        dtype = wire_dtype(load.flat.dtype, None if small else self.wire)
+        where = yield from self._chosen(load, k, dtype, group)
+        values = load.take(where, dtype)
+        if small:
             mean = (yield AllReduce(values)).div_(group.size)
         else:
-            values = narrowed(load, where, values, self.wire)
             mean = yield from _averaged(values, self.wire, group)
         return load.mean_at(where, mean)
 
-    def _chosen(self, load: Payload, k: int, group: Group) -> Steps:
+    def _chosen(
+        self, load: Payload, k: int, sent_as: torch.dtype, group: Group
+    ) -> Steps:
         """Indices that the leader of this step chose; at most k."""
         leader = count(load.state) % group.size
         dtype = index_dtype(len(load.flat))
@@ -64,8 +67,10 @@ class Leader:
             found = at_most(k, self.select(x, k, load.state), x)
             where[: len(found)] = found
             where[len(found) :] = found[-1]
+            load.check(load.flat.index_select(0, found).to(sent_as))
         else:
-            _examine(load)
+            # What the leader will choose is not known yet.
+            load.check_all(sent_as)
         return torch.unique_consecutive((yield Broadcast(where, leader)))
 
 
@@ -83,9 +88,3 @@ def _averaged(values: Tensor, wire: Wire, group: Group) -> Flow:
     even[:n] = values
     mean = yield from Dense(wire).reduce(Payload(even, [even]), group)
     return mean[:n]
-
-
-def _examine(load: Payload) -> None:
-    """Raise the alarm for what nobody selects from in this step: one reading pass."""
-    wide = torch.promote_types(load.flat.dtype, torch.float32)
-    load.check(load.flat.sum(dtype=wide))

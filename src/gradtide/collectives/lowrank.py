@@ -57,11 +57,14 @@ class PowerSGD:
         right = _recall(load, "right", [m.shape[1] for m in matrices], self.rank)
         sketch = _flat(m @ q for m, q in zip(matrices, right, strict=True))
         load.check(sketch)
+        for r in _rest(places, len(load.flat)):
+            load.check(load.flat[r])
         yield AllReduce(sketch)
         rows = [(m.shape[0], self.rank) for m in matrices]
         left = orthonormal(_split(sketch, rows))
         mean: Tensor
-        mean, right = yield from _project(load, places, left, False, group)
+        message = _message(load.flat, places, left, False)
+        mean, right = yield from _project(load, places, left, message, False, group)
         _remember(load, "right", right)
         return mean
 
@@ -89,7 +92,10 @@ class ACPSGD:
         lengths = [p.columns if turned else p.rows for p in places]
         basis = orthonormal(_recall(load, known, lengths, self.rank))
         mean: Tensor
-        mean, factors = yield from _project(load, places, basis, turned, group)
+        message = _message(load.flat, places, basis, turned)
+        load.check(message)
+        told = _project(load, places, basis, message, turned, group)
+        mean, factors = yield from told
         _remember(load, sought, factors)
         return mean
 
@@ -147,53 +153,58 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
     return bases
 
 
+def _message(
+    flat: Tensor, places: Sequence[Place], bases: Sequence[Tensor], turned: bool
+) -> Tensor:
+    """What a rank sends: coefficients of the matrices, and all else as it is.
+
+    Bases are of columns, or of rows if `turned`.
+    """
+    own = _oriented(flat, places, turned)
+    coefficients = [w.T @ b for w, b in zip(own, bases, strict=True)]
+    return _flat([*coefficients, *(flat[r] for r in _rest(places, len(flat)))])
+
+
 def _project(
     load: Payload,
     places: Sequence[Place],
     bases: Sequence[Tensor],
+    message: Tensor,
     turned: bool,
     group: Group,
 ) -> Steps:
     """The mean (1-D, like `flat`) of what `bases` span, and the mean coefficients.
 
-    Bases are of columns, or of rows if `turned`. What lies in no matrix is sent as it
-    is, in the same message. See [Note: projection].
+    `message` is `_message`'s. See [Note: projection].
     """
-
-    def oriented(flat: Tensor) -> list[Tensor]:
-        views = [place.of(flat) for place in places]
-        return [view.T for view in views] if turned else views
-
-    own = oriented(load.flat)
+    own = _oriented(load.flat, places, turned)
     rest = _rest(places, len(load.flat))
-    coefficients = [w.T @ b for w, b in zip(own, bases, strict=True)]
-    shapes = [tuple(c.shape) for c in coefficients]
-    message = _flat([*coefficients, *(load.flat[r] for r in rest)])
-    # Bases that are NaN are so on all ranks: whose fault it is, was told before.
-    blameless = torch.stack([b.sum() for b in bases]).sum().isfinite()
-    load.check(torch.where(blameless, message, torch.zeros_like(message)))
-    for r in rest:
-        load.check(load.flat[r])
-    load.taken += len(message)
+    shapes = [(w.shape[1], b.shape[1]) for w, b in zip(own, bases, strict=True)]
+    factors, length = sum(map(prod, shapes)), len(message)
+    load.taken += length
     for r in rest:
         load.flat[r] = 0
-    if bool(_flat(coefficients).isfinite().all()):
-        for w, b, c in zip(own, bases, coefficients, strict=True):
+    coefficients = message[:factors]
+    if bool(coefficients.isfinite().all()):
+        for w, b, c in zip(own, bases, _split(coefficients, shapes), strict=True):
             w.addmm_(b, c.T, alpha=-1)
     else:
         load.flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    length = len(message)
     padded = torch.nn.functional.pad(message, (0, -length % group.size))
     told = yield from Dense().reduce(Payload(padded, [padded]), group)
-    factors = sum(map(prod, shapes))
     means = _split(told[:factors], shapes)
     mean = load.mean_memory()
-    for w, b, c in zip(oriented(mean), bases, means, strict=True):
+    for w, b, c in zip(_oriented(mean, places, turned), bases, means, strict=True):
         torch.mm(b, c.T, out=w)
     sizes = [r.stop - r.start for r in rest]
     for r, values in zip(rest, torch.split(told[factors:length], sizes), strict=True):
         mean[r] = values
     return mean, means
+
+
+def _oriented(flat: Tensor, places: Sequence[Place], turned: bool) -> list[Tensor]:
+    views = [place.of(flat) for place in places]
+    return [view.T for view in views] if turned else views
 
 
 def _rest(places: Sequence[Place], n: int) -> list[slice]:

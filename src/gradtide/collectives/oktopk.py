@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, count
+from gradtide.bucket import Payload, count, rounded_off
 from gradtide.collectives import _entries
 from gradtide.collectives._balance import could_pay, pays, recut, worth_moving
 from gradtide.collectives._entries import Steps, Wire
@@ -73,12 +73,13 @@ class OkTopk:
         step = count(state)
         where = self.select(load.salience, k, state)
         values = flat.index_select(0, where)
-        load.check(values)
+        narrow = values.to(_entries.wire_dtype(flat.dtype, self.wire))
+        load.check(narrow)
 
         if self._unbalanced(step, flat.numel(), state, group):
             yield from _balance(where, flat.numel(), state, group)
         bounds = state["bounds"].tolist()
-        arrived = yield from self._split(load, where, values, bounds, group)
+        arrived = yield from self._split(load, where, narrow, bounds, group)
         received = sum(len(part) for part, _ in arrived)
         sums = add_up(arrived, flat.dtype)
 
@@ -96,10 +97,10 @@ class OkTopk:
             ]
         )
         mean = load.mean_at(everywhere, torch.cat([there for _, there in spread]))
-        self._clear(load, where, values, mean)
-        if self._rounds(flat):
+        self._clear(load, where, rounded_off(values, narrow), mean)
+        if narrow.dtype != flat.dtype:
             heard = spread[group.rank][1].to(part.dtype)
-            lost = _finite(part - heard).mul_(group.size * (heard != 0))
+            lost = rounded_off(part, heard).mul_(group.size * (heard != 0))
             load.give_back(winner.to(where.dtype) + bounds[group.rank], lost)
         return mean
 
@@ -175,26 +176,18 @@ class OkTopk:
             )
         ]
 
-    def _clear(
-        self, load: Payload, where: Tensor, values: Tensor, mean: Tensor
-    ) -> None:
-        """Take out what was selected here and won: where the mean is not zero.
+    def _clear(self, load: Payload, where: Tensor, rest: Tensor, mean: Tensor) -> None:
+        """Take out what was selected here and won, all but the rest that the wire took
+        off: where the mean is not zero.
 
         Looking the entries up in the mean costs a sixth of a sorted intersection. A
         winner whose mean was rounded to zero has not been delivered, and stays.
         """
         heard = mean.index_select(0, where)
         delivered = above(heard, 0.0, len(heard))
-        values = values.index_select(0, delivered)
-        lost = torch.zeros_like(values)
-        if self._rounds(load.flat):
-            wire = _entries.wire_dtype(values.dtype, self.wire)
-            lost = _finite(values - values.to(wire).to(values.dtype))
-        load.flat.index_copy_(0, where.index_select(0, delivered).long(), lost)
+        left = rest.index_select(0, delivered)
+        load.flat.index_copy_(0, where.index_select(0, delivered).long(), left)
         load.taken += len(delivered)
-
-    def _rounds(self, flat: Tensor) -> bool:
-        return _entries.wire_dtype(flat.dtype, self.wire) != flat.dtype
 
 
 def _balance(
@@ -219,8 +212,3 @@ def _gather_even(message: Tensor, lengths: list[int], group: Group) -> Steps:
             message = yield AllToAll(message, moves[group.rank], arriving)
             lengths = [sum(column) for column in zip(*moves, strict=True)]
     return (yield AllGather(message, lengths))
-
-
-def _finite(values: Tensor) -> Tensor:
-    """A copy with infinities and NaNs set to zero."""
-    return values.nan_to_num(0.0, 0.0, 0.0)

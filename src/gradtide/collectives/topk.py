@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from gradtide.bucket import Payload
 from gradtide.collectives._entries import (
@@ -16,7 +15,6 @@ from gradtide.collectives._entries import (
     gather,
     gather_known,
     length,
-    rounded_off,
     wire_dtype,
 )
 from gradtide.collectives.dense import Dense
@@ -49,7 +47,7 @@ class TopK:
         if not pays(n, k, group.size, dtype, self.wire):
             return (yield from Dense(self.wire).reduce(load, group))
         where = self.select(load.salience, k, load.state)
-        values = narrowed(load, where, load.take(where), self.wire)
+        values = load.take(where, wire_dtype(dtype, self.wire))
         if isinstance(self.select, Exact):
             numbers = [k] * group.size
             gathering = gather_known(where, values, n, self.wire, group, numbers)
@@ -72,19 +70,6 @@ def pays(n: int, k: int, size: int, dtype: torch.dtype, wire: Wire = None) -> bo
 def kept(density: float, n: int) -> int:
     """How many of n entries a density stands for: at least one."""
     return max(1, round(density * n))
-
-
-def narrowed(load: Payload, where: Tensor, values: Tensor, wire: Wire) -> Tensor:
-    """`values`, taken from `where`, as they travel; what is rounded off stays behind.
-
-    Values that become infinite on the wire travel as such, and raise the alarm.
-    """
-    dtype = wire_dtype(values.dtype, wire)
-    if dtype == values.dtype:
-        return values
-    narrow = values.to(dtype).to(values.dtype)
-    load.give_back(where, rounded_off(load, values, narrow))
-    return narrow
 
 
 def summed(entries: Sequence[Entries], dtype: torch.dtype) -> Entries:

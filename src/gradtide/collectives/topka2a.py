@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
+from gradtide.bucket import Payload, rounded_off
 from gradtide.collectives._entries import (
     Entries,
     Steps,
     Wire,
     check,
     exchange,
-    rounded_off,
     wire_dtype,
 )
 from gradtide.collectives.dense import Dense
@@ -101,10 +100,7 @@ def collect(
     size, dtype = group.size, load.flat.dtype
     found = largest_of_parts(load.salience.view(size, -1), kept, select, load.state)
     where = in_whole(found, len(part), len(load.flat))
-    values = load.take(where)
-    narrow = wire_dtype(dtype, wire)
-    if narrow != dtype:
-        load.give_back(where, rounded_off(load, values, values.to(narrow)))
+    values = load.take(where, wire_dtype(dtype, wire))
     lengths = [len(row) for row in found]
     rows = [
         _fill_up(row, own, kept)
@@ -164,7 +160,7 @@ def spread(part: Tensor, load: Payload, wire: Wire, group: Group) -> Flow:
         whole: Tensor = yield AllGather(part, into=mean)
         return whole
     # Before the cut: what is cut out of a part later is not in the residual's units.
-    rest = rounded_off(load, part, part.to(dtype))
+    rest = rounded_off(part, part.to(dtype))
     part.sub_(rest)
     load.flat.view(group.size, -1)[group.rank].add_(rest, alpha=group.size)
     yield Cut(part)

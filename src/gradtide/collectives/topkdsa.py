@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gradtide.bucket import Payload
+from gradtide.bucket import Payload, rounded_off
 from gradtide.collectives._entries import (
     Wire,
     check,
     counts,
     gather_known,
-    rounded_off,
     wire_dtype,
 )
 from gradtide.collectives.dense import Dense
@@ -64,7 +63,7 @@ class TopkDSA:
         values = part[where]
         narrow = wire_dtype(flat.dtype, wire)
         if narrow != flat.dtype:
-            rest = rounded_off(load, values, values.to(narrow))
+            rest = rounded_off(values, values.to(narrow))
             values.sub_(rest)
             load.give_back(where + group.rank * span, rest * group.size)
         yield Cut(values)

@@ -1,0 +1,128 @@
+"""A rank raises the alarm for what it sends before its flow's first request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradtide.bucket import Collective, Payload
+from gradtide.collectives import COLLECTIVES, PARTITIONS, Corrected, Dense, Warmup
+from gradtide.ops import Flow, Group
+from gradtide.select import Exact, Threshold
+from gradtide.testing import lockstep
+
+SIZE = 3
+LARGE = 120_000  # elements: what `Leader` averages of them travels in two halves
+TOO_LARGE = {"fp16": 1e8, "bf16": torch.finfo(torch.float32).max}
+
+
+def collectives(wire: str | None) -> list[Any]:
+    """All but the dense one, which leaves nothing behind."""
+    found: list[Any] = []
+    for kind in COLLECTIVES:
+        make: Any = kind
+        names = [field.name for field in fields(make)]
+        if "select" in names:
+            found += [make(0.05, select, wire) for select in (Exact(), Threshold())]
+        elif "partition" in names:
+            found += [make(0.05, partition(), wire) for partition in PARTITIONS]
+        elif kind is not Dense and wire is None:
+            found.append(make())
+    return found
+
+
+WRAPPED: dict[str, Callable[[Any], Collective]] = {
+    "alone": lambda collective: collective,
+    "warmup": lambda collective: Warmup(collective, steps=1),
+    "corrected": lambda collective: Corrected(collective, clip=1e30),
+    "both": lambda collective: Warmup(Corrected(collective), steps=1),
+}
+
+
+def noted(flow: Flow, load: Payload, alarms: list[bool]) -> Flow:
+    """The flow; `alarms` is told whether there was one before the first request."""
+    asked = next(flow)
+    alarms.append(math.isnan(load.alarm))
+    while True:
+        try:
+            asked = flow.send((yield asked))
+        except StopIteration as stop:
+            mean: Tensor = stop.value
+            return mean
+
+
+def step(collective: Collective, loads: list[Payload]) -> tuple[Tensor, list[bool]]:
+    """The mean, and who had raised the alarm when it asked for something first."""
+    alarms: list[bool] = []
+    flows = [
+        noted(collective.reduce(load, Group(rank, SIZE)), load, alarms)
+        for rank, load in enumerate(loads)
+    ]
+    means = lockstep(flows)
+    for load in loads:
+        if load.flat.data_ptr() == means[0].data_ptr():
+            load.flat.zero_()
+    return means[0], alarms
+
+
+def prepared(
+    collective: Collective, numel: int, steps: int, weighed: bool = False
+) -> list[Payload]:
+    """Payloads that were averaged for some steps, with fresh gradients."""
+    rng, loads = torch.Generator().manual_seed(steps), []
+    for _ in range(SIZE):
+        flat = torch.zeros(numel)
+        loads.append(Payload(flat, [flat[:-60].view(-1, 60), flat[-60:]]))
+        if weighed:
+            loads[-1].weigh = partial(_square, flat)
+    for count in range(steps + 1):
+        for load in loads:
+            load.flat += torch.randn(numel, generator=rng)
+        if count < steps:
+            step(collective, loads)
+    return loads
+
+
+def _square(flat: Tensor, out: Tensor) -> None:
+    out.copy_(flat).mul_(flat)
+
+
+def later(loads: list[Payload]) -> list[bool]:
+    return [math.isnan(load.alarm) for load in loads]
+
+
+@pytest.mark.parametrize("wrap", [*WRAPPED, "weighed"])
+@pytest.mark.parametrize("inner", collectives(None), ids=repr)
+def test_what_is_not_finite(inner: Collective, wrap: str) -> None:
+    weighed = wrap == "weighed"
+    collective = inner if weighed else WRAPPED[wrap](inner)
+    for steps in (1, 2):
+        for owner, bad in enumerate((math.nan, math.inf, -math.inf)):
+            for place in (5, -5):
+                loads = prepared(collective, 3600, steps, weighed)
+                loads[owner].flat[place] = bad
+                _, alarms = step(collective, loads)
+                told = [rank == owner for rank in range(SIZE)]
+                assert alarms == told, "before the first request"
+                assert later(loads) == told, "and nobody after it"
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+@pytest.mark.parametrize("wire", TOO_LARGE)
+def test_what_the_wire_makes_infinite(wire: str, wrap: Any) -> None:
+    for inner in collectives(wire):
+        collective = wrap(inner)
+        for owner in range(SIZE):
+            loads = prepared(collective, LARGE, 1)
+            loads[owner].flat.clamp_(-1, 1).mul_(TOO_LARGE[wire])
+            _, alarms = step(collective, loads)
+            told = [rank == owner for rank in range(SIZE)]
+            assert alarms == told, f"{inner}: before the first request"
+            assert later(loads) == told, f"{inner}: and nobody after it"
