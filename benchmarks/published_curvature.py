@@ -41,7 +41,7 @@ from gradtide.collectives import Dense
 from gradtide.fusion import BySize
 from gradtide.kfac import KFAC
 from gradtide.kfac.assign import EVERYWHERE, Assignment, sequence
-from gradtide.kfac.costs import Costs
+from gradtide.kfac.distributions import assignment
 from gradtide.kfac.flows import Piece, Share
 from gradtide.kfac.layers import Layer
 from gradtide.kfac.timing import InverseTime
@@ -144,9 +144,9 @@ class Published(Parts):
         self._method, self.worker = method, cast(Worker, AtOnce(self.queues))
 
     def assignment(
-        self, layers: Sequence[Layer], size: int, known: Costs
+        self, config: KFAC, layers: Sequence[Layer], size: int, *rest: Any
     ) -> Assignment:
-        found = super().assignment(layers, size, known)
+        found = assignment(config, layers, size, *rest)
         dims = [layers[i].dim(kind) for i, kind in sequence(len(layers))]
         if self._method == "D-KFAC":
             return replace(found, owners=(EVERYWHERE,) * len(dims))

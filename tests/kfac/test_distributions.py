@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from torch import nn
 
+from gradtide.kfac import distributions
+from gradtide.kfac.assign import Assignment
 from gradtide.kfac.config import KFAC
-from gradtide.kfac.costs import Costs
-from gradtide.kfac.distributions import assignment, servers, share
+from gradtide.kfac.costs import Carried, Costs
+from gradtide.kfac.distributions import servers, share
 from gradtide.kfac.layers import Layer, supported
+from gradtide.transport.nccl import NcclTransport
+from gradtide.transport.ring import carried
 
 DIMS = (8, 16, 16, 32, 8)
 
@@ -20,6 +25,16 @@ DIMS = (8, 16, 16, 32, 8)
 def layers() -> list[Layer]:
     stack = [nn.Linear(a, b, bias=False) for a, b in pairwise(DIMS)]
     return supported(nn.Sequential(*stack), None)
+
+
+def ring(size: int) -> Carried:
+    return lambda *nbytes: carried(*nbytes, size)
+
+
+def assignment(
+    config: KFAC, layers: list[Layer], size: int, known: Costs
+) -> Assignment:
+    return distributions.assignment(config, layers, size, known, ring(size))
 
 
 KNOWN = Costs({d: d**3 * 1e-6 for d in DIMS}, start=1e-3, per_element=1e-6)
@@ -57,11 +72,14 @@ def test_an_expensive_start_makes_one_message_of_each_half() -> None:
 
 def test_a_sum_for_one_owner_takes_longer_than_for_all() -> None:
     known = Costs({}, start=1e-3, per_element=1e-8)
-    even = known.reduce(np.full(8, 1e6))
-    one = known.reduce(np.array([8e6, *[0.0] * 7]))
+    even = known.reduce(np.full(8, 1e6), ring(8))
+    parts = np.array([8e6, *[0.0] * 7])
     assert even == pytest.approx(known.send(8e6))
-    assert 1.2 * even < one < 2 * even  # seven hops, a segment behind each other
-    assert known.reduce(np.array([8e6])) == 0  # nobody to send it to
+    # Seven hops, a segment behind each other.
+    assert 1.2 * even < known.reduce(parts, ring(8)) < 2 * even
+    fine = known.reduce(parts, partial(NcclTransport.carried, None))
+    assert fine == pytest.approx(known.send(8e6 * 8 / 7))
+    assert known.reduce(np.array([8e6]), ring(1)) == 0  # nobody to send it to
 
 
 def test_pad_sends_together_what_is_for_different_owners() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,11 +19,12 @@ from gradtide.kfac.config import KFAC
 from gradtide.kfac.layers import KINDS, Kind, Layer, left_out, supported
 from gradtide.kfac.timing import CUBIC
 from gradtide.ops import AllGather
-from gradtide.transport.ring import carried
 
 PROBES = (1 << 8, 1 << 16)  # elements of a rank's part
 REPEATS = 3
 ELEMENT = 4  # bytes
+
+Carried: TypeAlias = Callable[[float, float, float], float]
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,16 @@ class Costs:
     def send(self, numel: float) -> float:
         return self.start + self.per_element * numel
 
-    def reduce(self, parts: np.ndarray) -> float:
+    def reduce(self, parts: np.ndarray, carried: Carried) -> float:
         """Seconds to sum parts of so many elements, each for its rank.
 
-        Longer where the largest part is much larger than the others.
+        Longer where the largest part is much larger than the others, if `carried`
+        (`Transport.carried`) says so.
         """
         size, nbytes = len(parts), ELEMENT * parts
         if size == 1:
             return 0.0
-        links = carried(nbytes.sum(), nbytes.max(), nbytes.min(), size)
+        links = carried(nbytes.sum(), nbytes.max(), nbytes.min())
         return self.send(links / ELEMENT * size / (size - 1))
 
 

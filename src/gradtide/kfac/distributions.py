@@ -15,7 +15,7 @@ import numpy as np
 from gradtide.kfac import assign, invert
 from gradtide.kfac.assign import Assignment
 from gradtide.kfac.config import KFAC
-from gradtide.kfac.costs import Costs
+from gradtide.kfac.costs import Carried, Costs
 from gradtide.kfac.layers import KINDS, Layer
 from gradtide.kfac.partition import Send, earliest
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def assignment(
-    config: KFAC, layers: Sequence[Layer], size: int, known: Costs
+    config: KFAC, layers: Sequence[Layer], size: int, known: Costs, carried: Carried
 ) -> Assignment:
     """Owners and workers for a configuration, and messages if `known.ready` is."""
     if not known.ready:
@@ -37,7 +37,7 @@ def assignment(
     times, sizes = _at(ready, order), _at(numels, order)
 
     def reduce(owners: Sequence[int]) -> Send:
-        return _reduce(known, sizes, owners, size)
+        return _reduce(known, sizes, owners, size, carried)
 
     if config.distribution == "pad" and share(config, layers, size, known) == 1:
         seconds = _at(_seconds(layers, known), order)
@@ -53,13 +53,17 @@ def assignment(
 
 
 def _reduce(
-    known: Costs, sizes: Sequence[int], owners: Sequence[int], size: int
+    known: Costs,
+    sizes: Sequence[int],
+    owners: Sequence[int],
+    size: int,
+    carried: Carried,
 ) -> Send:
     """A sum of factors, in the order of time, for their owners."""
     parts = np.zeros((len(sizes) + 1, size))
     parts[np.arange(len(sizes)) + 1, owners] = sizes
     before = parts.cumsum(0)
-    return lambda begin, end: known.reduce(before[end] - before[begin])
+    return lambda begin, end: known.reduce(before[end] - before[begin], carried)
 
 
 def _all_reduce(known: Costs, sizes: Sequence[int]) -> Send:

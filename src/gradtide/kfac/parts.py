@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from gradtide.kfac import distributions
 from gradtide.kfac.assign import Assignment
 from gradtide.kfac.config import KFAC
-from gradtide.kfac.costs import Costs
+from gradtide.kfac.costs import Carried, Costs
 from gradtide.kfac.curvature import Curvature
-from gradtide.kfac.distributions import assignment
 from gradtide.kfac.flows import Piece, Share
 from gradtide.kfac.layers import Kind, Layer
 from gradtide.kfac.statistics import Ready, Statistics, batch, tokens
@@ -40,8 +40,15 @@ class Parts(Protocol):
         ...
 
     def assignment(
-        self, layers: Sequence[Layer], size: int, known: Costs
-    ) -> Assignment: ...
+        self,
+        config: KFAC,
+        layers: Sequence[Layer],
+        size: int,
+        known: Costs,
+        carried: Carried,
+    ) -> Assignment:
+        """Who owns what, and what travels together: see `distributions.assignment`."""
+        ...
 
     def statistics(self, layers: Sequence[Layer], ready: Ready) -> Statistics: ...
 
@@ -59,6 +66,8 @@ class Parts(Protocol):
 class Trained:
     """The parts for a model in training; `scale` as `Statistics` has it."""
 
+    assignment = staticmethod(distributions.assignment)
+
     def __init__(
         self,
         model: nn.Module,
@@ -71,11 +80,6 @@ class Trained:
 
     def inverses(self, dims: Sequence[int]) -> dict[int, float]:
         return estimate_inverses(dims, self._device, self._config.form)
-
-    def assignment(
-        self, layers: Sequence[Layer], size: int, known: Costs
-    ) -> Assignment:
-        return assignment(self._config, layers, size, known)
 
     def statistics(self, layers: Sequence[Layer], ready: Ready) -> Statistics:
         samples = SAMPLES[self._config.samples]

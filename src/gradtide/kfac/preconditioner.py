@@ -95,7 +95,9 @@ class Preconditioner:
 
     def _assign(self, known: Costs) -> None:
         self.costs = known
-        self.placed = self._parts.assignment(self.layers, self._size, known)
+        self.placed = self._parts.assignment(
+            self.config, self.layers, self._size, known, self.engine.transport.carried
+        )
         self.curvatures = {
             layer: self._parts.curvature(layer, self._inverted(layer))
             for layer in self.layers

@@ -15,11 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gradtide.kfac.assign import EVERYWHERE, Assignment
+from gradtide.kfac import distributions
+from gradtide.kfac.assign import EVERYWHERE
 from gradtide.kfac.config import KFAC
-from gradtide.kfac.costs import Costs
 from gradtide.kfac.curvature import Curvature
-from gradtide.kfac.distributions import assignment
 from gradtide.kfac.flows import Piece, Share
 from gradtide.kfac.layers import KINDS, Kind, Layer
 from gradtide.kfac.statistics import Ready, Statistics
@@ -197,6 +196,8 @@ class Charged:
 class Parts:
     """The parts of a `Preconditioner` on a virtual transport."""
 
+    assignment = staticmethod(distributions.assignment)
+
     def __init__(self, clock: VirtualTransport, config: KFAC) -> None:
         inverse = clock.network.device.inverse
         if inverse is None:
@@ -210,11 +211,6 @@ class Parts:
 
     def inverses(self, dims: Sequence[int]) -> dict[int, float]:
         return {d: self.inverse(d) for d in dims}
-
-    def assignment(
-        self, layers: Sequence[Layer], size: int, known: Costs
-    ) -> Assignment:
-        return assignment(self._config, layers, size, known)
 
     def statistics(self, layers: Sequence[Layer], ready: Ready) -> Statistics:
         return cast(Statistics, Told(layers, ready, self._clock))

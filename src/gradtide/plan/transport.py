@@ -33,6 +33,7 @@ from gradtide.plan import cost
 from gradtide.plan.answers import shaped
 from gradtide.plan.intervals import Interval, held_up, stretched, union
 from gradtide.plan.network import Network
+from gradtide.transport.ring import carried
 
 AHEAD = 6  # messages of a ring that are posted early: gradtide.transport.ring
 
@@ -185,6 +186,9 @@ class VirtualTransport:
             self._windows.append(self._window(op, ends))
         self._at = max(self._at, ends)
         return shaped(op, self.group)
+
+    def carried(self, total: float, largest: float, smallest: float) -> float:
+        return carried(total, largest, smallest, self.group.size)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.group.size

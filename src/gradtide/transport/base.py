@@ -41,6 +41,13 @@ class Transport(Protocol):
         """Bytes of payload that answering `op` makes this rank send."""
         ...
 
+    def carried(self, total: float, largest: float, smallest: float) -> float:
+        """Bytes that a link passes while parts are summed, each for its owner.
+
+        Of one part for each rank, of which these are the bytes.
+        """
+        ...
+
     def issue(self, op: Op) -> Any: ...
     def wait(self, pending: Any) -> Any: ...
     def gather_objects(self, value: Any) -> list[Any]:

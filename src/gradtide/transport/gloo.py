@@ -89,6 +89,9 @@ class GlooTransport:
             return (self.group.size - 1) * op.tensor.numel() * op.tensor.element_size()
         return payload_bytes(op, self.group)
 
+    def carried(self, total: float, largest: float, smallest: float) -> float:
+        return ring.carried(total, largest, smallest, self.group.size)
+
     def gather_objects(self, value: Any) -> list[Any]:
         if self.group.size == 1:
             return [value]

@@ -62,6 +62,9 @@ class StagedTransport:
     def sends(self, op: Op) -> int:
         return self._host.sends(op)
 
+    def carried(self, total: float, largest: float, smallest: float) -> float:
+        return self._host.carried(total, largest, smallest)
+
     def wait(self, pending: Any) -> Any:
         op, inner = pending
         if isinstance(op, ToHost):
