@@ -92,7 +92,159 @@ def _construction() -> None:
     attach(model).remove()
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, on import
+def test_torchs_own_ways_to_exchange_gradients_are_refused() -> None:
+    def run() -> None:
+        from torch.distributed._composable.replicate import replicate
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+        inner = nn.Sequential(nn.Linear(4, 4), DistributedDataParallel(net()))
+        refused(lambda: attach(inner), "1 is a DistributedDataParallel", "plain module")
+        refused(lambda: attach(replicate(net())), "the model is a DDP", "plain module")
+        refused(lambda: attach(fully_shard(net())), "FSDPSequential", "plain module")
+        cpu = torch.device("cpu")
+        flat = FullyShardedDataParallel(net(), use_orig_params=True, device_id=cpu)
+        refused(lambda: attach(flat), "FullyShardedDataParallel", "plain module")
+
+    run_ranks(2, run)
+
+
+def test_torchs_own_averaging_around_a_replica_is_refused() -> None:
+    def run() -> None:
+        from torch.distributed._composable.replicate import replicate
+
+        for first in (True, False):
+            model = net()
+            around = DistributedDataParallel(model) if first else None
+            sync = attach(model)
+            around = around or DistributedDataParallel(model)
+            refused(lambda m=around: backward(m), "inside DistributedDataParallel")
+            backward(model)
+            sync.remove()
+            backward(around)
+        model = net()
+        sync = attach(model)
+        replicate(model)
+        refused(lambda: backward(model), "inside DistributedDataParallel")
+
+    run_ranks(2, run)
+
+
+class Complex(nn.Module):
+    """A complex parameter among real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.turn = nn.Parameter(torch.randn(4, 6, dtype=torch.complex64))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x.to(torch.complex64) @ self.turn).abs())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "sequential", "dear"])
+def test_complex_parameters_train_as_under_ddp(scheme: str) -> None:
+    def run() -> list[list[float]]:
+        trained = []
+        for own in (True, False):
+            model = Complex()
+            opt = torch.optim.Adam(model.parameters(), lr=0.01)
+            sync = gradtide.replicate(model, opt, scheme) if own else None
+            around = model if own else DistributedDataParallel(model)
+            for step in range(4):
+                torch.manual_seed(10 * step + dist.get_rank())
+                around(torch.randn(5, 4)).square().mean().backward()
+                if sync is not None:
+                    sync.clip_grad_norm_(0.5)
+                else:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                opt.step()
+                opt.zero_grad()
+            if sync is not None:
+                sync.remove()
+            trained.append(torch.view_as_real(model.turn.detach()).flatten().tolist())
+        return trained
+
+    first, second = run_ranks(2, run)
+    assert first[0] == second[0]
+    assert first[0] == pytest.approx(first[1], abs=1e-5)
+
+
+def test_complex_parameters_are_refused_where_numbers_are_compared() -> None:
+    schemes = ("topk", "oktopk-dear", "powersgd", "wfbp-bf16", "topk-local", "auto")
+
+    def run() -> None:
+        for scheme in schemes:
+            refused(lambda s=scheme: attach(Complex(), s), "turn is complex", "'wfbp'")
+        sync = attach(Complex())
+        refused(lambda: sync.adopt("topk"), "turn is complex")
+        sync.remove()
+
+    run_ranks(2, run)
+
+
 # - While training ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", DEAR, "topk", "topk-local"])
+def test_parameters_that_come_later_are_refused(scheme: str) -> None:
+    def grow(model: Any, opt: torch.optim.Optimizer) -> None:
+        model.append(nn.Linear(2, 2))
+        opt.add_param_group({"params": model[3].parameters()})
+
+    def exchange(model: Any, opt: torch.optim.Optimizer) -> None:
+        model[2] = nn.Linear(8, 2)
+        opt.param_groups[0]["params"][-2:] = model[2].parameters()
+
+    def stray(model: Any, opt: torch.optim.Optimizer) -> None:
+        opt.add_param_group({"params": nn.Linear(2, 2).parameters()})
+
+    def thaw(model: Any, opt: torch.optim.Optimizer) -> None:
+        model[0].bias.requires_grad_(True)
+
+    def run() -> None:
+        for change, name in (
+            (grow, "3.weight"),
+            (exchange, "2.weight"),
+            (stray, "a parameter of the optimizer's group 1"),
+            (thaw, "0.bias"),
+            (lambda model, _: model.append(nn.Linear(2, 2)), "3.weight"),
+        ):
+            model = net()
+            model[0].bias.requires_grad_(False)  # type: ignore[index]
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            sync = gradtide.replicate(model, opt, scheme)
+            for _ in range(2):
+                backward(model)
+                opt.step()
+                opt.zero_grad()
+            change(model, opt)
+            backward(model)
+            refused(opt.step, f"{name} was added or unfrozen", "sync.remove()")
+            sync.remove()
+            opt.step()
+
+    run_ranks(2, run)
+
+
+def test_what_needs_no_averaging_may_come_later() -> None:
+    def run() -> None:
+        model, other = net(), net()
+        opt = torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()], 0.1)
+        sync = gradtide.replicate(model, opt)
+        opt.add_param_group({"params": other.parameters()})
+        second = gradtide.replicate(other, opt)
+        model.append(nn.Linear(2, 2).requires_grad_(False))  # type: ignore[operator]
+        for _ in range(2):
+            backward(model)
+            backward(other)
+            opt.step()
+            opt.zero_grad()
+        second.remove()
+        sync.remove()
+
+    run_ranks(2, run)
 
 
 def test_refused_under_a_deferred_schedule() -> None:

@@ -1,13 +1,30 @@
-"""What can be trained, checked on each rank before anything is exchanged."""
+"""What can be trained, checked on each rank before anything is exchanged.
+
+And what is added afterwards, checked at every step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from gradtide.autograd import Hook
+from gradtide.bucket import Collective
+from gradtide.collectives.dense import Dense
 from gradtide.schedule import Schedule
+
+# Where torch's own ways to exchange gradients are defined: DistributedDataParallel,
+# replicate(), fully_shard() and FullyShardedDataParallel, as classes of a module.
+EXCHANGING = (
+    "torch.nn.parallel.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+)
 
 
 def admit(
@@ -21,12 +38,14 @@ def admit(
 
 
 def _admit_model(model: nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel, which exchanges "
-            "gradients itself: pass the plain module"
-        )
     for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__module__.startswith(EXCHANGING):
+                raise ValueError(
+                    f"{name or 'the model'} is a {kind.__name__} of torch's "
+                    f"({kind.__module__}), which exchanges gradients itself: pass the "
+                    "plain module"
+                )
         if getattr(module, "sparse", False) is True:
             raise ValueError(
                 f"{name} has sparse gradients, which gradtide does not average: build "
@@ -51,11 +70,32 @@ def _admit_parameter(name: str, p: nn.Parameter) -> None:
             f"{name} is a {type(p.data).__name__}: gradtide replicates plain tensors, "
             "not models that are sharded by FSDP or tensor parallelism"
         )
-    if p._post_accumulate_grad_hooks and any(
-        getattr(hook, "gradtide", False)
-        for hook in p._post_accumulate_grad_hooks.values()
-    ):
+    if _replicated(p):
         raise ValueError(f"{name} is replicated already: call sync.remove() first")
+
+
+def _replicated(p: Tensor) -> bool:
+    hooks = p._post_accumulate_grad_hooks
+    return any(getattr(hook, "gradtide", False) for hook in (hooks or {}).values())
+
+
+def admit_collective(
+    model: nn.Module, collective: Collective, schedule: Schedule
+) -> None:
+    """Raise ValueError, naming the remedy, for numbers that a scheme cannot exchange.
+
+    Complex ones have no order to select by, and what is cast, factorised or weighed is
+    real: they are only added up.
+    """
+    if collective == Dense() and schedule.launch != "step":
+        return
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.is_complex():
+            raise ValueError(
+                f"{name} is complex, which {collective!r} with {schedule!r} cannot "
+                "exchange: use 'wfbp' or 'dear', or keep a real parameter and "
+                "torch.view_as_complex() in the forward"
+            )
 
 
 def admit_optimizer(model: nn.Module, optimizer: Optimizer, schedule: Schedule) -> None:
@@ -89,4 +129,82 @@ def admit_optimizer(model: nn.Module, optimizer: Optimizer, schedule: Schedule) 
         raise ValueError(
             f"{left_out[0]} requires a gradient but is not in the optimizer, so a "
             "deferred update would lose it: add it to a group, freeze it, or use 'wfbp'"
+        )
+
+
+class Admitted:
+    """What a replica was made for; anything else is refused by name.
+
+    At every step trainable parameters that came later, for no bucket has them; at every
+    forward DistributedDataParallel around the model, which would average once more.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._known = {p for _, p in self._trainable()}
+        alone = Hook(lambda *_: _alone())
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            # Whether torch's replicate() was called before or after.
+            model.register_forward_pre_hook(alone),
+            model.register_forward_hook(alone),
+        ]
+        self._look()
+
+    def remove(self) -> None:
+        """Look no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _trainable(self) -> Iterator[tuple[str, Tensor]]:
+        """What the model has and what the optimizer steps, by name."""
+        named: list[tuple[str, Tensor]] = list(self._model.named_parameters())
+        for i, group in enumerate(self._optimizer.param_groups):
+            named += [
+                (f"a parameter of the optimizer's group {i}", p)
+                for p in group["params"]
+            ]
+        return ((name, p) for name, p in named if p.requires_grad)
+
+    def _look(self) -> None:
+        """Note what is there, so that `_signs` tell when that changes."""
+        self._tables = [
+            table
+            for module in self._model.modules()
+            for table in (module._modules, module._parameters)
+        ]
+        self._frozen = [p for p in self._model.parameters() if not p.requires_grad]
+        self._last = self._signs()
+
+    def _signs(self) -> list[int]:
+        """Other numbers where anything was added or thawed.
+
+        Hot path: in every step. To go through the model takes ten times as long.
+        """
+        groups = self._optimizer.param_groups
+        return [
+            *map(id, chain.from_iterable(group["params"] for group in groups)),
+            *map(len, self._tables),
+            *(p.requires_grad for p in self._frozen),
+        ]
+
+    def _before_step(self) -> None:
+        if self._signs() == self._last:
+            return
+        for name, p in self._trainable():
+            if p not in self._known and not _replicated(p):
+                raise RuntimeError(
+                    f"{name} was added or unfrozen after replicate(), so no bucket "
+                    "has it and it would not be averaged: call sync.remove() on every "
+                    "rank and replicate() again"
+                )
+        self._look()
+
+
+def _alone() -> None:
+    """Nothing else averages in this forward."""
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise RuntimeError(
+            "the model runs inside DistributedDataParallel or torch's replicate(), "
+            "which exchanges gradients itself: leave that out, or call sync.remove()"
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide import state
-from gradtide.admit import admit, admit_optimizer
+from gradtide.admit import Admitted, admit, admit_collective, admit_optimizer
 from gradtide.agree import Signature, agree, describe
 from gradtide.auto import Pilot, start, undecided
 from gradtide.backward import Backward
@@ -72,6 +72,7 @@ def replicate(
     def prepare() -> tuple[Scheme, Signature]:
         chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
         admit(model, optimizer, chosen.schedule, buffers)
+        admit_collective(model, chosen.collective, chosen.schedule)
         _momentum(optimizer, chosen)
         if chosen.preconditioner is not None:
             admitted(model, chosen.preconditioner)
@@ -120,6 +121,7 @@ class Replica:
         self._backward.steps = self._steps
         synchronize(self.engine, [*model.parameters(), *model.buffers()])
         self.kfac = self._prepare_kfac(grad_scaler)
+        self._admitted = Admitted(model, optimizer)
         self._hooks = Hooks(
             model,
             optimizer,
@@ -224,6 +226,7 @@ class Replica:
             if undecided(chosen) is not None:
                 raise ValueError("adopt() takes a decided scheme: replicate with auto")
             admit_optimizer(self.model, self.optimizer, chosen.schedule)
+            admit_collective(self.model, chosen.collective, chosen.schedule)
             _momentum(self.optimizer, chosen)
             if (chosen.schedule.launch == "step") != (self._steps is not None):
                 raise ValueError(
@@ -339,5 +342,6 @@ class Replica:
         if self.kfac is not None:
             self.kfac.finish()
             self.kfac.close()
+        self._admitted.remove()
         self._hooks.remove()
         self.engine.transport.close()
