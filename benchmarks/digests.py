@@ -57,10 +57,10 @@ RUNS = {"plain": (1, None, False), "clip": (2, 0.5, False), "resume": (2, 0.5, T
 CALLS = (
     "topk(0.05, warmup=4)",
     "topka2a(0.05, warmup=4, corrected=True)",
-    "oktopk_dear(0.05, warmup=4, corrected=True)",
+    "oktopk-dear(0.05, warmup=4, corrected=True)",
     "exdyna(0.05, corrected=True)",
-    "exdyna_local(0.05, warmup=6)",
-    "oktopk_local(0.05, warmup=6)",
+    "exdyna-local(0.05, warmup=6)",
+    "oktopk-local(0.05, warmup=6)",
     "oktopk(0.05, wire='fp16')",
     "acpsgd(warmup=4)",
 )
