@@ -12,7 +12,7 @@ LAYERS = (
     {"ops"},
     {"autograd", "bucket", "momentum", "schedule", "promise"},
     {"deferred", "select"},
-    {"collectives", "fusion"},
+    {"collectives", "fusion", "probing"},
     {"testing", "transport"},
     {"engine", "layout", "agree", "admit"},
     {"kfac"},

@@ -365,6 +365,181 @@ def test_a_resumed_run_is_the_same_run(collective: str) -> None:
     assert all(run_ranks(2, lambda: resumed(scheme, by_torch_save)))
 
 
+# - Optimizers that move parameters outside step() -------------------------------------
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation (Foret et al., ICLR 2021), with two half steps."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **more: Any) -> None:
+        super().__init__(params, {"rho": rho, **more})
+        self.base = base(self.param_groups, **more)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["start"] = p.clone()
+                p.data.add_(p.grad, alpha=group["rho"])
+                p.grad = None
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["start"]
+        self.base.step()
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD on a sequence whose average is the model (Defazio et al., 2024)."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["steps"]).sub_(p.grad, alpha=0.1 * group["lr"])
+                z.sub_(p.grad, alpha=group["lr"])
+
+    @torch.no_grad()
+    def _lerp(self, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.lerp_(self.state[p]["z"], weight)
+
+    def eval(self) -> None:
+        self._lerp(1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self._lerp(0.1)
+
+
+class InParts(torch.optim.Optimizer):
+    """Climbs in every other call of step(), and comes back in the next."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                start = self.state[p].setdefault("start", torch.empty_like(p))
+                if self.calls % 2:
+                    start.copy_(p)
+                    p.add_(p.grad, alpha=0.01)
+                else:
+                    p.copy_(start).sub_(p.grad, alpha=group["lr"])
+
+
+def test_what_moves_parameters_by_what_a_rank_has_alone_is_refused() -> None:
+    def run() -> None:
+        model = network()
+        free = ScheduleFree(model.parameters())
+        with pytest.raises(ValueError, match=r"ScheduleFree.eval\(\) moves parameters"):
+            gradtide.replicate(model, free, "topk-local")
+        sam = SAM(model.parameters(), torch.optim.SGD, lr=0.05)
+        with pytest.raises(ValueError, match=r"SAM .*missing.*the optimizer inside"):
+            gradtide.replicate(model, sam, "topk-local")
+        for optimizer in (free, sam):
+            gradtide.replicate(model, optimizer, "topk").remove()
+
+    run_ranks(2, run)
+
+
+def test_the_optimizer_inside_sam_steps_from_where_all_ranks_are() -> None:
+    def run() -> list[float]:
+        model = network()
+        sam = SAM(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+        sync = gradtide.replicate(model, sam.base, named("TopK", 0.1, "LOCAL"))
+        for step in range(4):
+            backward(model, step)
+            sam.climb()
+            backward(model, step)
+            sam.descend()
+            sam.zero_grad()
+        assert undelivered(sync).any()
+        sync.remove()
+        return weights(model).tolist()  # type: ignore[no-any-return]
+
+    first, second = run_ranks(2, run)
+    assert first == second
+
+
+def test_steps_that_are_made_in_parts_keep_ranks_alike() -> None:
+    def run() -> list[float]:
+        model = network()
+        opt = InParts(model.parameters())
+        sync = gradtide.replicate(model, opt, named("TopK", 0.1, "LOCAL"))
+        for step in range(6):
+            backward(model, step)
+            opt.step()
+            opt.zero_grad()
+        sync.remove()
+        return weights(model).tolist()  # type: ignore[no-any-return]
+
+    first, second = run_ranks(2, run)
+    assert first == second
+
+
+@pytest.mark.parametrize("unlike", [0, 1, 2])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_from_unlike_parameters_is_refused(unlike: int, early: bool) -> None:
+    """Whether one rank moved them or another, before backward or after it."""
+
+    def run() -> None:
+        model, opt, _ = replica(named("TopK", 0.1, "LOCAL"), "adamw")
+        for step in range(3):
+            if step:
+                opt.step()
+                opt.zero_grad()
+            if early and step == 2:
+                stray(model)
+            backward(model, step)
+        if not early:
+            stray(model)
+        with pytest.raises(
+            RuntimeError, match=f"2.bias differs .* 0 and {unlike or 1}"
+        ):
+            opt.step()
+
+    def stray(model: Any) -> None:
+        if dist.get_rank() == unlike:
+            model[2].bias.data[0] += 1e-6  # of which its version does not know
+
+    run_ranks(3, run)
+
+
+def test_a_schedule_free_optimizer_without_a_name_for_it_is_refused_in_time() -> None:
+    class Nameless(ScheduleFree):
+        eval = None
+
+    def run() -> None:
+        model = network()
+        opt = Nameless(model.parameters())
+        sync = gradtide.replicate(model, opt, named("TopK", 0.1, "LOCAL"))
+        for step in range(6):
+            backward(model, step)
+            opt.step()
+            opt.zero_grad()
+        ScheduleFree.eval(opt)
+        opt.train()
+        backward(model, 6)
+        with pytest.raises(RuntimeError, match="differs between ranks"):
+            opt.step()
+        sync.remove()
+
+    run_ranks(2, run)
+
+
 # - What is refused --------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from gradtide.autograd import Hook
 from gradtide.bucket import Collective
 from gradtide.collectives.dense import Dense
+from gradtide.probing import probe
 from gradtide.schedule import Schedule
 
 # Where torch's own ways to exchange gradients are defined: DistributedDataParallel,
@@ -118,6 +119,8 @@ def admit_optimizer(model: nn.Module, optimizer: Optimizer, schedule: Schedule) 
             "can neither be deferred nor be a rank's own: use a schedule that updates "
             "at step(), such as 'wfbp'"
         )
+    if schedule.launch == "step":
+        _admit_steps(optimizer)
     if schedule.update != "forward":
         return
     if isinstance(optimizer, LBFGS):
@@ -130,6 +133,17 @@ def admit_optimizer(model: nn.Module, optimizer: Optimizer, schedule: Schedule) 
             f"{left_out[0]} requires a gradient but is not in the optimizer, so a "
             "deferred update would lose it: add it to a group, freeze it, or use 'wfbp'"
         )
+
+
+def _admit_steps(optimizer: Optimizer) -> None:
+    """Raise ValueError where steps cannot be exchanged."""
+    name = type(optimizer).__name__
+    if callable(getattr(optimizer, "eval", None)):  # as schedule-free ones
+        raise ValueError(
+            f"{name}.eval() moves parameters outside step(), on every rank by what it "
+            "remembers alone: use a schedule that exchanges gradients, such as 'wfbp'"
+        )
+    probe(optimizer)
 
 
 class Admitted:

@@ -39,10 +39,7 @@ class DeferredStep:
 
         Without `momentum` if that is in the gradients already.
         """
-        step: Callable[[Optimizer], Any] = self._kind.step
-        if getattr(step, "hooked", False):  # torch's global hooks have run at step()
-            step = step.__wrapped__  # type: ignore[attr-defined]
-        step(self._view(list(params), momentum))
+        own_step(self._kind)(self._view(list(params), momentum))
 
     def _view(self, params: Sequence[Tensor], momentum: bool) -> Optimizer:
         """The optimizer, as it was, of these parameters; it shares the state."""
@@ -64,6 +61,13 @@ class DeferredStep:
             for group, members in ((self._groups[i], own[i]) for i in sorted(own))
         ]
         return view
+
+
+def own_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """What step() does, without torch's global hooks: they run once a step()."""
+    step: Callable[[Optimizer], Any] = kind.step
+    hooked = getattr(step, "hooked", False)
+    return step.__wrapped__ if hooked else step  # type: ignore[attr-defined]
 
 
 def _captured(group: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ behind is a part of the step is from Qsparse-local-SGD (Basu et al., NeurIPS 201
 [Note: gain] Adam divides by the root of the mean square of what it sees. Of a rank's
 own batch that is mostly noise, which in a mean over P ranks is smaller by the root of
 P: so much shorter are the steps, and `gain` makes up for it. It is 1 for optimizers
-that do not divide. A schedule's own `gain` comes on top of that: where entries wait
-long, some of what they should do is not done when training ends. What optimizers
-remember of averaged gradients, when a warm-up ends, is too small for a rank's own by
-the same token, and is made larger once.
+that do not divide; which do is found by trying them out (`gradtide.probing`). A
+schedule's own `gain` comes on top of that: where entries wait long, some of what they
+should do is not done when training ends. What optimizers remember of averaged
+gradients, when a warm-up ends, is too small for a rank's own by the same token, and is
+made larger once.
 
 [Note: weighed] With Adam a step is as long for a parameter that hardly matters. What
 travels is largest by the square of the step times the optimizer's mean of gradients:
@@ -31,6 +32,11 @@ largest again, with more of the same: half of what travelled, in a trial of `exd
 a part of it (AHEAD) is sent with the step, and owed: the steps to come make it good.
 That also makes up for delay, which is what is wrong with entries that wait.
 
+[Note: alike] Parameters must be alike when a step begins. What the user changes in
+between is, but an optimizer may change them outside `step()` by what each rank has
+alone. So every rank looks whether they are what the last exchange left, and if one
+finds other values, all compare: that travels while the optimizer steps.
+
 In the dense steps of a warm-up gradients are exchanged, as by any schedule: the mean of
 steps costs as much to send, and learns worse.
 """
@@ -38,26 +44,17 @@ steps costs as much to send, and learns worse.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import (
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-)
+from torch.optim import Optimizer
 
 from gradtide.alarm import refusal
+from gradtide.broadcast import digest
 from gradtide.bucket import Collective
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.warmup import Warmup
@@ -65,11 +62,8 @@ from gradtide.engine import Engine
 from gradtide.layout import GradientBucket, Slot
 from gradtide.ops import AllReduce
 from gradtide.placement import Placement
+from gradtide.probing import Traits, probe
 
-# Whose steps are as long for gradients ten times as large.
-DIVIDING = (Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop)
-# What they remember of squares of gradients.
-SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "row_var", "col_var")
 # The share of what momentum will make of a gradient that is sent with it.
 AHEAD = 0.25
 # How much of a step counts that the mean of gradients opposes, see [Note: weighed].
@@ -86,14 +80,16 @@ class LocalSteps:
     ) -> None:
         self._engine, self._placement = engine, placement
         self._optimizer = optimizer
+        self._traits = probe(optimizer)
         # How many times the squares of a rank's gradients are those of their mean.
-        divides = isinstance(optimizer, DIVIDING)
-        self._noise = engine.transport.group.size if divides else 1
-        self._gain = gain * math.sqrt(self._noise)
+        self._noise = engine.transport.group.size
+        self._gain = gain
         self.on = False  # steps are exchanged; not in the dense steps of a warm-up
-        # Parameters before a step, and how it moved them: memory, by bucket.
+        # Parameters as the last exchange left them, from where the next step counts;
+        # and how that moved them: memory, by bucket.
         self._before: dict[GradientBucket, list[Tensor]] = {}
         self._moved: dict[GradientBucket, list[Tensor]] = {}
+        self._moved_outside: Callable[[], Any] = lambda: 0  # on how many ranks
         self._alarmed: list[int] = []  # ranks with a gradient that is not finite
         self._culprit: str | None = None  # this rank's, by name
         self.decide()
@@ -157,24 +153,62 @@ class LocalSteps:
         if isinstance(own, Warmup) and own.dense_last(state):
             self._widen()
         buckets = self._placement.buckets
-        if self._before.keys() != set(buckets):  # they were cut anew
+        fresh = self._before.keys() != set(buckets)  # they were cut anew
+        if fresh:
             self._before = {home: _memory(home) for home in buckets}
             self._moved = {home: _memory(home) for home in buckets}
-        for home in buckets:
+        outside = fresh or self._differ()
+        if outside:
+            self._remember()
+        flag = torch.tensor([outside], dtype=torch.int32)
+        self._moved_outside = self._engine.ask("alike", AllReduce(flag))
+
+    def _differ(self) -> bool:
+        """Whether parameters are not what the last exchange left, see [Note: alike]."""
+        found = [
+            torch.ne(p, before).any()
+            for home in self._placement.buckets
+            for p, before in zip(_params(home), self._before[home], strict=True)
+        ]
+        where = found[0].device
+        return bool(torch.stack([one.to(where) for one in found]).any())
+
+    def _remember(self) -> None:
+        for home in self._placement.buckets:
             torch._foreach_copy_(self._before[home], _params(home))
+
+    def _compare(self) -> None:
+        """Raise RuntimeError, on every rank, where a step began with unlike ranks."""
+        own = {
+            slot.name: digest(before)
+            for home in self._placement.buckets
+            for slot, _, before, _ in self._rows(home)
+        }
+        first, *others = self._engine.transport.gather_objects(own)
+        for rank, theirs in enumerate(others, 1):
+            name = next((name for name in own if theirs[name] != first[name]), None)
+            if name is not None:
+                raise RuntimeError(
+                    f"{name} differs between ranks 0 and {rank} as step() begins: it "
+                    "was changed outside step() by what each rank has alone, as some "
+                    "optimizers do. Where steps are exchanged, only step() may; use a "
+                    "schedule that exchanges gradients, such as 'wfbp'"
+                )
 
     def _widen(self) -> None:
         """Have the optimizer expect a rank's own gradients, see [Note: gain]."""
         for home in self._placement.buckets:
             for slot in home.slots:
-                memory = self._optimizer.state.get(slot.param, {})
-                for name in SQUARES:
-                    if isinstance(memory.get(name), Tensor):
+                traits, memory = self._known(slot.param)
+                if traits.divides:
+                    for name in memory.keys() & set(traits.squares):
                         memory[name].mul_(self._noise)
 
     @torch.no_grad()
     def stepped(self) -> None:
         """The optimizer's step is over: exchange what it did."""
+        if self._moved_outside().item():
+            self._compare()
         buckets, ahead = self._placement.buckets, self._ahead()
         for home in buckets:
             self._offer(home, ahead)
@@ -183,6 +217,7 @@ class LocalSteps:
             self._engine.finish(home.bucket)
             torch._foreach_add_(_params(home), list(home.gradients()))
             self._settle(home, ahead)
+        self._remember()
 
     def _ahead(self) -> dict[Tensor, float]:
         """How many more steps like the last one to send, by parameter: of those that
@@ -208,9 +243,10 @@ class LocalSteps:
         for slot, view, before, step in self._rows(home):
             torch.sub(slot.param, before, out=step)
             slot.param.copy_(before)
-            view.add_(step, alpha=self._gain * (1 + ahead.get(slot.param, 0.0)))
-        memory = self._optimizer.state
-        weighed = any("exp_avg" in memory.get(slot.param, {}) for slot in home.slots)
+            view.add_(
+                step, alpha=self._weight(slot.param) * (1 + ahead.get(slot.param, 0.0))
+            )
+        weighed = any(self._mean(slot.param) is not None for slot in home.slots)
         home.bucket.load.weigh = partial(self._weigh, home) if weighed else None
 
     def _settle(self, home: GradientBucket, ahead: Mapping[Tensor, float]) -> None:
@@ -221,7 +257,22 @@ class LocalSteps:
             home.bucket.load.flat.zero_()
             home.clean = False
         for slot, view, _, step in self._rows(home):
-            view.add_(step, alpha=-self._gain * ahead.get(slot.param, 0.0))
+            view.add_(
+                step, alpha=-self._weight(slot.param) * ahead.get(slot.param, 0.0)
+            )
+
+    def _known(self, p: Tensor) -> tuple[Traits, dict[str, Any]]:
+        """How the optimizer steps for a parameter, and what it remembers of it."""
+        return self._traits.get(p, Traits()), self._optimizer.state.get(p, {})
+
+    def _weight(self, p: Tensor) -> float:
+        """How many times a step counts, see [Note: gain]."""
+        return self._gain * math.sqrt(self._noise if self._known(p)[0].divides else 1)
+
+    def _mean(self, p: Tensor) -> Tensor | None:
+        """The optimizer's mean of gradients, see [Note: weighed]."""
+        traits, memory = self._known(p)
+        return None if traits.mean is None else memory.get(traits.mean)
 
     def _rows(
         self, home: GradientBucket
@@ -233,9 +284,9 @@ class LocalSteps:
     @torch.no_grad()
     def _weigh(self, home: GradientBucket, out: Tensor) -> None:
         """Write what is to travel first, see [Note: weighed]."""
-        flat, memory = home.bucket.load.flat, self._optimizer.state
+        flat = home.bucket.load.flat
         for slot in home.slots:
-            mean, view = memory.get(slot.param, {}).get("exp_avg"), slot.of(out)
+            mean, view = self._mean(slot.param), slot.of(out)
             view.zero_() if mean is None else view.copy_(mean)
         out.mul_(flat)  # below zero: the way down
         F.leaky_relu_(out, -1 / AGAINST).add_(FAINT).mul_(flat)
