@@ -77,6 +77,7 @@ def _construction() -> None:
     model = net()
     some = torch.optim.SGD(list(model.parameters())[:2], 0.1)
     refused(lambda: gradtide.replicate(model, some, "dear"), "2.weight", "'wfbp'")
+    refused(lambda: gradtide.replicate(model, some, "topk-local"), "2.weight")
     whole = torch.optim.LBFGS(model.parameters())
     refused(lambda: gradtide.replicate(model, whole, "dear"), "LBFGS", "'wfbp'")
     with warnings.catch_warnings():

@@ -121,17 +121,16 @@ def admit_optimizer(model: nn.Module, optimizer: Optimizer, schedule: Schedule) 
         )
     if schedule.launch == "step":
         _admit_steps(optimizer)
-    if schedule.update != "forward":
-        return
-    if isinstance(optimizer, LBFGS):
+    if schedule.update == "forward" and isinstance(optimizer, LBFGS):
         raise ValueError(
             "LBFGS uses all parameters at once, so its step cannot be deferred: use a "
             "schedule that updates at step(), such as 'wfbp'"
         )
-    if left_out:
+    if left_out and not ordinary:
         raise ValueError(
             f"{left_out[0]} requires a gradient but is not in the optimizer, so a "
-            "deferred update would lose it: add it to a group, freeze it, or use 'wfbp'"
+            "deferred update, or an exchange of steps, would lose it: add it to a "
+            "group, freeze it, or use 'wfbp'"
         )
 
 
@@ -142,6 +141,12 @@ def _admit_steps(optimizer: Optimizer) -> None:
         raise ValueError(
             f"{name}.eval() moves parameters outside step(), on every rank by what it "
             "remembers alone: use a schedule that exchanges gradients, such as 'wfbp'"
+        )
+    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+        raise ValueError(
+            f"{name} holds an optimizer that makes its steps, perhaps without its own "
+            "step(): pass the optimizer inside, or use a schedule that exchanges "
+            "gradients, such as 'wfbp'"
         )
     probe(optimizer)
 

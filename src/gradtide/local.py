@@ -35,7 +35,9 @@ That also makes up for delay, which is what is wrong with entries that wait.
 [Note: alike] Parameters must be alike when a step begins. What the user changes in
 between is, but an optimizer may change them outside `step()` by what each rank has
 alone. So every rank looks whether they are what the last exchange left, and if one
-finds other values, all compare: that travels while the optimizer steps.
+finds other values, all compare: that travels while the optimizer steps. Gradients may
+be taken elsewhere, as by SAM, but where a step() never comes, parameters are compared
+after the third backward.
 
 In the dense steps of a warm-up gradients are exchanged, as by any schedule: the mean of
 steps costs as much to send, and learns worse.
@@ -68,6 +70,8 @@ from gradtide.probing import Traits, probe
 AHEAD = 0.25
 # How much of a step counts that the mean of gradients opposes, see [Note: weighed].
 AGAINST = 0.1
+# Backward passes to a step, where they leave from other parameters: SAM's.
+PASSES = 2
 # By what steps count where the mean of gradients is zero: last, but they do travel.
 FAINT = 1e-30
 
@@ -89,7 +93,8 @@ class LocalSteps:
         # and how that moved them: memory, by bucket.
         self._before: dict[GradientBucket, list[Tensor]] = {}
         self._moved: dict[GradientBucket, list[Tensor]] = {}
-        self._moved_outside: Callable[[], Any] = lambda: 0  # on how many ranks
+        self._moved_on: Callable[[], Any]  # how many ranks, between steps
+        self._passes = 0  # backward passes since the last step
         self._alarmed: list[int] = []  # ranks with a gradient that is not finite
         self._culprit: str | None = None  # this rank's, by name
         self.decide()
@@ -132,9 +137,13 @@ class LocalSteps:
         }
         self._culprit = _not_finite(grads)
         rank, size = self._engine.transport.group
-        flags = torch.zeros(size, dtype=torch.int32)
+        self._passes += 1
+        flags = torch.zeros(size + 1, dtype=torch.int32)
         flags[rank] = self._culprit is not None
-        counts = self._engine.ask("finite", AllReduce(flags))().tolist()
+        flags[-1] = self._passes > PASSES and self._moved_outside()
+        *counts, moved = self._engine.ask("finite", AllReduce(flags))().tolist()
+        if moved:
+            self._compare(f"after {self._passes} backward passes without step()")
         self._alarmed = [rank for rank, count in enumerate(counts) if count]
         if self._alarmed and self._culprit is None:
             for grad in list(grads.values())[:1]:
@@ -152,33 +161,30 @@ class LocalSteps:
         own, state = self._collective()
         if isinstance(own, Warmup) and own.dense_last(state):
             self._widen()
+        self._passes = 0
+        flag = torch.tensor([self._moved_outside()], dtype=torch.int32)
+        self._moved_on = self._engine.ask("alike", AllReduce(flag))
+
+    def _moved_outside(self) -> bool:
+        """Whether parameters are not what the last exchange left, see [Note: alike].
+
+        From now on they are.
+        """
         buckets = self._placement.buckets
-        fresh = self._before.keys() != set(buckets)  # they were cut anew
-        if fresh:
+        if self._before.keys() != set(buckets):  # they were cut anew
             self._before = {home: _memory(home) for home in buckets}
             self._moved = {home: _memory(home) for home in buckets}
-        outside = fresh or self._differ()
-        if outside:
-            self._remember()
-        flag = torch.tensor([outside], dtype=torch.int32)
-        self._moved_outside = self._engine.ask("alike", AllReduce(flag))
-
-    def _differ(self) -> bool:
-        """Whether parameters are not what the last exchange left, see [Note: alike]."""
-        found = [
-            torch.ne(p, before).any()
-            for home in self._placement.buckets
-            for p, before in zip(_params(home), self._before[home], strict=True)
-        ]
-        where = found[0].device
-        return bool(torch.stack([one.to(where) for one in found]).any())
+        elif all(all(map(torch.equal, _params(b), self._before[b])) for b in buckets):
+            return False
+        self._remember()
+        return True
 
     def _remember(self) -> None:
         for home in self._placement.buckets:
             torch._foreach_copy_(self._before[home], _params(home))
 
-    def _compare(self) -> None:
-        """Raise RuntimeError, on every rank, where a step began with unlike ranks."""
+    def _compare(self, moment: str) -> None:
+        """Raise RuntimeError, on every rank, where parameters are not alike."""
         own = {
             slot.name: digest(before)
             for home in self._placement.buckets
@@ -189,7 +195,7 @@ class LocalSteps:
             name = next((name for name in own if theirs[name] != first[name]), None)
             if name is not None:
                 raise RuntimeError(
-                    f"{name} differs between ranks 0 and {rank} as step() begins: it "
+                    f"{name} differs between ranks 0 and {rank} {moment}: it "
                     "was changed outside step() by what each rank has alone, as some "
                     "optimizers do. Where steps are exchanged, only step() may; use a "
                     "schedule that exchanges gradients, such as 'wfbp'"
@@ -207,8 +213,8 @@ class LocalSteps:
     @torch.no_grad()
     def stepped(self) -> None:
         """The optimizer's step is over: exchange what it did."""
-        if self._moved_outside().item():
-            self._compare()
+        if self._moved_on().item():
+            self._compare("as step() begins")
         buckets, ahead = self._placement.buckets, self._ahead()
         for home in buckets:
             self._offer(home, ahead)

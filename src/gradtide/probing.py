@@ -156,6 +156,6 @@ def _close(x: Tensor, y: Tensor) -> bool:
 def _refusal(kind: type[Optimizer], why: str) -> ValueError:
     return ValueError(
         f"the steps of {kind.__name__} cannot be exchanged, for on a small tensor of "
-        f"its own it cannot be tried out ({why}): pass the optimizer inside, if it has "
-        "one that makes the steps, or exchange gradients, as 'wfbp' does"
+        f"its own it cannot be tried out ({why}): use a schedule that exchanges "
+        "gradients, such as 'wfbp'"
     )
