@@ -117,7 +117,7 @@ def sent(scheme: str, steps: int, clock: Clock) -> tuple[float, float]:
     """Bytes a step: of the interface, and of the payload of factors."""
     training = Training(scheme)
     training.go(3)  # the first inverses travel, and buckets are settled
-    training.sync.engine.clear()
+    training.sync.engine.telemetry.clear()
     dist.barrier()
     before = clock.link_bytes() or 0
     training.go(steps)
@@ -125,7 +125,7 @@ def sent(scheme: str, steps: int, clock: Clock) -> tuple[float, float]:
     link = (clock.link_bytes() or 0) - before
     payload = sum(
         record.payload_bytes
-        for record in training.sync.engine.records
+        for record in training.sync.engine.telemetry.records
         if record.bucket.startswith(("kfac.A", "kfac.G"))
     )
     training.end()

@@ -36,7 +36,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradtide.bucket import Payload
 from gradtide.collectives import Dense
 from gradtide.fusion import BySize
 from gradtide.kfac import KFAC
@@ -98,7 +97,7 @@ class Broadcasts:
     def views(self) -> Mapping[int, torch.Tensor]:
         return self.share.views
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
+    def run(self, group: Group) -> Flow:
         yield Cut(self.share.flat)
         self.share.make()
         for piece in self.pieces:

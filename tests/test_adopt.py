@@ -224,7 +224,7 @@ def _deferring() -> None:
     assert changed(2)
     assert not changed(3)
     # Every module waits for its own bucket, not all for all of them.
-    reads = sync._placement.reads
+    reads = sync._training.placement.reads
     assert len(reads[model.body[0]]) == 2  # type: ignore[index, operator]
     sync.adopt(dense(FUSIONS[1], "SEQUENTIAL"))
     assert changed(4)
@@ -245,10 +245,10 @@ def _in_place() -> None:
         model(batch(step)).square().mean().backward()
         opt.step()
         opt.zero_grad()
-    first = sync._placement.buckets[0].bucket.load.flat
+    first = sync._training.placement.buckets[0].load.flat
     sync.adopt("Scheme(TopK(0.05), BySize(100.0))")
-    (whole,) = sync._placement.buckets
-    assert whole.bucket.load.flat.data_ptr() == first.data_ptr()
+    (whole,) = sync._training.placement.buckets
+    assert whole.load.flat.data_ptr() == first.data_ptr()
     sync.remove()
 
 
@@ -267,12 +267,12 @@ def _remembered() -> None:
         opt.step()
         opt.zero_grad()
     sync.adopt("Scheme(Warmup(TopK(0.1), 4), BySize(0.004, ends=0.001))")
-    for home in sync._placement.buckets:
-        assert int(home.bucket.load.state["warmup.step"]) == 5
+    for home in sync._training.placement.buckets:
+        assert int(home.load.state["warmup.step"]) == 5
         if len(home.slots) > 1:  # it is a new one
-            assert set(home.bucket.load.state) == {"warmup.step"}
+            assert set(home.load.state) == {"warmup.step"}
     sync.adopt("Scheme(TopK(0.1))")
-    assert not any(home.bucket.load.state for home in sync._placement.buckets)
+    assert not any(home.load.state for home in sync._training.placement.buckets)
     sync.remove()
 
 
@@ -331,7 +331,7 @@ def _resumed() -> None:
         pairs = zip(one[0].parameters(), other[0].parameters(), strict=True)
         assert all(torch.equal(p, q) for p, q in pairs)
         one = other
-    assert len(one[2]._placement.reads[one[0].body[0]]) == 2  # type: ignore[index, operator]
+    assert len(one[2]._training.placement.reads[one[0].body[0]]) == 2  # type: ignore[index, operator]
 
 
 def _copied(state: Any) -> Any:
@@ -349,7 +349,7 @@ def test_gradients_that_nobody_zeroes_stay() -> None:
 def _kept_gradients() -> None:
     model, opt, sync = build("Scheme(TopK(0.05), PerTensor())")
     # A bucket that was delivered whole, beside one that was not: they are joined.
-    sync._placement.buckets[0].bucket.collective = Dense()
+    sync._training.placement.buckets[0].collective = Dense()
     model(batch(0)).square().mean().backward()
     opt.step()
     params = dict(model.named_parameters())
@@ -359,7 +359,7 @@ def _kept_gradients() -> None:
         if name in before:
             assert p.grad is not None
             assert torch.equal(p.grad, before[name]), name
-    left = sync._placement.buckets[0]
+    left = sync._training.placement.buckets[0]
     views = {s.name: v for s, v in zip(left.slots, left.views, strict=True)}
     assert not views["never.bias"].any()
     sync.remove()

@@ -5,25 +5,28 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from gradtide.bucket import Bucket, Payload
+from gradtide.bucket import Payload
 from gradtide.collectives import Dense
-from gradtide.engine import RECORDED, Engine
+from gradtide.engine import Engine, Flight
 from gradtide.ops import AllReduce, Flow, Group
+from gradtide.telemetry import RECORDED
 from gradtide.transport import connect
 from tests.ranks import run_ranks
 
+AVERAGE = Dense()
 
-def bucket(name: str, n: int, hold: bool, got: dict[str, Tensor]) -> Bucket:
+
+def launch(engine: Engine, name: str, n: int, collective: Any = AVERAGE) -> Flight:
+    """Hold an average of the ranks' numbers."""
     flat = torch.full((n,), float(dist.get_rank()))
-    return Bucket(
-        name, Payload(flat, [flat]), Dense(), lambda m: got.update({name: m}), hold
-    )
+    flow = collective.reduce(Payload(flat, [flat]), engine.group)
+    return engine.launch(name, flow, hold=True)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -37,22 +40,20 @@ def test_every_rank_issues_the_same_requests_whatever_the_clock(size: int) -> No
 
 def _order() -> list[str]:
     size = dist.get_world_size()
-    engine, got = Engine(connect(None, torch.device("cpu"))), dict[str, Tensor]()
-    buckets = [bucket(f"b{i}", size * 10**i, True, got) for i in range(4)]
-    nap = random.Random(dist.get_rank())
-    for b in buckets:
+    engine = Engine(connect(None, torch.device("cpu")))
+    nap, flights = random.Random(dist.get_rank()), []
+    for i in range(4):
         time.sleep(nap.random() / 50)
-        engine.launch(b)
+        flights.append(launch(engine, f"b{i}", size * 10**i))
     probe = engine.ask("probe", AllReduce(torch.ones(1)))
     time.sleep(nap.random() / 20)
     assert probe().item() == size
-    engine.release(reversed(buckets))
-    for b in buckets:
+    engine.release(reversed(flights))
+    for flight in flights:
         time.sleep(nap.random() / 50)
-        engine.finish(b)
-        assert got[b.name].eq((size - 1) / 2).all()
+        assert engine.finish(flight).eq((size - 1) / 2).all()
     engine.transport.close()
-    return [f"{r.bucket}:{r.request}" for r in engine.records]
+    return [f"{r.bucket}:{r.request}" for r in engine.telemetry.records]
 
 
 def test_a_held_bucket_shows_its_part_and_takes_changes() -> None:
@@ -60,23 +61,18 @@ def test_a_held_bucket_shows_its_part_and_takes_changes() -> None:
 
 
 def _held() -> None:
-    engine, got = Engine(connect(None, torch.device("cpu"))), dict[str, Tensor]()
-    held, dropped = bucket("a", 6, True, got), bucket("b", 6, True, got)
-    engine.launch(held)
-    engine.launch(dropped)
+    engine = Engine(connect(None, torch.device("cpu")))
+    held, dropped = launch(engine, "a", 6), launch(engine, "b", 6)
     part, mean = engine.held(held)
     assert mean is None
     assert part is not None
     assert part.tolist() == [0.5] * 3
     part.mul_(4)
-    engine.drop(dropped)
+    assert engine.drop(dropped).tolist() == [0.5] * 3
     with pytest.raises(AssertionError, match="release it first"):
         engine.finish(held)
     engine.release([held])
-    engine.finish(held)
-    assert got["a"].tolist() == [2.0] * 6
-    assert "b" not in got
-    assert not engine.flying
+    assert engine.finish(held).tolist() == [2.0] * 6
     engine.transport.close()
 
 
@@ -95,20 +91,18 @@ def test_without_a_cut_the_mean_itself_is_held() -> None:
 
 
 def _no_cut() -> None:
-    engine, got = Engine(connect(None, torch.device("cpu"))), dict[str, Tensor]()
-    b = bucket("a", 6, True, got)
-    b.collective = NoCut()
-    engine.launch(b)
-    part, mean = engine.held(b)
+    engine = Engine(connect(None, torch.device("cpu")))
+    flight = launch(engine, "a", 6, NoCut())
+    part, mean = engine.held(flight)
     assert part is None
     assert mean is not None
-    engine.release([b])
-    engine.finish(b)
-    assert got["a"].tolist() == [0.5] * 6
-    assert engine.records[0].request == "AllReduce+AllReduce"
-    assert engine.exposed_seconds > 0
-    engine.clear()
-    assert not engine.records
+    engine.release([flight])
+    assert engine.finish(flight).tolist() == [0.5] * 6
+    seen = engine.telemetry
+    assert seen.records[0].request == "AllReduce+AllReduce"
+    assert seen.exposed_seconds > 0
+    seen.clear()
+    assert not seen.records
     engine.transport.close()
 
 
@@ -118,8 +112,8 @@ def test_what_is_recorded_is_bounded() -> None:
 
 def _bounded() -> None:
     engine = Engine(connect(None, torch.device("cpu")))
-    for kept in (engine.records, engine.applied):
+    for kept in (engine.telemetry.records, engine.telemetry.applied):
         assert kept.maxlen == RECORDED
     engine.ask("probe", AllReduce(torch.ones(1)))()
-    assert [record.bucket for record in engine.records] == ["probe"]
+    assert [record.bucket for record in engine.telemetry.records] == ["probe"]
     engine.transport.close()

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils.checkpoint import checkpoint
 
 import gradtide
-from gradtide import backward
+from gradtide import training
 from gradtide.engine import Engine
 from gradtide.ops import Broadcast
 from tests.ranks import run_ranks
@@ -238,14 +238,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("size", "large"),
-    [(2, backward.LARGE), (3, backward.LARGE), (2, 1)],  # 1: all taken in at once
+    [(2, training.LARGE), (3, training.LARGE), (2, 1)],  # 1: all taken in at once
 )
 def test_models_that_ddp_users_have(size: int, large: int) -> None:
     run_ranks(size, _models, large)
 
 
 def _models(large: int) -> None:
-    backward.LARGE = large  # type: ignore[attr-defined]  # in this rank's process only
+    training.LARGE = large  # type: ignore[attr-defined]  # in this rank's process only
     for name, (make, ddp_options) in MODELS.items():
         for label, scheme in SCHEMES.items():
             try:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from gradtide.collectives import Dense
-from gradtide.layout import GradientBucket
+from gradtide.gradients import GradientBucket
 from gradtide.placement import Placement
 from gradtide.transport import Transport
 
@@ -29,7 +29,7 @@ class Alarm:
 
     def ring(self) -> list[int]:
         """A flag for every rank, to be summed; none where everything travels."""
-        alarms = [home.bucket.load.alarm for home in self._sparse()]
+        alarms = [bucket.load.alarm for bucket in self._sparse()]
         if not alarms:
             return []
         rank, size = self._transport.group
@@ -50,15 +50,15 @@ class Alarm:
         """
         if not self.ranks:
             return
-        means = [home.mean for home in self._sparse() if home.mean is not None]
+        means = [bucket.mean for bucket in self._sparse() if bucket.mean is not None]
         self._culprit = self._search()
         if all(_finite(mean) for mean in means):
             for mean in means[:1]:
                 mean[0] = math.nan
-        for home in self._sparse():
-            load = home.bucket.load
+        for bucket in self._sparse():
+            load = bucket.load
             load.alarm = 0.0
-            if not home.clean:
+            if not bucket.clean:
                 load.flat.nan_to_num_(0.0, 0.0, 0.0)
             # What ranks have in common is damaged on all of them, or on none.
             for key, value in list(load.state.items()):
@@ -77,15 +77,15 @@ class Alarm:
         raise refusal(self._transport, self.ranks, self._culprit or self._search())
 
     def _sparse(self) -> Iterator[GradientBucket]:
-        for home in self._placement.buckets:
-            if not isinstance(home.bucket.collective, Dense):
-                yield home
+        for bucket in self._placement.buckets:
+            if not isinstance(bucket.collective, Dense):
+                yield bucket
 
     def _search(self) -> str | None:
         """The parameter, in what was delivered or in what this rank has left."""
-        for home in self._sparse():
-            for slot, left in zip(home.slots, home.views, strict=True):
-                mean = None if home.mean is None else slot.of(home.mean)
+        for bucket in self._sparse():
+            for slot, left in zip(bucket.slots, bucket.views, strict=True):
+                mean = None if bucket.mean is None else slot.of(bucket.mean)
                 if not (_finite(left) and (mean is None or _finite(mean))):
                     return slot.name
         return None

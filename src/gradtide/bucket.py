@@ -1,4 +1,4 @@
-"""What travels as one: a flat buffer, its parts, and the algorithm's memory of it."""
+"""What collectives work on: a flat buffer, its parts, and an algorithm's memory."""
 
 from __future__ import annotations
 
@@ -144,18 +144,3 @@ class Collective(Protocol):
     """
 
     def reduce(self, load: Payload, group: Group) -> Flow: ...
-
-
-@dataclass(eq=False)
-class Bucket:
-    """A payload with a name, an algorithm and an owner.
-
-    `deliver` receives the mean (1-D, as long as the flat buffer) on the thread that
-    finishes the bucket. With `hold` the flow waits at its `Cut` until it is released.
-    """
-
-    name: str
-    load: Payload
-    collective: Collective
-    deliver: Callable[[Tensor], None]
-    hold: bool = False

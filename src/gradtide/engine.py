@@ -1,7 +1,7 @@
-"""Drives the flows of buckets over a transport.
+"""Drives flows over a transport.
 
 [Note: order] A flow runs on the transport's lane, to its end or to the `Cut` at which
-its bucket holds, and only then does the next submitted piece of work run. What is
+it is to be held, and only then does the next submitted piece of work run. What is
 submitted, and in which order, is decided by the training thread from the program alone:
 launches in plan order, releases in forward order. Nothing looks at completion, time or
 load, so every rank puts the same requests on the wire in the same order (guard:
@@ -11,40 +11,27 @@ tests/test_engine.py).
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 # torch.profiler.record_function costs 30 us a call, this 1 us, with no profiler on.
 from torch._C._profiler import _RecordFunctionFast as record_function
 
-from gradtide.bucket import Bucket
-from gradtide.ops import Cut, Flow, Op, ToHost
+from gradtide.ops import Cut, Flow, Group, Op, ToHost
+from gradtide.telemetry import Record, Telemetry
 from gradtide.transport import Ticket, Transport
-
-RECORDED = 1 << 16  # entries kept: more than the lab reads at once, 16 MB at most
-
-
-class Record(NamedTuple):
-    """A request that travelled: payload bytes sent, seconds of the engine's clock."""
-
-    bucket: str
-    request: str
-    payload_bytes: int
-    start: float
-    end: float
-    second: bool = False  # after the turn of its exchange
 
 
 @dataclass(eq=False)
 class Flight:
-    """A flow on its way."""
+    """A flow on its way; with `hold` it stops at its `Cut` until it is released."""
 
     name: str
     flow: Flow
+    hold: bool = False
     begun: bool = False  # has selected what to send
     turned: bool = False  # is past its Cut
     ticket: Ticket | None = None
@@ -55,7 +42,7 @@ class Flight:
 
 
 class Engine:
-    """Launches buckets, holds them at their cut, releases and finishes them.
+    """Launches flows, holds them at their cut, releases and finishes them.
 
     All methods are called from the training thread, by every rank in the same order.
     `clock` tells seconds; a virtual transport brings its own.
@@ -65,40 +52,34 @@ class Engine:
         self, transport: Transport, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.transport, self.clock = transport, clock
-        self.flying: dict[str, Flight] = {}  # in launch order
-        self.records: deque[Record] = deque(maxlen=RECORDED)
-        # Deferred updates: when each began and ended, seconds of the clock.
-        self.applied: deque[tuple[float, float]] = deque(maxlen=RECORDED)
-        # When the training thread waited for the lane, and how long in all.
-        self.waited: deque[tuple[float, float]] = deque(maxlen=RECORDED)
-        self.exposed_seconds = 0.0
-        self.select_seconds = 0.0  # that flows took up to their first request
-        self.selected = self.offered = 0  # entries taken out of buckets, and in them
+        self.telemetry = Telemetry()
 
-    def launch(self, bucket: Bucket) -> None:
-        """Send a bucket on its way; its payload is the flow's until it is finished."""
-        assert bucket.name not in self.flying, f"{bucket.name} is in flight already"
-        flow = bucket.collective.reduce(bucket.load, self.transport.group)
-        flight = Flight(bucket.name, flow)
-        self.flying[bucket.name] = flight
+    @property
+    def group(self) -> Group:
+        """This rank, and how many there are."""
+        return self.transport.group
+
+    def launch(self, name: str, flow: Flow, hold: bool = False) -> Flight:
+        """Send a flow on its way. What it works on is its own until it is finished."""
+        flight = Flight(name, flow, hold)
         flight.ticket = self.transport.submit(
-            lambda: self._resume(flight), lambda: self._run(flight, bucket.hold)
+            lambda: self._resume(flight), lambda: self._run(flight, hold)
         )
+        return flight
 
-    def held(self, bucket: Bucket) -> tuple[Tensor | None, Tensor | None]:
-        """This rank's part of a held bucket's mean, or the mean of one without a cut.
+    def held(self, flight: Flight) -> tuple[Tensor | None, Tensor | None]:
+        """This rank's part of the mean of a held flow, or the mean of one without a
+        cut.
 
         Waits for the first half. What is returned may be changed in place until
         `release`.
         """
-        flight = self.flying[bucket.name]
         self._join(flight)
         return flight.part, flight.mean
 
-    def release(self, buckets: Iterable[Bucket]) -> None:
+    def release(self, flights: Iterable[Flight]) -> None:
         """Start the second halves, in the order in which they will be needed."""
-        for bucket in buckets:
-            flight = self.flying[bucket.name]
+        for flight in flights:
 
             def leave(flight: Flight = flight) -> None:
                 # Not yet at its cut if this begins early, not again if it did.
@@ -110,32 +91,24 @@ class Engine:
                 leave()
                 self._run(flight, hold=False)
 
+            flight.hold = False
             flight.ticket = self.transport.submit(leave, run)
 
-    def finish(self, bucket: Bucket) -> None:
-        """Wait for a bucket that is not held, and deliver its mean."""
-        flight = self.flying[bucket.name]
+    def finish(self, flight: Flight) -> Any:
+        """Wait for a flow that is not held; returns what it came to."""
+        assert not flight.hold, f"{flight.name} is held: release it first"
         self._join(flight)
-        assert flight.mean is not None, f"{bucket.name} is held: release it first"
-        del self.flying[bucket.name]
-        load = bucket.load
-        whole = flight.mean.data_ptr() == load.flat.data_ptr()
-        self.selected += load.flat.numel() if whole else load.taken
-        self.offered += load.flat.numel()
-        load.taken = 0
-        bucket.deliver(flight.mean)
+        return flight.mean
 
-    def drop(self, bucket: Bucket) -> bool:
-        """Forget a held bucket: its mean is not wanted (a skipped step).
+    def drop(self, flight: Flight) -> Tensor:
+        """Give up a held flow: its mean is not wanted (a skipped step).
 
-        Returns whether its memory had been handed out, so that it holds nothing now.
+        Returns what is known of the mean: this rank's part, or all of it.
         """
-        flight = self.flying.pop(bucket.name)
         self._join(flight)
         flight.flow.close()
         kept: Tensor = flight.mean if flight.part is None else flight.part
-        memory = bucket.load.flat.untyped_storage().data_ptr()
-        return kept.untyped_storage().data_ptr() == memory
+        return kept
 
     def ask(self, name: str, op: Op | Callable[[], Op]) -> Callable[[], Any]:
         """Put one request in line; call what is returned to wait for its answer.
@@ -148,35 +121,14 @@ class Engine:
             answer: Tensor = yield op() if callable(op) else op
             return answer
 
-        flight = Flight(name, flow())
-        ticket = self.transport.submit(
-            lambda: self._resume(flight), lambda: self._run(flight, hold=False)
-        )
-
-        def answer() -> Any:
-            self._wait(ticket)
-            return flight.mean
-
-        return answer
-
-    def clear(self) -> None:
-        """Forget what was recorded."""
-        self.records.clear()
-        self.applied.clear()
-        self.waited.clear()
-        self.exposed_seconds = self.select_seconds = 0.0
-        self.selected = self.offered = 0
+        flight = self.launch(name, flow())
+        return lambda: self.finish(flight)
 
     def _join(self, flight: Flight) -> None:
         assert flight.ticket is not None
-        self._wait(flight.ticket)
-
-    def _wait(self, ticket: Ticket) -> None:
         start = self.clock()
-        ticket.join()
-        end = self.clock()
-        self.waited.append((start, end))
-        self.exposed_seconds += end - start
+        flight.ticket.join()
+        self.telemetry.wait(start, self.clock())
 
     def _resume(self, flight: Flight, answer: Any = None) -> None:
         """Run a flow to what it asks for next, and start that (on the lane)."""
@@ -188,7 +140,7 @@ class Engine:
             return
         if not flight.begun:
             flight.begun = True
-            self.select_seconds += self.clock() - start
+            self.telemetry.select_seconds += self.clock() - start
         flight.asked = asked
         if not isinstance(asked, Cut):
             with record_function(f"gradtide::{flight.name}::{_label(asked)}::issue"):
@@ -217,7 +169,7 @@ class Engine:
         if not all(isinstance(op, ToHost) for op in ops):
             sent = sum(map(self.transport.sends, ops))
             end = self.clock()
-            self.records.append(
+            self.telemetry.records.append(
                 Record(flight.name, label, sent, start, end, flight.turned)
             )
         return answers if isinstance(asked, tuple) else answers[0]

@@ -1,7 +1,6 @@
-"""The hooks on the user's module and optimizer.
+"""The hooks on the user's module and optimizer, which tell `training` of a step.
 
-Copies of the module have none of them. What they set off is in `backward` and
-`updates`.
+Copies of the module have none of them.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradtide.autograd import Hook, before_backward, in_backward
-from gradtide.backward import Backward
 from gradtide.broadcast import broadcast
 from gradtide.deferred import closes
-from gradtide.updates import Updates
+from gradtide.step import Stage
+from gradtide.training import Training
 
 
 class Hooks:
@@ -32,13 +31,11 @@ class Hooks:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        backward: Backward,
-        updates: Updates,
+        training: Training,
         buffers: bool,
         stepped: Callable[[], None],
     ) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._backward, self._updates = backward, updates
+        self._model, self._optimizer, self._training = model, optimizer, training
         # Whose buffers to send; to look for them anew in every forward takes longer.
         self._buffered = [
             module
@@ -48,34 +45,36 @@ class Hooks:
         self._handles: list[Any] = []
         self._update_handles: list[Any] = []  # of what depends on the schedule
         keep = self._handles.append
-        for p in updates.placement.homes:
-            hook = backward.gradient_hook(p)
+        for p in training.placement.places:
+            hook = training.gradient_hook(p)
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         keep(model.register_forward_pre_hook(Hook(lambda *_: self._before_forward())))
-        keep(model.register_forward_hook(Hook(lambda *a: self._after_forward(a[-1]))))
-        keep(optimizer.register_step_post_hook(lambda *_: self._stepped()))
+        # A gradient hook alone could not tell the backward's end from that of a nested
+        # one (re-entrant activation checkpointing runs backwards inside backward).
+        begin = training.begin
+        keep(
+            model.register_forward_hook(Hook(lambda *a: before_backward(a[-1], begin)))
+        )
+        keep(optimizer.register_step_pre_hook(lambda *a: self._stepping(*a)))
+        keep(optimizer.register_step_post_hook(lambda *_: training.stepped()))
         keep(optimizer.register_step_post_hook(lambda *_: stepped()))
 
-    def follow(self, in_forward: bool) -> None:
-        """Have parameters change in the forward, or at step()."""
+    def follow(self) -> None:
+        """Have parameters change in the forward, or at step(), as the schedule says."""
         for handle in self._update_handles:
             handle.remove()
-        updates, self._update_handles = self._updates, []
+        training, self._update_handles = self._training, []
         keep = self._update_handles.append
-        if self._backward.steps is not None:
-            keep(self._optimizer.register_step_pre_hook(lambda *a: self._going(*a)))
-            return
-        if not in_forward:
-            keep(self._optimizer.register_step_pre_hook(lambda *a: self._stepping(*a)))
+        if training.step.schedule.update != "forward":
             return
 
         def flush(*_: Any) -> None:
-            updates.flush()
+            training.flush()
 
-        keep(self._optimizer.register_step_pre_hook(lambda *a: self._deferring(*a)))
         keep(self._optimizer.register_state_dict_pre_hook(flush))
         keep(self._optimizer.register_load_state_dict_pre_hook(flush))
-        self._update_handles += updates.watch(self._model)
+        watch = training.updates.watch(self._model, training.before_read)
+        self._update_handles += watch
         for module in self._model.modules():
             hook = Hook(flush, partial(self._copied, module))
             keep(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
@@ -89,70 +88,33 @@ class Hooks:
 
     def _copied(self, module: nn.Module) -> None:
         """A copy of a module is made; its own parameters are in it already."""
-        homes, due = self._updates.placement.homes, self._updates.due
+        places = self._training.placement.places
         for name, p in module.named_parameters(recurse=False):
-            if p in homes and homes[p].home in due:
+            if p in places and places[p].bucket.stage is Stage.DUE:
                 raise RuntimeError(
                     f"the model is copied or saved while the update of {name} is "
                     "deferred: call sync.flush() before"
                 )
-        self._updates.flush()
+        self._training.flush()
 
     def _before_forward(self) -> None:
-        backward = self._backward
-        if backward.open and not in_backward():
+        training = self._training
+        if training.step.open and not in_backward():
             raise RuntimeError(
                 "the last backward pass raised before its end, so the ranks may have "
                 "sent different gradients: end the run, or call sync.remove() on every "
                 "rank and replicate() again"
             )
-        if backward.quiet or not (self._model.training and torch.is_grad_enabled()):
+        if training.quiet or not (self._model.training and torch.is_grad_enabled()):
             return
-        if backward.second is not None:
-            backward.forward()
+        if training.second is not None:
+            training.step.forward()
         if self._buffered:
             own = [buffer for m in self._buffered for buffer in m.buffers(False)]
-            broadcast(backward.engine, own)
+            broadcast(training.engine, own)
 
-    def _after_forward(self, output: Any) -> None:
-        """Learn of the backward through the output before any gradient is produced.
-
-        A gradient hook alone could not tell the backward's end from that of a nested
-        one (re-entrant activation checkpointing runs backward passes inside backward).
-        """
-        before_backward(output, self._backward.begin)
-
-    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._backward.second is not None and closes(args, kwargs):
-            raise RuntimeError(
-                "step(closure) makes gradients inside the step, after K-FAC has "
-                "preconditioned: call step() without a closure"
-            )
-        self._updates.stepping(optimizer)
-
-    def _stepped(self) -> None:
-        self._updates.stepped()
-        steps = self._backward.steps
-        if steps is not None and steps.on:
-            steps.stepped()
-
-    def _going(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if closes(args, kwargs):
-            raise RuntimeError(
-                "step(closure) evaluates the model as often as each rank likes, and "
-                "every time all ranks have to: call step() without a closure, or use "
-                "'wfbp'"
-            )
-        steps = self._backward.steps
-        if steps is not None and steps.on:
-            steps.stepping()
-        else:
-            self._updates.stepping(optimizer)
-
-    def _deferring(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if closes(args, kwargs):
-            raise RuntimeError(
-                "step(closure) evaluates the model inside the step, which a deferred "
-                "update cannot: call step() without a closure, or use 'wfbp'"
-            )
-        self._updates.defer(optimizer)
+    def _stepping(self, _: Optimizer, args: Any, kwargs: Any) -> None:
+        refusal = self._training.refuses_closures
+        if refusal is not None and closes(args, kwargs):
+            raise RuntimeError(refusal)
+        self._training.stepping()

@@ -61,7 +61,7 @@ from gradtide.bucket import Collective
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.warmup import Warmup
 from gradtide.engine import Engine
-from gradtide.layout import GradientBucket, Slot
+from gradtide.gradients import GradientBucket, Slot
 from gradtide.ops import AllReduce
 from gradtide.placement import Placement
 from gradtide.probing import Traits, probe
@@ -97,6 +97,7 @@ class LocalSteps:
         self._passes = 0  # backward passes since the last step
         self._alarmed: list[int] = []  # ranks with a gradient that is not finite
         self._culprit: str | None = None  # this rank's, by name
+        self._ahead: Mapping[Tensor, float] = {}  # see [Note: ahead]
         self.decide()
 
     @torch.no_grad()
@@ -109,14 +110,14 @@ class LocalSteps:
 
     def _collective(self) -> tuple[Collective, dict[str, Tensor]]:
         """What exchanges the first bucket, and its memory; the others are as far."""
-        bucket = self._placement.buckets[0].bucket
+        bucket = self._placement.buckets[0]
         return bucket.collective, bucket.load.state
 
     def _part(self) -> None:
         """Let no gradient live in a bucket any more: steps are left behind there."""
-        for home in self._placement.buckets:
-            begin, end = home.bucket.load.flat.data_ptr(), home.bucket.load.flat.nbytes
-            for slot in home.slots:
+        for bucket in self._placement.buckets:
+            begin, end = bucket.load.flat.data_ptr(), bucket.load.flat.nbytes
+            for slot in bucket.slots:
                 grad = slot.param.grad
                 if grad is not None and 0 <= grad.data_ptr() - begin < end:
                     slot.param.grad = grad.clone()
@@ -129,7 +130,7 @@ class LocalSteps:
 
         One that has none such marks its own, so that a GradScaler skips everywhere.
         """
-        slots = [slot for home in self._placement.buckets for slot in home.slots]
+        slots = [slot for bucket in self._placement.buckets for slot in bucket.slots]
         grads = {
             s.name: s.param.grad
             for s in slots
@@ -164,6 +165,7 @@ class LocalSteps:
         self._passes = 0
         flag = torch.tensor([self._moved_outside()], dtype=torch.int32)
         self._moved_on = self._engine.ask("alike", AllReduce(flag))
+        self._ahead = self._look_ahead()
 
     def _moved_outside(self) -> bool:
         """Whether parameters are not what the last exchange left, see [Note: alike].
@@ -172,23 +174,31 @@ class LocalSteps:
         """
         buckets = self._placement.buckets
         if self._before.keys() != set(buckets):  # they were cut anew
-            self._before = {home: _memory(home) for home in buckets}
-            self._moved = {home: _memory(home) for home in buckets}
+            self._before = {bucket: _memory(bucket) for bucket in buckets}
+            self._moved = {bucket: _memory(bucket) for bucket in buckets}
         elif all(all(map(torch.equal, _params(b), self._before[b])) for b in buckets):
             return False
-        self._remember()
+        self.remember()
         return True
 
-    def _remember(self) -> None:
-        for home in self._placement.buckets:
-            torch._foreach_copy_(self._before[home], _params(home))
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Parameters are as the next step is to find them."""
+        for bucket in self._placement.buckets:
+            torch._foreach_copy_(self._before[bucket], _params(bucket))
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """The optimizer has made its step. RuntimeError if ranks began unlike."""
+        if self._moved_on().item():
+            self._compare("as step() begins")
 
     def _compare(self, moment: str) -> None:
         """Raise RuntimeError, on every rank, where parameters are not alike."""
         own = {
             slot.name: digest(before)
-            for home in self._placement.buckets
-            for slot, _, before, _ in self._rows(home)
+            for bucket in self._placement.buckets
+            for slot, _, before, _ in self._rows(bucket)
         }
         first, *others = self._engine.transport.gather_objects(own)
         for rank, theirs in enumerate(others, 1):
@@ -203,29 +213,14 @@ class LocalSteps:
 
     def _widen(self) -> None:
         """Have the optimizer expect a rank's own gradients, see [Note: gain]."""
-        for home in self._placement.buckets:
-            for slot in home.slots:
+        for bucket in self._placement.buckets:
+            for slot in bucket.slots:
                 traits, memory = self._known(slot.param)
                 if traits.divides:
                     for name in memory.keys() & set(traits.squares):
                         memory[name].mul_(self._noise)
 
-    @torch.no_grad()
-    def stepped(self) -> None:
-        """The optimizer's step is over: exchange what it did."""
-        if self._moved_on().item():
-            self._compare("as step() begins")
-        buckets, ahead = self._placement.buckets, self._ahead()
-        for home in buckets:
-            self._offer(home, ahead)
-            self._engine.launch(home.bucket)
-        for home in buckets:
-            self._engine.finish(home.bucket)
-            torch._foreach_add_(_params(home), list(home.gradients()))
-            self._settle(home, ahead)
-        self._remember()
-
-    def _ahead(self) -> dict[Tensor, float]:
+    def _look_ahead(self) -> dict[Tensor, float]:
         """How many more steps like the last one to send, by parameter: of those that
         momentum moves, and that are not all sent anyway. See [Note: ahead]."""
         if self._engine.transport.group.size == 1:
@@ -236,35 +231,34 @@ class LocalSteps:
             if 0 < kept < 1:
                 more = AHEAD * float(kept) / (1 - float(kept))
                 found |= dict.fromkeys(group["params"], more)
-        for home in self._placement.buckets:
-            if isinstance(home.bucket.collective, Dense):
-                for slot in home.slots:
+        for bucket in self._placement.buckets:
+            if isinstance(bucket.collective, Dense):
+                for slot in bucket.slots:
                     found.pop(slot.param, None)
         return found
 
-    def _offer(self, home: GradientBucket, ahead: Mapping[Tensor, float]) -> None:
+    @torch.no_grad()
+    def offer(self, bucket: GradientBucket) -> None:
         """Move what is new from the module to the bucket, with what is undelivered."""
-        if home.clean:
-            home.bucket.load.flat.zero_()
-        for slot, view, before, step in self._rows(home):
+        bucket.owe()
+        for slot, view, before, step in self._rows(bucket):
             torch.sub(slot.param, before, out=step)
             slot.param.copy_(before)
-            view.add_(
-                step, alpha=self._weight(slot.param) * (1 + ahead.get(slot.param, 0.0))
-            )
-        weighed = any(self._mean(slot.param) is not None for slot in home.slots)
-        home.bucket.load.weigh = partial(self._weigh, home) if weighed else None
+            more = 1 + self._ahead.get(slot.param, 0.0)
+            view.add_(step, alpha=self._weight(slot.param) * more)
+        weighed = any(self._mean(slot.param) is not None for slot in bucket.slots)
+        bucket.load.weigh = partial(self._weigh, bucket) if weighed else None
 
-    def _settle(self, home: GradientBucket, ahead: Mapping[Tensor, float]) -> None:
-        """Owe what was sent ahead of its time."""
-        if not any(slot.param in ahead for slot in home.slots):
+    @torch.no_grad()
+    def settle(self, bucket: GradientBucket) -> None:
+        """Put in what all ranks did, and owe what was sent ahead of its time."""
+        torch._foreach_add_(_params(bucket), list(bucket.gradients()))
+        if not any(slot.param in self._ahead for slot in bucket.slots):
             return
-        if home.clean:
-            home.bucket.load.flat.zero_()
-            home.clean = False
-        for slot, view, _, step in self._rows(home):
+        bucket.owe()
+        for slot, view, _, step in self._rows(bucket):
             view.add_(
-                step, alpha=-self._weight(slot.param) * ahead.get(slot.param, 0.0)
+                step, alpha=-self._weight(slot.param) * self._ahead.get(slot.param, 0.0)
             )
 
     def _known(self, p: Tensor) -> tuple[Traits, dict[str, Any]]:
@@ -281,29 +275,29 @@ class LocalSteps:
         return None if traits.mean is None else memory.get(traits.mean)
 
     def _rows(
-        self, home: GradientBucket
+        self, bucket: GradientBucket
     ) -> Iterable[tuple[Slot, Tensor, Tensor, Tensor]]:
         """Every slot, its part of the bucket, what it was, and its step."""
-        before, steps = self._before[home], self._moved[home]
-        return zip(home.slots, home.views, before, steps, strict=True)
+        before, steps = self._before[bucket], self._moved[bucket]
+        return zip(bucket.slots, bucket.views, before, steps, strict=True)
 
     @torch.no_grad()
-    def _weigh(self, home: GradientBucket, out: Tensor) -> None:
+    def _weigh(self, bucket: GradientBucket, out: Tensor) -> None:
         """Write what is to travel first, see [Note: weighed]."""
-        flat = home.bucket.load.flat
-        for slot in home.slots:
+        flat = bucket.load.flat
+        for slot in bucket.slots:
             mean, view = self._mean(slot.param), slot.of(out)
             view.zero_() if mean is None else view.copy_(mean)
         out.mul_(flat)  # below zero: the way down
         F.leaky_relu_(out, -1 / AGAINST).add_(FAINT).mul_(flat)
 
 
-def _params(home: GradientBucket) -> list[Tensor]:
-    return [slot.param for slot in home.slots]
+def _params(bucket: GradientBucket) -> list[Tensor]:
+    return [slot.param for slot in bucket.slots]
 
 
-def _memory(home: GradientBucket) -> list[Tensor]:
-    return [torch.empty_like(p) for p in _params(home)]
+def _memory(bucket: GradientBucket) -> list[Tensor]:
+    return [torch.empty_like(p) for p in _params(bucket)]
 
 
 def _not_finite(grads: Mapping[str, Tensor]) -> str | None:

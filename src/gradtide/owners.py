@@ -1,8 +1,7 @@
 """What the owners of the mean's parts compute on behalf of all ranks.
 
 The norm for clipping and a GradScaler's check, each on 1/P of the data. Knows buckets
-and the engine; `held` are the buckets that wait at their cut, where a part is known to
-its owner only.
+and the engine. Of the mean of a bucket that is held, a part is known to its owner only.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ import torch
 from torch import Tensor
 
 from gradtide.engine import Engine
-from gradtide.layout import GradientBucket
+from gradtide.gradients import GradientBucket
 from gradtide.ops import AllGather, AllReduce
+from gradtide.step import Stage
 
 
 def clip(
     engine: Engine,
     buckets: Sequence[GradientBucket],
-    held: Sequence[GradientBucket],
     max_norm: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
     """Scale the means to a 2-norm of at most `max_norm`; returns the norm before."""
-    present = [home for home in buckets if home in held or home.mean is not None]
-    shares = [_share(engine, home, home in held) for home in present]
+    present = [b for b in buckets if b.stage is Stage.HELD or b.mean is not None]
+    shares = [_share(engine, bucket) for bucket in present]
     total = _norm(engine, [own for own, _ in shares])
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the norm of the averaged gradients is {total.item()}")
@@ -46,7 +45,7 @@ def unscale(
     inv_scale: Tensor,
 ) -> None:
     """A GradScaler's check and scaling, for all held means of one dtype and device."""
-    wholes = [_share(engine, home, held=True)[1] for home in held]
+    wholes = [_share(engine, bucket)[1] for bucket in held]
     kind = like.dtype, like.device
     alike = [whole for whole in wholes if (whole.dtype, whole.device) == kind]
     own = torch.zeros_like(found_inf)
@@ -55,24 +54,24 @@ def unscale(
     found_inf.copy_(torch.maximum(found_inf, anywhere.clamp(max=1.0)))
 
 
-def _share(engine: Engine, home: GradientBucket, held: bool) -> tuple[Tensor, Tensor]:
+def _share(engine: Engine, bucket: GradientBucket) -> tuple[Tensor, Tensor]:
     """This rank's part of the mean, and all of the mean that this rank holds."""
-    if held:
-        part, mean = engine.held(home.bucket)
+    if bucket.stage is Stage.HELD and bucket.flight is not None:
+        part, mean = engine.held(bucket.flight)
         if part is not None:
             return part, part
     else:
-        mean = home.mean
-        _refuse_replaced(home)
+        mean = bucket.mean
+        _refuse_replaced(bucket)
     assert mean is not None
-    rank, size = engine.transport.group
+    rank, size = engine.group
     return mean.view(size, -1)[rank], mean
 
 
-def _refuse_replaced(home: GradientBucket) -> None:
-    assert home.mean is not None
-    begin, end = home.mean.data_ptr(), home.mean.nbytes
-    for slot in home.slots:
+def _refuse_replaced(bucket: GradientBucket) -> None:
+    assert bucket.mean is not None
+    begin, end = bucket.mean.data_ptr(), bucket.mean.nbytes
+    for slot in bucket.slots:
         grad = slot.param.grad
         if grad is not None and not 0 <= grad.data_ptr() - begin < max(end, 1):
             raise RuntimeError(

@@ -8,23 +8,14 @@ buckets follow the order in which gradients really get ready.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from gradtide.layout import GradientBucket, Kind, Named, Slot, lay_out
+from gradtide.gradients import GradientBucket, Place
+from gradtide.layout import Kind, Named, lay_out
 from gradtide.scheme import Scheme
-
-
-class Home:
-    """Where a parameter's gradient goes; kept when the buckets are laid out anew."""
-
-    def __init__(self, home: GradientBucket, slot: Slot) -> None:
-        self.move(home, slot)
-
-    def move(self, home: GradientBucket, slot: Slot) -> None:
-        self.home, self.slot = home, slot
 
 
 class Placement:
@@ -32,7 +23,7 @@ class Placement:
 
     def __init__(self, model: nn.Module, scheme: Scheme, size: int) -> None:
         self._model, self._scheme, self._size = model, scheme, size
-        self.homes: dict[nn.Parameter, Home] = {}
+        self.places: dict[nn.Parameter, Place] = {}
         self.reads: dict[nn.Module, list[GradientBucket]] = {}
         self.readers: dict[GradientBucket, list[nn.Module]] = {}
         self.recorded: list[str] | None = []  # of a step under way; None: known
@@ -80,14 +71,15 @@ class Placement:
         buckets = lay_out(
             ready, scheme.fusion, scheme.collective, self._size, self._memory
         )
-        before = {p: (home.home, home.slot) for p, home in self.homes.items()}
+        before = {p: replace(place) for p, place in self.places.items()}
         same = scheme.collective == self._scheme.collective
         self._named, self._scheme, self.buckets = ready, scheme, buckets
-        for home in buckets:
-            for slot in home.slots:
-                self.homes.setdefault(slot.param, Home(home, slot)).move(home, slot)
+        for bucket in buckets:
+            for slot in bucket.slots:
+                place = self.places.setdefault(slot.param, Place(bucket, slot))
+                place.bucket, place.slot = bucket, slot
             if before:
-                _carry(home, [before[slot.param] for slot in home.slots], same)
+                bucket.carry([before[slot.param] for slot in bucket.slots], same)
 
     def _find_reads(self) -> None:
         """Which buckets a module needs before it runs.
@@ -99,89 +91,22 @@ class Placement:
         modules = dict(self._model.named_modules(remove_duplicate=False))
         reads: dict[nn.Module, set[GradientBucket]] = {}
         for name, module in modules.items():
-            own = [p for p in module.parameters(recurse=False) if p in self.homes]
-            homes = {self.homes[p].home for p in own}
-            reads.setdefault(module, set()).update(homes)
+            own = [p for p in module.parameters(recurse=False) if p in self.places]
+            buckets = {self.places[p].bucket for p in own}
+            reads.setdefault(module, set()).update(buckets)
             while modules[name] not in self.called and name:
                 name = name.rpartition(".")[0]
-            reads.setdefault(modules[name], set()).update(homes)
-        last_first = {home: -i for i, home in enumerate(self.buckets)}
+            reads.setdefault(modules[name], set()).update(buckets)
+        last_first = {bucket: -i for i, bucket in enumerate(self.buckets)}
         self.reads = {
-            module: sorted(homes, key=last_first.__getitem__)
-            for module, homes in reads.items()
-            if homes
+            module: sorted(buckets, key=last_first.__getitem__)
+            for module, buckets in reads.items()
+            if buckets
         }
-        self.readers = {home: [] for home in self.buckets}
+        self.readers = {bucket: [] for bucket in self.buckets}
         for module, needs in self.reads.items():
-            for home in needs:
-                self.readers[home].append(module)
-
-
-@torch.no_grad()
-def _carry(
-    home: GradientBucket, before: Sequence[tuple[GradientBucket, Slot]], same: bool
-) -> None:
-    """Take over, into a new bucket, what was left behind of its parameters.
-
-    `before` says where each slot's parameter was. If the collective is the `same`, what
-    it remembers comes along as far as it is not about a bucket as a whole.
-    """
-    flat = home.bucket.load.flat
-    home.clean = all(old.clean for old, _ in before)
-    for slot, (old, place) in zip(home.slots, before, strict=True):
-        left, view = place.of(old.bucket.load.flat), slot.of(flat)
-        moved = left.data_ptr() != view.data_ptr()
-        if moved and not old.clean:
-            view.copy_(left)
-        elif not moved and old.clean and not home.clean:
-            # What is there was handed out as the mean, and may be somebody's gradient.
-            grad = slot.param.grad
-            if grad is not None and grad.data_ptr() == view.data_ptr():
-                slot.param.grad = grad.clone()
-            view.zero_()
-    if same:
-        home.bucket.load.state.update(remembered(home, before))
-
-
-def remembered(
-    home: GradientBucket, before: Sequence[tuple[GradientBucket, Slot]]
-) -> dict[str, Tensor]:
-    """What the algorithm of a new bucket can go on with.
-
-    `before` says where each slot's parameter was. Everything, if the bucket is an old
-    one. Otherwise numbers of steps, if those of all the old buckets are equal, and what
-    has an entry for every element (a velocity). Thresholds, boundaries and factors are
-    about a bucket as a whole, and are learnt anew, as in a first step.
-    """
-    olds = list(dict.fromkeys(old for old, _ in before))
-    states = [old.bucket.load.state for old in olds]
-    if [id(slot.param) for slot in home.slots] == [id(s.param) for s in olds[0].slots]:
-        return states[0]
-    kept: dict[str, Tensor] = {}
-    for key in {key: None for state in states for key in state}:
-        values = [state.get(key) for state in states]
-        if all(_is_count(value) for value in values):
-            numbers = {int(value) for value in values if value is not None}
-            if len(numbers) == 1:
-                kept[key] = torch.tensor(numbers.pop())
-        elif all(
-            value is None or _is_like(value, old.bucket.load.flat)
-            for value, old in zip(values, olds, strict=True)
-        ):
-            kept[key] = torch.zeros_like(home.bucket.load.flat)
-            for slot, (old, place) in zip(home.slots, before, strict=True):
-                value = old.bucket.load.state.get(key)
-                if value is not None:
-                    slot.of(kept[key]).copy_(place.of(value))
-    return kept
-
-
-def _is_count(value: Tensor | None) -> bool:
-    return value is not None and value.dtype == torch.int64 and not value.dim()
-
-
-def _is_like(value: Tensor, flat: Tensor) -> bool:
-    return value.shape == flat.shape and value.dtype == flat.dtype
+            for bucket in needs:
+                self.readers[bucket].append(module)
 
 
 class Watch:

@@ -6,20 +6,19 @@ anything leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
 
+from gradtide.gradients import GradientBucket, Place
 from gradtide.kfac import state
 from gradtide.kfac.buckets import FactorBucket
 from gradtide.kfac.layers import Layer
 from gradtide.kfac.preconditioner import Preconditioner
 from gradtide.kfac.sharing import LayerGroup, Read
-from gradtide.layout import GradientBucket
 from gradtide.ops import Group
-from gradtide.placement import Home
 
 Launchable: TypeAlias = GradientBucket | FactorBucket
 
@@ -31,7 +30,7 @@ class Places(Protocol):
     def buckets(self) -> list[GradientBucket]: ...
 
     @property
-    def homes(self) -> Mapping[nn.Parameter, Home]: ...
+    def places(self) -> Mapping[nn.Parameter, Place]: ...
 
 
 class Preconditioning:
@@ -45,36 +44,43 @@ class Preconditioning:
         self.kfac, self._placement = kfac, placement
         self.groups: dict[GradientBucket, LayerGroup] = {}
         self._followed: tuple[object, object] = (None, None)
+        self._plan: tuple[object, list[Launchable]] = (None, [])
         self._pending: set[LayerGroup] = set()  # released, and not preconditioned yet
         self._rates: dict[int, float] = {}  # by id of a parameter
         self.follow()
 
     def follow(self) -> None:
         """Lay factors out as the buckets of gradients are now."""
-        homes, placed = self._placement.buckets, self.kfac.placed
-        if self._followed[0] is homes and self._followed[1] is placed:
+        buckets, placed = self._placement.buckets, self.kfac.placed
+        if self._followed[0] is buckets and self._followed[1] is placed:
             return
-        self._followed = homes, placed
+        self._followed = buckets, placed
         ready = sorted(self.kfac.layers, key=self._position)
-        number = {home: i for i, home in enumerate(homes)}
-        members: list[list[Layer]] = [[] for _ in homes]
+        number = {bucket: i for i, bucket in enumerate(buckets)}
+        members: list[list[Layer]] = [[] for _ in buckets]
         for layer in ready:
-            members[min(number[home] for home in self._homes(layer))].append(layer)
+            members[min(number[bucket] for bucket in self._of(layer))].append(layer)
         self.kfac.lay_out(ready, [group for group in members if group])
-        owners = [home for home, group in zip(homes, members, strict=True) if group]
+        owners = [b for b, group in zip(buckets, members, strict=True) if group]
         self.groups = dict(zip(owners, self.kfac.groups, strict=True))
 
     def plan(self) -> list[Launchable]:
         """All that is to be launched in this step, in order."""
+        key = self._placement.buckets, self.kfac.factors, self.kfac.step
+        if self._plan[0] != key:
+            self._plan = key, self._planned()
+        return self._plan[1]
+
+    def _planned(self) -> list[Launchable]:
         self.follow()
-        homes: list[Launchable] = list(self._placement.buckets)
+        buckets: list[Launchable] = list(self._placement.buckets)
         factors = self.kfac.factors if self.kfac.measuring else []
         if not self.kfac.config.early:
-            return [*homes, *factors]
+            return [*buckets, *factors]
         a = [bucket for bucket in factors if bucket.kind == "A"]
         g = [bucket for bucket in factors if bucket.kind == "G"]
         # A layer's G is there just before its gradient; sorting keeps equals in order.
-        return [*a, *sorted([*g, *homes], key=self._ready_at)]
+        return [*a, *sorted([*g, *buckets], key=self._ready_at)]
 
     def _ready_at(self, bucket: Launchable) -> int:
         if isinstance(bucket, GradientBucket):
@@ -82,10 +88,10 @@ class Preconditioning:
         return max(map(self._position, bucket.views))
 
     def _position(self, layer: Layer) -> int:
-        return max(self._placement.homes[p].slot.position for p in layer.params)
+        return max(self._placement.places[p].slot.position for p in layer.params)
 
-    def _homes(self, layer: Layer) -> set[GradientBucket]:
-        return {self._placement.homes[p].home for p in layer.params}
+    def _of(self, layer: Layer) -> set[GradientBucket]:
+        return {self._placement.places[p].bucket for p in layer.params}
 
     # - State --------------------------------------------------------------------------
 
@@ -153,12 +159,12 @@ class Preconditioning:
         self.note(optimizer)
         self._pending = set(self.groups.values())
 
-    def release(self, home: GradientBucket, read: Read) -> None:
+    def release(self, bucket: GradientBucket, read: Read) -> None:
         """Let go of what a bucket that was just released needs. `read`: on the lane."""
-        if home in self.groups:
-            self.kfac.release(self.groups[home], read)
+        if bucket in self.groups:
+            self.kfac.release(self.groups[bucket], read)
 
-    def needed(self, home: GradientBucket) -> list[LayerGroup]:
+    def _groups(self, bucket: GradientBucket) -> list[LayerGroup]:
         """The groups to precondition before the update of a bucket: all, if K-FAC clips
         by a sum over all layers."""
         if self.kfac.config.kl_clip is not None:
@@ -167,15 +173,17 @@ class Preconditioning:
             group
             for group in self.groups.values()
             if group in self._pending
-            and any(home in self._homes(layer) for layer in group.layers)
+            and any(bucket in self._of(layer) for layer in group.layers)
         ]
 
-    def homes(self, groups: Iterable[LayerGroup]) -> set[GradientBucket]:
-        """The buckets that hold gradients of some groups."""
-        layers = (layer for group in groups for layer in group.layers)
-        return {home for layer in layers for home in self._homes(layer)}
+    def needs(self, bucket: GradientBucket) -> set[GradientBucket]:
+        """The buckets whose means it takes to precondition those of this one."""
+        layers = (la for group in self._groups(bucket) for la in group.layers)
+        return {other for layer in layers for other in self._of(layer)}
 
-    def apply(self, groups: Sequence[LayerGroup], read: Read) -> None:
-        """Precondition the gradients of some groups, once."""
-        self._pending.difference_update(groups)
-        self.kfac.apply(groups, read, self._rate)
+    def update(self, bucket: GradientBucket, read: Read) -> None:
+        """Precondition the gradients of the layers in a bucket, once."""
+        groups = self._groups(bucket)
+        if groups:
+            self._pending.difference_update(groups)
+            self.kfac.apply(groups, read, self._rate)

@@ -10,7 +10,7 @@ computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,16 +20,18 @@ _ZERO = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
+# Called with a promise, found_inf and inv_scale.
+Unscale: TypeAlias = Callable[["Promise", Tensor, Tensor], None]
+
+
 class Promise(Tensor):
     """Shape, dtype and device of a parameter's gradient; no values."""
 
     zeroed: bool
-    unscale: Callable[[Promise, Tensor, Tensor], None]
+    unscale: Unscale
 
     @staticmethod
-    def of(
-        param: Tensor, unscale: Callable[[Promise, Tensor, Tensor], None]
-    ) -> Promise:
+    def of(param: Tensor, unscale: Unscale) -> Promise:
         """A promise of `param`'s gradient.
 
         `unscale(promise, found_inf, inv_scale)` is called once, with any of them, when

@@ -3,7 +3,7 @@
 Gradients are taken in as backward produces them and leave in buckets. Their means are
 back in `.grad` when backward returns; or, under a schedule that updates before the next
 forward, they are applied just before a module that reads the parameters runs. Here is
-the public side; hooks are in `hooks`, what they set off in `backward` and `updates`.
+the public side; what hooks (`hooks`) tell of the program goes to `training`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,17 @@ from gradtide import state
 from gradtide.admit import Admitted, admit, admit_collective, admit_optimizer
 from gradtide.agree import Signature, agree, describe
 from gradtide.auto import Pilot, start, undecided
-from gradtide.backward import Backward
 from gradtide.broadcast import synchronize
-from gradtide.collectives.corrected import takes_over
 from gradtide.engine import Engine
 from gradtide.fusion import BySize, Search
 from gradtide.hooks import Hooks
 from gradtide.kfac.costs import admitted
 from gradtide.kfac.preconditioner import Preconditioner
-from gradtide.local import LocalSteps
-from gradtide.momentum import Momentum
-from gradtide.owners import clip
-from gradtide.placement import Placement
-from gradtide.preconditioning import Preconditioning
 from gradtide.scheme import Scheme, check, parse
 from gradtide.state import StateDict
+from gradtide.training import Training, momentum_of
 from gradtide.transport import ProcessGroup, Transport, connect
 from gradtide.tune import Tuner
-from gradtide.updates import Updates
 
 Buffers: TypeAlias = Literal["broadcast", "local"]
 
@@ -73,7 +66,7 @@ def replicate(
         chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
         admit(model, optimizer, chosen.schedule, buffers)
         admit_collective(model, chosen.collective, chosen.schedule)
-        _momentum(optimizer, chosen)
+        momentum_of(optimizer, chosen)
         if chosen.preconditioner is not None:
             admitted(model, chosen.preconditioner)
         return chosen, describe(model, chosen)
@@ -84,11 +77,6 @@ def replicate(
         transport.close()
         raise
     return Replica(model, optimizer, chosen, transport, buffers, grad_scaler)
-
-
-def _momentum(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:
-    """The optimizer's momentum, if the scheme takes it over; ValueError if it can't."""
-    return Momentum(optimizer) if takes_over(scheme.collective) else None
 
 
 class Replica:
@@ -108,56 +96,34 @@ class Replica:
     ) -> None:
         self.model, self.optimizer, self.scheme = model, optimizer, scheme
         self.engine = Engine(transport)
-        in_forward = scheme.schedule.update == "forward"
-        self._placement = Placement(model, start(scheme), transport.group.size)
-        self._updates = Updates(self.engine, self._placement, in_forward)
-        self._updates.momentum = _momentum(optimizer, scheme)
-        self._steps: LocalSteps | None = None
-        if scheme.schedule.launch == "step":
-            gain = scheme.schedule.gain
-            self._steps = LocalSteps(self.engine, self._placement, optimizer, gain)
-        eager = scheme.schedule.launch != "backward"
-        self._backward = Backward(self.engine, self._placement, self._updates, eager)
-        self._backward.steps = self._steps
         synchronize(self.engine, [*model.parameters(), *model.buffers()])
-        self.kfac = self._prepare_kfac(grad_scaler)
         self._admitted = Admitted(model, optimizer)
+        scale = None if grad_scaler is None else grad_scaler.get_scale
+        self._training = Training(model, optimizer, start(scheme), self.engine, scale)
         self._hooks = Hooks(
             model,
             optimizer,
-            self._backward,
-            self._updates,
+            self._training,
             buffers == "broadcast",
             lambda: None if self.tuning is None else self.tuning.stepped(),
         )
-        self._hooks.follow(in_forward)
+        self._hooks.follow()
         auto = undecided(scheme)
         self._pilot = None if auto is None else Pilot(self, auto)
         self.tuning = self._search()
 
-    def _prepare_kfac(
-        self, grad_scaler: torch.amp.GradScaler | None
-    ) -> Preconditioner | None:
-        if self.scheme.preconditioner is None:
-            return None
-        kfac = Preconditioner(
-            self.model,
-            self.scheme.preconditioner,
-            self.engine,
-            self._backward.begin,
-            self._backward.launch_factors,
-            None if grad_scaler is None else grad_scaler.get_scale,
-        )
-        second = Preconditioning(self._placement, kfac)
-        self._backward.second = self._updates.second = second
-        return kfac
+    @property
+    def kfac(self) -> Preconditioner | None:
+        """The preconditioner, if the scheme has one."""
+        second = self._training.second
+        return None if second is None else second.kfac
 
     # - The user's side ----------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally, in `.grad`, without exchanging them."""
-        quiet = self._backward.quiet
+        quiet = self._training.quiet
         self._be_quiet(True)
         try:
             yield
@@ -165,7 +131,7 @@ class Replica:
             self._be_quiet(quiet)
 
     def _be_quiet(self, quiet: bool) -> None:
-        self._backward.quiet = quiet
+        self._training.quiet = quiet
         if self.kfac is not None:
             self.kfac.statistics.quiet = quiet
 
@@ -181,13 +147,7 @@ class Replica:
         rank's own gradients, and the call is local. Raises RuntimeError for a
         non-finite norm if asked to.
         """
-        buckets, held = self._placement.buckets, self._updates.held
-        if self._steps is not None and self._steps.on:
-            params = self._placement.homes.keys()
-            return nn.utils.clip_grad_norm_(
-                params, max_norm, error_if_nonfinite=error_if_nonfinite
-            )
-        norm = clip(self.engine, buckets, held, max_norm, error_if_nonfinite)
+        norm = self._training.clip(max_norm, error_if_nonfinite)
         if self._pilot is not None:
             self._pilot.hands.note()
         return norm
@@ -197,11 +157,11 @@ class Replica:
 
         The next `step()` is then an ordinary one; its second half hides behind nothing.
         """
-        self._updates.deliver_held()
+        self._training.gather()
 
     def flush(self) -> None:
         """Apply what `step()` has deferred. Local: no rank waits for another's call."""
-        self._updates.flush()
+        self._training.flush()
 
     def adopt(self, scheme: str | Scheme) -> None:
         """Go on with another scheme, from the next step on; nothing is lost.
@@ -227,8 +187,10 @@ class Replica:
                 raise ValueError("adopt() takes a decided scheme: replicate with auto")
             admit_optimizer(self.model, self.optimizer, chosen.schedule)
             admit_collective(self.model, chosen.collective, chosen.schedule)
-            _momentum(self.optimizer, chosen)
-            if (chosen.schedule.launch == "step") != (self._steps is not None):
+            momentum_of(self.optimizer, chosen)
+            if (chosen.schedule.launch == "step") != (
+                self.scheme.schedule.launch == "step"
+            ):
                 raise ValueError(
                     f"adopt({chosen!r}): what was left behind of gradients is no step, "
                     "nor the other way round; call remove() and replicate()"
@@ -247,14 +209,8 @@ class Replica:
 
     def _adopt(self, scheme: Scheme) -> None:
         """`adopt` what all ranks have agreed on, when nothing is on its way."""
-        if self.kfac is not None:
-            self.kfac.finish()
-        self._placement.adopt(scheme)
-        self._backward.eager = scheme.schedule.launch != "backward"
-        in_forward = scheme.schedule.update == "forward"
-        self._updates.adopt(in_forward)
-        self._updates.momentum = _momentum(self.optimizer, scheme)
-        self._hooks.follow(in_forward)
+        self._training.adopt(scheme)
+        self._hooks.follow()
         self.scheme = scheme
 
     def _search(self) -> Tuner | None:
@@ -262,7 +218,7 @@ class Replica:
         fusion = self.scheme.fusion
         if not isinstance(fusion, Search) or undecided(self.scheme) is not None:
             return None
-        flats = [home.bucket.load.flat for home in self._placement.buckets]
+        flats = [bucket.load.flat for bucket in self._training.buckets]
         whole = sum(flat.nbytes for flat in flats)
         return Tuner(self.engine, fusion, whole, flats[0].device, self._recut)
 
@@ -273,14 +229,7 @@ class Replica:
 
     def _refuse_moment(self) -> None:
         """Raise RuntimeError unless all that was exchanged has been made use of."""
-        updates, backward = self._updates, self._backward
-        moment = None
-        if backward.open or backward.quiet:
-            moment = "during a backward pass or inside no_sync()"
-        elif updates.held or (
-            updates.delivered and any(p.grad is not None for p in self._placement.homes)
-        ):
-            moment = "between backward and step()"
+        moment = self._training.moment()
         if moment is not None:
             raise RuntimeError(
                 f"adopt() {moment}: call it after optimizer.step(), before the next "
@@ -298,16 +247,16 @@ class Replica:
         and step under a deferred schedule.
         """
         self.flush()
-        if self._updates.held:
+        if self._training.step.held:
             raise RuntimeError(
                 "state_dict() between backward and step, while means are on their way: "
                 "call it after optimizer.step()"
             )
         group = self.engine.transport.group
         size = group.size if world_size is None else world_size
-        saved = state.blank(self._placement, self.scheme, group, size)
-        if self._backward.second is not None:
-            self._backward.second.save(saved, group)
+        saved = state.blank(self._training.placement, self.scheme, group, size)
+        if self._training.second is not None:
+            self._training.second.save(saved, group)
         if self.tuning is not None:
             saved["tuning"] = self.tuning.save()
         return saved
@@ -325,9 +274,9 @@ class Replica:
         group = self.engine.transport.group
         if self.tuning is not None and saved["world_size"] == group.size:
             self.tuning.load(saved.get("tuning"))
-        second = self._backward.second
+        second = self._training.second
         factors = [] if second is None else second.read(saved, group)
-        state.load(self._placement, self.scheme, group, saved)
+        state.load(self._training.placement, self.scheme, group, saved)
         if second is not None:
             second.load(factors, saved, group)
 

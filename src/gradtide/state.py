@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives import Dense
-from gradtide.layout import GradientBucket, Slot
+from gradtide.gradients import GradientBucket, Slot
 from gradtide.ops import Group
 from gradtide.placement import Placement
 
@@ -72,14 +72,12 @@ def load(
     if state["order"] is not None:
         placement.resume(state["order"])
     for home in placement.buckets:
-        home.bucket.load.flat.zero_()
-        home.clean = True
-        home.bucket.load.state.clear()
+        home.reset()
         for slot, view in zip(home.slots, home.views, strict=True):
             left = remainders.get(slot.name)
             if left is not None:
+                home.owe()  # on all ranks, whoever has something left
                 view.copy_(left)
-                home.clean = False  # on all ranks, whoever has something left
     if size == group.size and state["scheme"] == repr(scheme):
         _restore(placement, state[_key(group.rank)]["algorithm"])
 
@@ -104,7 +102,7 @@ def _remainders(placement: Placement) -> dict[str, Tensor]:
         slot.name: torch.zeros_like(view) if home.clean else view.clone()
         for home in placement.buckets
         # A dense exchange owes what a sparse one left to it, until it has run.
-        if not (home.clean and isinstance(home.bucket.collective, Dense))
+        if not (home.clean and isinstance(home.collective, Dense))
         for slot, view in zip(home.slots, home.views, strict=True)
     }
 
@@ -115,7 +113,7 @@ def _algorithms(placement: Placement) -> bytes:
     Its keys are not known before a first step, and a checkpoint is read into the keys
     that are there.
     """
-    states = {_names(home): home.bucket.load.state for home in placement.buckets}
+    states = {_names(home): home.load.state for home in placement.buckets}
     # Thresholds and counters live on the host: reading them waits for no device.
     host, device = (
         {
@@ -134,7 +132,7 @@ def _restore(placement: Placement, algorithms: bytes) -> None:
         io.BytesIO(algorithms), weights_only=True, map_location="cpu"
     )
     for home in placement.buckets:
-        load = home.bucket.load
+        load = home.load
         load.state.update(host.get(_names(home), {}))
         for key, value in device.get(_names(home), {}).items():
             load.state[key] = value.to(load.flat.device)

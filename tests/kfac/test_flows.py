@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
 from gradtide.kfac.flows import Piece, Share, Sum
 from gradtide.ops import Flow, Group
 from gradtide.testing import lockstep
 
-NOTHING = Payload(torch.empty(0), [])
 CPU = torch.device("cpu")
 
 
@@ -42,7 +40,7 @@ def summed(
 
     def flow(rank: int) -> Flow:
         algorithm = Sum(flats[rank], sizes, wire, numbers[rank], lambda: told.append(1))
-        return algorithm.reduce(NOTHING, Group(rank, size))
+        return algorithm.run(Group(rank, size))
 
     lockstep([flow(rank) for rank in range(size)], traffic)
     assert len(told) == size
@@ -119,7 +117,7 @@ def test_pieces_arrive_where_they_are_needed(kind: str, size: int) -> None:
         return Share(pieces, Group(rank, size), CPU, make, take)
 
     shares += [share(rank) for rank in range(size)]
-    flows = [s.reduce(NOTHING, Group(r, size)) for r, s in enumerate(shares)]
+    flows = [s.run(Group(r, size)) for r, s in enumerate(shares)]
     lockstep(flows)
     assert sorted(order) == ["make"] * size + ["take"] * size
     for rank, own in enumerate(shares):

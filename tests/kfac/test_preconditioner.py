@@ -185,7 +185,7 @@ def traffic(text: str) -> Counter[str]:
         opt.step()
         opt.zero_grad()
     sent: Counter[str] = Counter()
-    for record in sync.engine.records:
+    for record in sync.engine.telemetry.records:
         sent[record.bucket.rstrip("0123456789")] += record.payload_bytes
     sync.remove()
     return sent
@@ -216,7 +216,7 @@ def test_fusion_and_owners_are_planned_after_the_first_backward() -> None:
             found += [sync.kfac.costs.ready, sync.kfac.placed]
             opt.step()
             opt.zero_grad()
-        names = [home.bucket.name for home in sync.kfac.factors]
+        names = [home.name for home in sync.kfac.factors]
         sync.remove()
         return [*found, names]
 
@@ -255,7 +255,7 @@ def test_two_runs_are_equal_to_the_bit() -> None:
             assert sync.kfac is not None
             found += [
                 sync.kfac.placed,
-                [home.bucket.name for home in sync.kfac.factors],
+                [home.name for home in sync.kfac.factors],
             ]
             sync.remove()
             found += [p.tolist() for p in model.parameters()]

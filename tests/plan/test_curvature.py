@@ -52,7 +52,10 @@ def model() -> nn.Sequential:
 
 
 def _records(sync: Any) -> list[str]:
-    return [f"{r.bucket}:{r.request}:{r.payload_bytes}" for r in sync.engine.records]
+    return [
+        f"{r.bucket}:{r.request}:{r.payload_bytes}"
+        for r in sync.engine.telemetry.records
+    ]
 
 
 def _trained(scheme: str) -> tuple[list[str], list[str]]:
@@ -66,7 +69,7 @@ def _trained(scheme: str) -> tuple[list[str], list[str]]:
         net(torch.randn(8, WIDTH)).square().sum().backward()
         optimizer.step()
     sync.flush()
-    slots = chain.from_iterable(h.slots for h in sync._placement.buckets)
+    slots = chain.from_iterable(h.slots for h in sync._training.placement.buckets)
     ready = sorted(slots, key=lambda slot: slot.position)
     records = _records(sync)
     sync.remove()
@@ -117,12 +120,12 @@ def test_requests_are_those_of_a_real_replica(
     run = Run(traced(ready), cut, network)
     for _ in range(STEPS - LAST):
         run.step()
-    before = len(run.engine.records)
+    before = len(run.actions.engine.telemetry.records)
     for _ in range(LAST):
         run.step()
     run.flush()
     _, real = trained[busiest(traced(ready), cut, network)][scheme]
-    virtual = _records(run)[before:]
+    virtual = _records(run.actions)[before:]
     assert virtual == real[-len(virtual) :]
 
 

@@ -47,11 +47,11 @@ def _trained(scheme: str) -> tuple[list[str], list[str]]:
         net(torch.randn(8, WIDTH)).square().sum().backward()
         optimizer.step()
     sync.flush()
-    homes = sync._placement.buckets
+    homes = sync._training.placement.buckets
     ready = sorted(
         chain.from_iterable(h.slots for h in homes), key=lambda s: s.position
     )
-    records = [f"{r.bucket}:{r.request}" for r in sync.engine.records]
+    records = [f"{r.bucket}:{r.request}" for r in sync.engine.telemetry.records]
     sync.remove()
     return [slot.name for slot in ready], records
 
@@ -80,11 +80,11 @@ def test_requests_come_in_the_order_of_a_real_replica(
     )
     run = Run(trace, parse(scheme), Network.ideal(SIZE, 1, 1e8))
     run.step()
-    before = len(run.engine.records)
+    before = len(run.actions.engine.telemetry.records)
     for _ in range(STEPS - 1):
         run.step()
     run.flush()
-    virtual = [f"{r.bucket}:{r.request}" for r in run.engine.records]
+    virtual = [f"{r.bucket}:{r.request}" for r in run.actions.engine.telemetry.records]
     assert len(virtual) > 3 * before
     # The first steps of a replica are in the order of registration, and not deferred.
     tail = (STEPS - 2) * len(virtual) // STEPS

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from gradtide.bucket import Bucket, Payload
+from gradtide.bucket import Payload
 from gradtide.collectives import Dense
-from gradtide.engine import Engine
+from gradtide.engine import Engine, Flight
 from gradtide.ops import AllReduce, Flow, Group, Swap
 from gradtide.plan.network import Device, Line, Link, Network, Rate
 from gradtide.plan.transport import VirtualTransport
@@ -35,28 +36,30 @@ def engine_of(transport: VirtualTransport) -> Engine:
     return Engine(transport, transport.clock)
 
 
-def bucket(name: str, collective: object) -> Bucket:
+def launch(engine: Engine, name: str, collective: Any, hold: bool = False) -> Flight:
     flat = torch.empty(N, device="meta")
-    return Bucket(name, Payload(flat, [flat]), collective, lambda _: None)  # type: ignore[arg-type]
+    flow = collective.reduce(Payload(flat, [flat]), engine.group)
+    return engine.launch(name, flow, hold)
 
 
 def spans(engine: Engine) -> list[tuple[str, float, float]]:
     return [
-        (r.bucket, pytest.approx(r.start), pytest.approx(r.end)) for r in engine.records
+        (r.bucket, pytest.approx(r.start), pytest.approx(r.end))
+        for r in engine.telemetry.records
     ]
 
 
 def test_the_lane_works_while_the_training_thread_computes() -> None:
     transport = VirtualTransport(SECOND)
-    engine, one = engine_of(transport), bucket("a", Asking(transport, 0.25, 1))
+    engine = engine_of(transport)
     transport.compute(2.0)
-    engine.launch(one)
+    one = launch(engine, "a", Asking(transport, 0.25, 1))
     assert transport.clock() == 2.0
     transport.compute(1.0)
     engine.finish(one)
     assert transport.clock() == 3.25
-    assert engine.exposed_seconds == 0.25
-    assert engine.select_seconds == 0.25
+    assert engine.telemetry.exposed_seconds == 0.25
+    assert engine.telemetry.select_seconds == 0.25
     assert spans(engine) == [("a", 2.25, 3.25)]
 
 
@@ -64,9 +67,7 @@ def test_an_errand_begins_while_the_one_before_waits() -> None:
     """Selection hides behind the wire, and requests follow each other on it."""
     transport = VirtualTransport(SECOND)
     engine = engine_of(transport)
-    both = [bucket(name, Asking(transport, 0.5, 1)) for name in "ab"]
-    for one in both:
-        engine.launch(one)
+    both = [launch(engine, name, Asking(transport, 0.5, 1)) for name in "ab"]
     for one in both:
         engine.finish(one)
     # a selects until .5, travels until 1.5; b selects until 1, and waits for the wire.
@@ -90,8 +91,8 @@ class Working:
 
 def test_ranks_that_share_processors_come_late_from_work() -> None:
     transport = VirtualTransport(replace(SECOND, spread=0.2))
-    engine, one = engine_of(transport), bucket("a", Asking(transport, 0.5, 2))
-    engine.launch(one)
+    engine = engine_of(transport)
+    one = launch(engine, "a", Asking(transport, 0.5, 2))
     engine.finish(one)
     assert transport.clock() == pytest.approx(2 * (0.5 + 0.1 + 1.0))
 
@@ -100,11 +101,9 @@ def test_what_begins_early_is_not_late_from_work_that_comes_later() -> None:
     transport = VirtualTransport(replace(SECOND, spread=0.2))
     engine = engine_of(transport)
     both = [
-        bucket("a", Working(transport, 0.25, 1.0)),
-        bucket("b", Working(transport, 0.25, 0.0, 0.0)),
+        launch(engine, "a", Working(transport, 0.25, 1.0)),
+        launch(engine, "b", Working(transport, 0.25, 0.0, 0.0)),
     ]
-    for one in both:
-        engine.launch(one)
     for one in both:
         engine.finish(one)
     # a travels from .3 to 1.3 and works until 2.3; b, which was ready at .55, travels
@@ -118,8 +117,8 @@ def test_the_processor_is_charged_for_work_and_requests() -> None:
     device = Device(request=0.5)  # is part of what a request costs
     network = Network(2, 1, link, device=device, processors=0.5)
     transport = VirtualTransport(network)
-    engine, one = engine_of(transport), bucket("a", Asking(transport, 0.25, 2))
-    engine.launch(one)
+    engine = engine_of(transport)
+    one = launch(engine, "a", Asking(transport, 0.25, 2))
     engine.finish(one)
     transport.compute(1.0)  # is the model's
     transport.work(0.25)
@@ -130,23 +129,20 @@ def test_the_processor_is_charged_for_work_and_requests() -> None:
 def test_an_errand_that_comes_later_begins_then() -> None:
     transport = VirtualTransport(SECOND)
     engine = engine_of(transport)
-    both = [bucket(name, Asking(transport, 0.5, 1)) for name in "ab"]
-    engine.launch(both[0])
+    first = launch(engine, "a", Asking(transport, 0.5, 1))
     transport.compute(1.25)  # a is on the wire until 1.5
-    engine.launch(both[1])
-    engine.finish(both[0])
+    second = launch(engine, "b", Asking(transport, 0.5, 1))
+    engine.finish(first)
     assert transport.clock() == 1.75  # the lane selects for b until then
-    engine.finish(both[1])
+    engine.finish(second)
     assert transport.clock() == 2.75
 
 
 def test_what_begins_early_delays_the_rest_of_the_one_before() -> None:
     transport = VirtualTransport(SECOND)
     engine = engine_of(transport)
-    first = bucket("a", Asking(transport, 0.5, 2))
-    second = bucket("b", Asking(transport, 0.5, 1))
-    engine.launch(first)
-    engine.launch(second)
+    first = launch(engine, "a", Asking(transport, 0.5, 2))
+    second = launch(engine, "b", Asking(transport, 0.5, 1))
     engine.finish(first)
     # a's second swap queues behind b's first: .5 + 1 + 1 + .5 + 1.
     assert transport.clock() == 4.0
@@ -158,7 +154,7 @@ def test_a_collective_of_gloo_starts_only_in_its_turn() -> None:
     transport = VirtualTransport(SECOND)
     engine = engine_of(transport)
     answer = engine.ask("flags", AllReduce(torch.empty(N, device="meta")))
-    engine.launch(bucket("a", Asking(transport, 0.5, 1)))
+    launch(engine, "a", Asking(transport, 0.5, 1))
     answer()
     # The lane looks for b when the all-reduce starts, which is when it came.
     assert transport.clock() == 1.0
@@ -166,9 +162,8 @@ def test_a_collective_of_gloo_starts_only_in_its_turn() -> None:
 
 def test_real_flows_run_on_tensors_without_memory() -> None:
     transport = VirtualTransport(Network(4, 1, Link.of(0.0, 1 / (4.0 * N))))
-    engine, one = engine_of(transport), bucket("a", Dense())
-    one.hold = True
-    engine.launch(one)
+    engine = engine_of(transport)
+    one = launch(engine, "a", Dense(), hold=True)
     part, _ = engine.held(one)
     assert part is not None
     assert part.numel() == N // 4
@@ -184,7 +179,7 @@ def test_compute_is_slower_while_the_lane_is_busy(factor: float, end: float) -> 
     network = Network(2, 1, SECOND.inter, interference=factor)
     transport = VirtualTransport(network)
     engine = engine_of(transport)
-    engine.launch(bucket("a", Asking(transport, 1.0, 1)))
+    launch(engine, "a", Asking(transport, 1.0, 1))
     transport.compute(3.0)  # the lane is busy for 2 seconds, half of which are lost
     assert transport.clock() == end
 
@@ -194,10 +189,9 @@ def test_two_lanes_share_the_wire() -> None:
     first = VirtualTransport(network)
     second = VirtualTransport(network, beside=first)
     one, two = engine_of(first), engine_of(second)
-    a, b = bucket("a", Asking(first, 0.0, 1)), bucket("b", Asking(second, 0.0, 1))
-    one.launch(a)
+    launch(one, "a", Asking(first, 0.0, 1))
     first.compute(0.5)
-    two.launch(b)
+    b = launch(two, "b", Asking(second, 0.0, 1))
     two.finish(b)
     # Half a second at half the rate, then .75 alone.
     assert first.clock() == second.clock() == 1.75

@@ -23,8 +23,8 @@ from gradtide.collectives import Auto
 from gradtide.collectives.corrected import takes_over
 from gradtide.engine import Engine
 from gradtide.fusion import BySize
-from gradtide.layout import GradientBucket, Slot, lay_out
-from gradtide.placement import remembered
+from gradtide.gradients import GradientBucket, Place
+from gradtide.layout import lay_out
 from gradtide.scheme import Scheme, check, parse
 from gradtide.transport import ProcessGroup, connect
 
@@ -38,7 +38,7 @@ class State:
         self.scheme, self.engine = scheme, engine
         self.homes: dict[frozenset[nn.Parameter], GradientBucket] = {}
         self.waiting: list[tuple[GradientBucket, GradBucket, Future[Tensor]]] = []
-        self._places: dict[nn.Parameter, tuple[GradientBucket, Slot]] = {}
+        self._places: dict[nn.Parameter, Place] = {}
 
     def home(self, bucket: GradBucket) -> GradientBucket:
         """This bucket's; laid out anew, with what was left behind, if DDP cut anew.
@@ -54,9 +54,9 @@ class State:
     def remainders(self) -> dict[nn.Parameter, Tensor]:
         """What was left behind, in the parameters' shapes; a view of it."""
         return {
-            p: slot.of(home.bucket.load.flat)
-            for p, (home, slot) in self._places.items()
-            if not home.clean
+            p: place.slot.of(place.bucket.load.flat)
+            for p, place in self._places.items()
+            if not place.bucket.clean
         }
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -78,49 +78,45 @@ class State:
         self._places.clear()
         for name, left in state[key].items():
             home = self._lay_out((params[name],))
+            home.owe()
             home.views[0].copy_(left)
-            home.clean = False
 
     def _move(self, params: Sequence[nn.Parameter]) -> None:
-        left = self.remainders()
-        before = [self._places[p] for p in params if p in self._places]
+        for p in params:
+            if p not in self._places:
+                self._lay_out([p])
+        before = [self._places[p] for p in params]
         new = self._lay_out(params)
-        for slot, view in zip(new.slots, new.views, strict=True):
-            if slot.param in left:
-                view.copy_(left[slot.param])
-                new.clean = False
-        if len(before) == len(params):
-            new.bucket.load.state.update(remembered(new, before))
+        new.carry(before, same=True)
         # An old bucket is of use as long as it is whole.
         self.homes = {
             key: home
             for key, home in self.homes.items()
-            if all(self._places[p][0] is home for p in key)
+            if all(self._places[p].bucket is home for p in key)
         }
 
     def _lay_out(self, params: Sequence[nn.Parameter]) -> GradientBucket:
         named = [(str(i), p) for i, p in enumerate(params)]
         size = self.engine.transport.group.size
         (home,) = lay_out(named, _WHOLE, self.scheme.collective, size)
-        home.bucket.name = f"ddp{id(home)}"
+        home.name = f"ddp{id(home)}"
         self.homes[frozenset(params)] = home
-        self._places.update((slot.param, (home, slot)) for slot in home.slots)
+        self._places.update((slot.param, Place(home, slot)) for slot in home.slots)
         return home
 
 
 def exchange(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook: `DistributedDataParallel.register_comm_hook(state, exchange)`."""
     home, future = state.home(bucket), Future[Tensor]()
-    views, gradients = list(home.views), _gradients(home, bucket)
-    (torch._foreach_copy_ if home.clean else torch._foreach_add_)(views, gradients)
-    state.engine.launch(home.bucket)
+    home.put(home.views, _gradients(home, bucket))
+    home.launch(state.engine)
     state.waiting.append((home, bucket, future))
     if bucket.is_last():
         # Nothing is left to overlap with. On this thread a lost peer raises; a future
         # that was completed elsewhere could not say what happened.
         waiting, state.waiting = state.waiting, []
         for each, its, done in waiting:
-            state.engine.finish(each.bucket)
+            each.finish(state.engine)
             torch._foreach_copy_(_gradients(each, its), list(each.gradients()))
             done.set_result(its.buffer())
     return future

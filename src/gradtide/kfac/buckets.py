@@ -6,40 +6,57 @@ Knows layers, owners and buckets; nothing of hooks, inverses or when anything le
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Bucket, Payload
+from gradtide.engine import Engine, Flight
 from gradtide.fusion import BySize, Trace
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.flows import Sum
 from gradtide.kfac.layers import Kind, Layer
+from gradtide.step import Bucket, Stage
 
 Factor: TypeAlias = tuple[Layer, Kind]
 UNPLANNED = BySize(25.0, pieces=4)
 WIRES = {"bf16": torch.bfloat16}
 
 
-@dataclass(eq=False)
-class FactorBucket:
-    """Packed factors of one kind that travel together."""
+class FactorBucket(Bucket):
+    """Packed factors of one kind that travel together.
 
-    bucket: Bucket
-    flow: Sum
-    kind: Kind
-    views: dict[Layer, Tensor]  # packed fp32, by layer, in the order of getting ready
-    rows: dict[Layer, Tensor]  # of `flow.numbers`
-    missing: int = 0  # factors that have not arrived in this step
-    left: bool = False  # in this step
+    `views` are fp32, by layer, in the order of getting ready; `rows` those of
+    `flow.numbers`.
+    """
 
-    def rearm(self, absent: set[Factor]) -> None:
+    def __init__(
+        self,
+        name: str,
+        flow: Sum,
+        kind: Kind,
+        views: dict[Layer, Tensor],
+        rows: dict[Layer, Tensor],
+    ) -> None:
+        super().__init__(name, len(views))
+        self.flow, self.kind, self.views, self.rows = flow, kind, views, rows
+        self.flight: Flight | None = None
+
+    def expect(self, absent: set[Factor]) -> None:
         """Expect every factor anew, but those that nobody here had in the last step."""
         self.missing = sum((layer, self.kind) not in absent for layer in self.views)
-        self.left = False
+
+    def launch(self, engine: Engine, hold: bool = False) -> None:
+        """Send the sums on their way."""
+        self.flight = engine.launch(self.name, self.flow.run(engine.group), hold)
+
+    def finish(self, engine: Engine) -> None:
+        """Wait for the sums, if they are on their way; buffers may be used again."""
+        if self.stage is Stage.SENT and self.flight is not None:
+            engine.finish(self.flight)
+            self.flight = None
+            self.move("deliver")
 
     def clear_absent(self, arrived: set[Factor]) -> None:
         """This rank adds nothing to the sums of what it has nothing for."""
@@ -115,13 +132,7 @@ def _bucket(
     wire = WIRES.get(config.wire or "")
     told = (lambda: arrived(layers)) if kind == "G" else lambda: None
     flow = Sum(flat, sizes, wire, along, told)
-    bucket = Bucket(name, nothing(device), flow, lambda _: None)
-    return FactorBucket(bucket, flow, kind, {la: pieces[la] for la in layers}, rows)
-
-
-def nothing(device: torch.device) -> Payload:
-    """The payload of a flow that averages no gradient."""
-    return Payload(torch.empty(0, device=device), [])
+    return FactorBucket(name, flow, kind, {la: pieces[la] for la in layers}, rows)
 
 
 def local(

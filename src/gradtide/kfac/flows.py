@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
 from gradtide.ops import AllGather, AllReduce, AllToAll, Cut, Flow, Group, ReduceScatter
 
 
@@ -36,7 +35,7 @@ class Sum:
     numbers: Tensor | None
     arrived: Callable[[], None]
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
+    def run(self, group: Group) -> Flow:
         if group.size > 1:
             yield from self._sum(self.flat, group)
         else:
@@ -121,7 +120,7 @@ class Share:
         # By piece; only those that this rank has or needs.
         self.views = dict(zip(met, torch.split(self.flat, lengths), strict=True))
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
+    def run(self, group: Group) -> Flow:
         yield Cut(self.flat)
         self.make()
         if self.pieces and group.size > 1:

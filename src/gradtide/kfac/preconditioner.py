@@ -39,8 +39,9 @@ from gradtide.kfac.costs import Costs
 from gradtide.kfac.distributions import servers
 from gradtide.kfac.layers import KINDS, Kind, Layer
 from gradtide.kfac.parts import Parts, Trained
-from gradtide.kfac.sharing import LayerGroup, Read, Roles, Shared, gradients, matrix
+from gradtide.kfac.sharing import LayerGroup, Read, Roles, gradients, matrix
 from gradtide.kfac.stages import Stages, stages
+from gradtide.step import Stage
 
 
 class Preconditioner:
@@ -184,7 +185,7 @@ class Preconditioner:
 
     def _rearm(self) -> None:
         for home in set(self._homes.values()):
-            home.rearm(self._absent)
+            home.expect(self._absent)
         for layer, kind in self._arrived - self._absent:
             self._homes[layer, kind].missing -= 1
 
@@ -201,7 +202,7 @@ class Preconditioner:
             self._begin_backward()  # this hook may be the first
         self._begin()
         home = self._homes[layer, kind]
-        if home.left:
+        if home.stage is Stage.SENT:  # it has left already
             return
         row = self._homes[layer, "G"].rows[layer]
         self.curvatures[layer].take(kind, factor, home.views[layer], row)
@@ -210,7 +211,7 @@ class Preconditioner:
         if self._local:
             if {(layer, "A"), (layer, "G")} <= self._arrived:
                 # Its last inverses may be on the lane still, if nobody took that step.
-                self._finish(self._group_of[layer].inverses)
+                self._group_of[layer].inverses.finish(self.engine)
                 self._average([layer], 1)
         elif not home.missing:
             self._launch()
@@ -221,19 +222,14 @@ class Preconditioner:
             return
         self._open, self._inverting = True, self._inverts
         for home in self._homes.values():
-            self._finish(home)
+            home.finish(self.engine)
             if home.flow.numbers is not None:
                 home.flow.numbers.zero_()
-
-    def _finish(self, home: FactorBucket | Shared) -> None:
-        if home.bucket.name in self.engine.flying:
-            self.engine.finish(home.bucket)
 
     def leave(self, home: FactorBucket) -> None:
         """A bucket is about to be launched: called by whoever launches it."""
         self._begin()
         home.clear_absent(self._arrived)
-        home.left = True
 
     def collect(self) -> None:
         """Backward has ended: take what hooks have not handed out yet."""
@@ -273,11 +269,8 @@ class Preconditioner:
         """
         if self._inverts:
             for group in self.groups:
-                shared = group.inverses
-                self._finish(shared)
-                shared.bucket.hold = hold
-                self.engine.launch(shared.bucket)
-                shared.held = hold
+                group.inverses.finish(self.engine)
+                group.inverses.launch(self.engine, hold)
         if self.measuring:
             # From what is launched on the lane: after the flags of this step were read.
             self._open, self._arrived = False, set()
@@ -288,24 +281,15 @@ class Preconditioner:
     def settle(self) -> None:
         """Let go of what was held for a step that nobody took."""
         for group in self.groups:
-            self._release(group)
-
-    def _release(self, group: LayerGroup) -> None:
-        if group.inverses.held:
-            group.inverses.held = False
-            self.engine.release([group.inverses.bucket])
+            group.inverses.release(self.engine)
 
     def finish(self) -> None:
         """Wait for all that is on its way."""
         self.settle()
         for home in self.factors:
-            self._finish(home)
+            home.finish(self.engine)
         for group in self.groups:
-            self._adopt(group)
-
-    def _adopt(self, group: LayerGroup) -> None:
-        """Take delivery of a group's inverses: see [Note: new inverses]."""
-        self._finish(group.inverses)
+            group.inverses.finish(self.engine)
 
     # - Gradients ----------------------------------------------------------------------
 
@@ -314,12 +298,11 @@ class Preconditioner:
 
         `read` gives gradients on the lane when it comes to that.
         """
-        self._release(group)
+        group.inverses.release(self.engine)
         if group.products is not None:
-            self._finish(group.products)
+            group.products.finish(self.engine)
             group.read = read
-            group.products.bucket.hold = False
-            self.engine.launch(group.products.bucket)
+            group.products.launch(self.engine)
 
     @torch.no_grad()
     def apply(
@@ -335,9 +318,9 @@ class Preconditioner:
         made: list[tuple[Layer, Tensor]] = []
         parts: list[Tensor] = []
         for group in groups:
-            self._adopt(group)
+            group.inverses.finish(self.engine)  # see [Note: new inverses]
             if group.products is not None:
-                self._finish(group.products)
+                group.products.finish(self.engine)
             for layer in group.layers:
                 gradient = matrix(layer, read)
                 if gradient is None:
@@ -364,11 +347,13 @@ class Preconditioner:
     def stages(self) -> Stages:
         """Busy seconds of this rank since the engine's records were last cleared, and
         of its own since `clear`."""
-        return stages(self.engine.records, self.statistics.seconds, self.worker.seconds)
+        return stages(
+            self.engine.telemetry.records, self.statistics.seconds, self.worker.seconds
+        )
 
     def clear(self) -> None:
         """Forget the seconds that `stages` tells of, with the engine's records."""
-        self.engine.clear()
+        self.engine.telemetry.clear()
         self.statistics.seconds = self.worker.seconds = 0.0
 
     def close(self) -> None:

@@ -12,9 +12,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradtide.bucket import Bucket
+from gradtide.engine import Engine, Flight
 from gradtide.kfac.assign import EVERYWHERE
-from gradtide.kfac.buckets import Factor, nothing
+from gradtide.kfac.buckets import Factor
 from gradtide.kfac.curvature import Curvature
 from gradtide.kfac.flows import Piece, Share
 from gradtide.kfac.layers import KINDS, Layer
@@ -53,11 +53,28 @@ class Roles:
 
 @dataclass(eq=False)
 class Shared:
-    """A bucket of pieces; `held` until it is released."""
+    """Pieces that travel together; `deliver` is called when they are there."""
 
-    bucket: Bucket
+    name: str
     flow: Share
-    held: bool = False
+    deliver: Callable[[], None] = lambda: None
+    flight: Flight | None = None
+
+    def launch(self, engine: Engine, hold: bool = False) -> None:
+        """Send them on their way, or have them wait until they are released."""
+        self.flight = engine.launch(self.name, self.flow.run(engine.group), hold)
+
+    def release(self, engine: Engine) -> None:
+        """Let them go, if they wait."""
+        if self.flight is not None and self.flight.hold:
+            engine.release([self.flight])
+
+    def finish(self, engine: Engine) -> None:
+        """Wait for them, if they are on their way."""
+        if self.flight is not None:
+            engine.finish(self.flight)
+            self.flight = None
+            self.deliver()
 
 
 class LayerGroup:
@@ -76,13 +93,12 @@ class LayerGroup:
         self._curvatures, self._parts, self._rank = curvatures, parts, group.rank
         self._made: dict[Layer, Tensor] = {}  # by this rank, to be shared
         self.read: Read = lambda _: None  # gradients, on the lane
-        device = next(iter(roles)).weight.device
         self._inverses: list[Factor] = []
         self._products: list[Layer] = []
-        self.inverses = self._share_inverses(f"kfac.inverse{number}", group, device)
-        self.products = self._share_products(f"kfac.gradient{number}", group, device)
+        self.inverses = self._share_inverses(f"kfac.inverse{number}", group)
+        self.products = self._share_products(f"kfac.gradient{number}", group)
 
-    def _share_inverses(self, name: str, group: Group, device: torch.device) -> Shared:
+    def _share_inverses(self, name: str, group: Group) -> Shared:
         pieces = []
         for layer in self.layers:
             for kind, (source, receivers) in zip(
@@ -93,12 +109,9 @@ class LayerGroup:
                     pieces.append(Piece(numel, source, receivers))
                     self._inverses.append((layer, kind))
         flow = self._parts.share(pieces, group, self._collect, self._take)
-        bucket = Bucket(name, nothing(device), flow, lambda _: self._deliver())
-        return Shared(bucket, flow)
+        return Shared(name, flow, self._deliver)
 
-    def _share_products(
-        self, name: str, group: Group, device: torch.device
-    ) -> Shared | None:
+    def _share_products(self, name: str, group: Group) -> Shared | None:
         pieces = []
         for layer in self.layers:
             numel = layer.gradient_numel
@@ -108,7 +121,7 @@ class LayerGroup:
         if not pieces:
             return None
         flow = self._parts.share(pieces, group, self._precondition, lambda: None)
-        return Shared(Bucket(name, nothing(device), flow, lambda _: None), flow)
+        return Shared(name, flow)
 
     # - On the lane --------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gradtide.engine import Record
+from gradtide.telemetry import Record
 
 # By the beginning of a bucket's name.
 _COMMUNICATION = {

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gradtide.engine import Record
 from gradtide.lab.trial import Interval, Step
+from gradtide.telemetry import Record
 
 COMPUTE, WIRE = "compute", "wire"
 _LANES = {COMPUTE: 0, WIRE: 1}

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from gradtide.engine import Engine, Record
 from gradtide.kfac.stages import Stages
 from gradtide.lab.contestants import Contestant
+from gradtide.telemetry import Record, Telemetry
 
 Interval = tuple[float, float]  # seconds of time.perf_counter()
 
@@ -114,7 +114,7 @@ class Runner:
         if kfac is not None:
             kfac.clear()
         elif engine is not None:
-            engine.clear()
+            engine.telemetry.clear()
         sent = self._sent()
         dist.barrier()
         link, cpu = clock.link_bytes(), clock.cpu_seconds()
@@ -128,22 +128,23 @@ class Runner:
         trial.num_steps += len(steps)
         trial.payload_bytes += self._sent() - sent
         if engine is not None:
-            trial.applied += engine.applied
-            trial.records = list(engine.records)
+            seen = engine.telemetry
+            trial.applied += seen.applied
+            trial.records = list(seen.records)
             trial.gathered_bytes += sum(
-                r.payload_bytes for r in engine.records if r.second
+                r.payload_bytes for r in seen.records if r.second
             )
             if self.contestant.sparse:
-                self._selection(engine)
+                self._selection(seen)
         if kfac is not None:
             before, found = trial.stages or Stages(), kfac.stages()
             trial.stages = Stages(*map(sum, zip(before, found, strict=True)))
 
-    def _selection(self, engine: Engine) -> None:
+    def _selection(self, seen: Telemetry) -> None:
         trial = self.trial
-        trial.select_seconds = (trial.select_seconds or 0.0) + engine.select_seconds
-        self._selected += engine.selected
-        self._offered += engine.offered
+        trial.select_seconds = (trial.select_seconds or 0.0) + seen.select_seconds
+        self._selected += seen.selected
+        self._offered += seen.offered
         trial.density = self._selected / self._offered
 
     def evaluate(self) -> None:
@@ -210,4 +211,5 @@ def _step(contestant: Contestant, number: int) -> tuple[Step, Tensor]:
 
 def _mark(contestant: Contestant) -> Mark:
     engine = contestant.engine
-    return Mark(time.perf_counter(), 0.0 if engine is None else engine.exposed_seconds)
+    waited = 0.0 if engine is None else engine.telemetry.exposed_seconds
+    return Mark(time.perf_counter(), waited)

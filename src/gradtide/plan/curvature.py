@@ -15,11 +15,10 @@ from torch import nn
 from torch.optim import SGD
 
 from gradtide.engine import Engine
+from gradtide.gradients import GradientBucket, Place
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.layers import KINDS, Kind, Layer
 from gradtide.kfac.preconditioner import Preconditioner
-from gradtide.layout import GradientBucket
-from gradtide.placement import Home
 from gradtide.plan.cutting import buckets, parameters
 from gradtide.plan.network import Network
 from gradtide.plan.parts import Parts, Told
@@ -39,7 +38,7 @@ class Laid:
     """Where gradients go: in place of a `Placement`."""
 
     buckets: list[GradientBucket]
-    homes: Mapping[nn.Parameter, Home]
+    places: Mapping[nn.Parameter, Place]
 
 
 class Second:
@@ -53,7 +52,7 @@ class Second:
         trace: StepTrace,
         config: KFAC,
         engine: Engine,
-        homes: list[GradientBucket],
+        laid: list[GradientBucket],
         launch: Callable[[], None],
         parts: MakeParts = Parts,
     ) -> None:
@@ -63,8 +62,8 @@ class Second:
             _model(trace), config, engine, lambda: None, launch, parts=used
         )
         self.queues.owners = self.owners
-        slots = {slot.param: Home(home, slot) for home in homes for slot in home.slots}
-        self.steps = Preconditioning(Laid(homes, slots), self.kfac)
+        places = {slot.param: Place(b, slot) for b in laid for slot in b.slots}
+        self.steps = Preconditioning(Laid(laid, places), self.kfac)
         self.optimizer = SGD([p for _, p in parameters(trace)], lr=1.0)
         self._number = {layer: i for i, layer in enumerate(self.kfac.layers)}
         self._moments = _moments(trace, self.kfac.layers)

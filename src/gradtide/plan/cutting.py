@@ -12,7 +12,8 @@ from torch import nn
 from gradtide import fusion as fusions
 from gradtide.collectives import Dense
 from gradtide.fusion import Fusion
-from gradtide.layout import GradientBucket, Named, lay_out
+from gradtide.gradients import GradientBucket
+from gradtide.layout import Named, lay_out
 from gradtide.plan.network import Network
 from gradtide.plan.played import exchange_seconds
 from gradtide.plan.trace import StepTrace

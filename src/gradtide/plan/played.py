@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradtide.bucket import Bucket, Payload
+from gradtide.bucket import Payload
 from gradtide.engine import Engine
 from gradtide.ops import Cut, Flow, Group
 from gradtide.plan.device import Device
@@ -68,7 +68,5 @@ def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     transport = VirtualTransport(network)
     engine = Engine(transport, transport.clock)
     rehearsed = Rehearsed(transport, scheme.collective, [(numel,)], lambda: 2)
-    bucket = Bucket("alone", load, rehearsed, lambda _: None)
-    engine.launch(bucket)
-    engine.finish(bucket)
+    engine.finish(engine.launch("alone", rehearsed.reduce(load, engine.group)))
     return transport.clock()

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gradtide.engine import Record
 from gradtide.kfac.stages import stage_of
 from gradtide.plan.intervals import Interval, union, without
+from gradtide.telemetry import Record
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from gradtide.kfac import KFAC
 from gradtide.plan import cost
+from gradtide.plan.actions import Spent
 from gradtide.plan.curvature import MakeParts
 from gradtide.plan.intervals import union, without
 from gradtide.plan.network import Network
@@ -20,8 +21,6 @@ from gradtide.plan.played import exchange_seconds as exchange_seconds
 from gradtide.plan.stages import Stages, exposed
 from gradtide.plan.trace import StepTrace
 from gradtide.plan.training import Run as Run
-from gradtide.plan.training import Spent
-from gradtide.plan.training import with_optimizer as with_optimizer
 from gradtide.plan.transport import VirtualTransport as VirtualTransport
 from gradtide.scheme import Scheme
 
@@ -71,23 +70,18 @@ def simulate(
 
     `steps` are run, 2 or more (with K-FAC: periods); the first one is left out. Pure
     and deterministic. `parts` has another program's K-FAC in the place of gradtide's.
-    Raises ValueError for a collective that cannot be rehearsed, for a schedule that
-    exchanges steps (LOCAL), for K-FAC where the trace or the network does not know what
-    it needs, and whatever the scheme's fusion raises.
+    Raises ValueError for a collective that cannot be rehearsed, for K-FAC where the
+    trace or the network does not know what it needs, and whatever the scheme's fusion
+    raises.
     """
     if steps < 2:
         raise ValueError(f"steps={steps}: the first is left out, so 2 or more")
-    if scheme.schedule.launch == "step":
-        raise ValueError(
-            f"{scheme!r}: an exchange of steps (LOCAL) is not predicted yet: plan with "
-            "the scheme without 'local', and measure this one with gradtide compare"
-        )
     run = Run(trace, scheme, network, parts)
     run.step()
-    if run.second is None:
+    if run.actions.second is None:
         found = [_measured(run, None) for _ in range(steps - 1)]
         return _summary(run, found, [1 / (steps - 1)] * (steps - 1))
-    period = _period(run.second.kfac.config)
+    period = _period(run.actions.second.kfac.config)
     found = [_measured(run, step) for _ in range(steps) for step, _ in period]
     weights = [weight / (steps - 1) for _, weight in period] * (steps - 1)
     return _summary(run, found[len(period) :], weights)
@@ -98,42 +92,43 @@ Measures: TypeAlias = dict[str, Any]
 
 def _measured(run: Run, step: int | None) -> Measures:
     """Seconds and bytes of one step; `step`: of K-FAC."""
-    second, engine, clock = run.second, run.engine, run.transport.clock
+    actions, clock = run.actions, run.transport.clock
+    second, seen = actions.second, actions.engine.telemetry
     # What the first forward waits for may have been sent in the step before.
-    sent_before, inverted = list(engine.records), []
+    sent_before, inverted = list(seen.records), []
     if second is not None and step is not None:
         inverted = second.queues.clear()
         second.kfac.jump(step)
         second.kfac.clear()
     else:
-        engine.clear()
-    run.spent, start, sent = Spent(), clock(), run.transport.payload_bytes
+        seen.clear()
+    actions.spent, start, sent = Spent(), clock(), run.transport.payload_bytes
     worked = run.transport.processor
     run.step()
     seconds = {
         "step": clock() - start,
-        **vars(run.spent),
-        "select": engine.select_seconds,
-        "exchange": sum(r.end - r.start for r in engine.records),
-        "exposed": engine.exposed_seconds,
+        **vars(actions.spent),
+        "select": seen.select_seconds,
+        "exchange": sum(r.end - r.start for r in seen.records),
+        "exposed": seen.exposed_seconds,
         "processor": run.trace.processor + run.transport.processor - worked,
-        "idle": run.idle,
+        "idle": actions.idle,
         "sent_bytes": run.transport.payload_bytes - sent,
-        "before": sum(r.payload_bytes for r in engine.records if not r.second),
-        "after": sum(r.payload_bytes for r in engine.records if r.second),
+        "before": sum(r.payload_bytes for r in seen.records if not r.second),
+        "after": sum(r.payload_bytes for r in seen.records if r.second),
     }
     if second is None:
         return seconds
     busy = second.kfac.stages()._asdict()
     whole, told, trace = (start, clock()), second.told, run.trace
     ffbp = trace.forward + trace.loss + trace.backward
-    slowed = run.spent.forward + run.spent.backward - ffbp + told.slowed
+    slowed = actions.spent.forward + actions.spent.backward - ffbp + told.slowed
     own = {"ffbp": ffbp, "factor_comp": told.seconds - told.slowed}
     own |= exposed(
-        engine.waited,
-        without([whole], union(engine.waited)),
+        seen.waited,
+        without([whole], union(seen.waited)),
         slowed,
-        [*sent_before, *engine.records],
+        [*sent_before, *seen.records],
         [*inverted, *second.queues.busy],
     )
     busy["ffbp"], told.slowed = own["ffbp"], 0.0
@@ -148,7 +143,7 @@ def _summary(run: Run, found: list[Measures], weights: list[float]) -> Predictio
     }
     before, after = mean.pop("before"), mean.pop("after")
     told = {}
-    if run.second is not None:
+    if run.actions.second is not None:
         for name, kind in (("breakdown", "own "), ("busy", "busy ")):
             keys = [key for key in mean if key.startswith(kind)]
             stages = {key.removeprefix(kind): mean.pop(key) for key in keys}
@@ -163,7 +158,7 @@ def _summary(run: Run, found: list[Measures], weights: list[float]) -> Predictio
     return Prediction(
         **mean,
         limit=limit,
-        buckets=len(run.homes),
+        buckets=len(run.actions.buckets),
         breakdown=told.get("breakdown"),
         busy=told.get("busy"),
     )
@@ -197,6 +192,6 @@ def _limit(run: Run, first: float, second: float, told: dict[str, Stages]) -> fl
         return max(computed, first + second)
     if run.scheme.schedule.update == "forward":
         forward, second = max(forward, second), 0.0
-    if run.scheme.schedule.launch == "backward":
+    if run.scheme.schedule.launch != "ready":
         return forward + trace.backward + first + second
     return forward + max(trace.backward, first + second)

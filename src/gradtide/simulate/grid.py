@@ -16,7 +16,8 @@ from gradtide.plan import network as networks
 from gradtide.plan import trace as traces
 from gradtide.plan.network import Network
 from gradtide.plan.trace import Factors, StepTrace, Unit
-from gradtide.plan.virtual import Prediction, simulate, with_optimizer
+from gradtide.plan.training import with_optimizer
+from gradtide.plan.virtual import Prediction, simulate
 from gradtide.scheme import Scheme
 
 MOST = 4096  # ranks
