@@ -121,22 +121,28 @@ class Watch:
         self, model: nn.Module, hook: Callable[[nn.Module, Any], None]
     ) -> None:
         self._hook = hook
-        self.handles = {
-            module: module.register_forward_pre_hook(hook, prepend=True)
-            for module in model.modules()
-        }
+        self.handles: list[Any] = []
+        # Of each module, its hooks and the hook's key in them: hot, so looked up once.
+        self._entries: dict[nn.Module, tuple[Any, int]] = {}
+        for module in model.modules():
+            handle = module.register_forward_pre_hook(hook, prepend=True)
+            self.handles.append(handle)
+            self._entries[module] = module._forward_pre_hooks, handle.id
 
     def on(self, modules: Iterable[nn.Module]) -> None:
         """Call the hook before these modules run."""
         # Under its old id: to register it anew costs more than to leave it on.
         for module in modules:
-            if module in self.handles:  # not if the user added it since
-                key = self.handles[module].id
-                module._forward_pre_hooks[key] = self._hook
-                module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+            entry = self._entries.get(module)
+            if entry is not None:  # not if the user added it since
+                hooks, key = entry
+                hooks[key] = self._hook
+                if len(hooks) > 1:
+                    hooks.move_to_end(key, last=False)
 
     def off(self, modules: Iterable[nn.Module]) -> None:
         """Let these modules run without the hook."""
         for module in modules:
-            if module in self.handles:  # not if it is a copy
-                module._forward_pre_hooks.pop(self.handles[module].id, None)
+            entry = self._entries.get(module)
+            if entry is not None:  # not if it is a copy
+                entry[0].pop(entry[1], None)

@@ -41,7 +41,7 @@ class Updates:
     ) -> list[Any]:
         """See the modules of `model` run; returns the hooks' handles."""
         self._watch = Watch(model, Hook(lambda module, _: before_read(module)))
-        return list(self._watch.handles.values())
+        return self._watch.handles
 
     def promise(self) -> None:
         """Put promises in the place of gradients."""
@@ -72,10 +72,11 @@ class Updates:
         """Note what step() would do now, and to which parameters."""
         self._step = DeferredStep(optimizer)
         for slot, p, promise in self._promises:
-            slot.wanted = here = p.grad is promise
-            if here:
+            if p.grad is promise:
                 slot.wanted = not promise.zeroed
                 p.grad = None
+            else:
+                slot.wanted = False
 
     def expect(self) -> None:
         """Watch all modules that read what is now due."""
@@ -105,7 +106,8 @@ class Updates:
         self.rest(
             module
             for module in self._placement.readers[bucket]
-            if not any(other.stage is Stage.DUE for other in reads[module])
+            if len(reads[module]) == 1
+            or not any(other.stage is Stage.DUE for other in reads[module])
         )
 
     def rest(self, modules: Iterable[nn.Module]) -> None:
