@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from gradtide.autograd import Hook
-from gradtide.bucket import Collective
-from gradtide.collectives.dense import Dense
+from gradtide.bucket import Collective, traits
 from gradtide.probing import probe
 from gradtide.schedule import Schedule
 
@@ -88,7 +87,8 @@ def admit_collective(
     Complex ones have no order to select by, and what is cast, factorised or weighed is
     real: they are only added up.
     """
-    if collective == Dense() and schedule.launch != "step":
+    exact = traits(collective).dense and getattr(collective, "wire", None) is None
+    if exact and schedule.launch != "step":
         return
     for name, p in model.named_parameters():
         if p.requires_grad and p.is_complex():

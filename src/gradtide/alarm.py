@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from gradtide.collectives import Dense
+from gradtide.bucket import traits
 from gradtide.gradients import GradientBucket
 from gradtide.placement import Placement
 from gradtide.transport import Transport
@@ -78,7 +78,7 @@ class Alarm:
 
     def _sparse(self) -> Iterator[GradientBucket]:
         for bucket in self._placement.buckets:
-            if not isinstance(bucket.collective, Dense):
+            if not traits(bucket.collective).dense:
                 yield bucket
 
     def _search(self) -> str | None:

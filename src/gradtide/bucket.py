@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -144,3 +144,58 @@ class Collective(Protocol):
     """
 
     def reduce(self, load: Payload, group: Group) -> Flow: ...
+
+
+class Traits:
+    """What a collective says of itself; nobody asks for its class.
+
+    Those that inherit this say what is otherwise. A wrapper holds what it wraps in its
+    field `collective`.
+    """
+
+    dense = False  # nothing is ever left behind
+    undecided = False  # stands for what is still to be chosen
+    transparent = False  # in the long run a wrapper asks for what is wrapped does
+    # For rehearsals. What requests depend on: on the bucket's length in a straight
+    # line, on the shapes of its parts, or on numbers.
+    depends_on: Literal["length", "shapes", "numbers"] = "numbers"
+    alike = True  # what is gathered from others could be copies of what is sent
+    searches_part = False  # of a bucket, and not by its `select`
+    small = 0  # bytes up to which values travel in another way
+
+    @property
+    def takes_momentum(self) -> bool:
+        """Whether it computes the optimizer's momentum, or may some day."""
+        return False
+
+    def pays_below(self, size: int) -> float | None:
+        """The density below which fewer bytes travel than densely, if P decides it."""
+        return None
+
+    def dense_next(self, state: dict[str, Tensor]) -> bool:
+        """Whether the next exchange is a dense one of a warm-up; `state`: a payload's.
+
+        The same on every rank.
+        """
+        return False
+
+    def dense_last(self, state: dict[str, Tensor]) -> bool:
+        """Whether the last exchange was a dense one of a warm-up."""
+        return False
+
+
+def traits(collective: object) -> Traits:
+    """What a collective says of itself; the defaults, if it does not."""
+    return collective if isinstance(collective, Traits) else Traits()
+
+
+def layers(collective: object) -> Iterator[object]:
+    """A collective and those that are wrapped, from the outside in."""
+    while collective is not None:
+        yield collective
+        collective = getattr(collective, "collective", None)
+
+
+def settled(collective: object) -> object:
+    """What asks for something in the long run: what transparent wrappers wrap."""
+    return next(c for c in layers(collective) if not traits(c).transparent)

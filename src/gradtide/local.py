@@ -57,9 +57,7 @@ from torch.optim import Optimizer
 
 from gradtide.alarm import refusal
 from gradtide.broadcast import digest
-from gradtide.bucket import Collective
-from gradtide.collectives.dense import Dense
-from gradtide.collectives.warmup import Warmup
+from gradtide.bucket import traits
 from gradtide.engine import Engine
 from gradtide.gradients import GradientBucket, Slot
 from gradtide.ops import AllReduce
@@ -103,15 +101,10 @@ class LocalSteps:
     @torch.no_grad()
     def decide(self) -> None:
         """A backward begins: is it for steps or for gradients?"""
-        (own, state), before = self._collective(), self.on
-        self.on = not (isinstance(own, Warmup) and own.dense_next(state))
+        first, before = self._placement.buckets[0], self.on  # the others are as far
+        self.on = not traits(first.collective).dense_next(first.load.state)
         if self.on and not before:
             self._part()
-
-    def _collective(self) -> tuple[Collective, dict[str, Tensor]]:
-        """What exchanges the first bucket, and its memory; the others are as far."""
-        bucket = self._placement.buckets[0]
-        return bucket.collective, bucket.load.state
 
     def _part(self) -> None:
         """Let no gradient live in a bucket any more: steps are left behind there."""
@@ -159,8 +152,8 @@ class LocalSteps:
         alarmed, self._alarmed = self._alarmed, []
         if alarmed:
             raise refusal(self._engine.transport, alarmed, self._culprit)
-        own, state = self._collective()
-        if isinstance(own, Warmup) and own.dense_last(state):
+        first = self._placement.buckets[0]
+        if traits(first.collective).dense_last(first.load.state):
             self._widen()
         self._passes = 0
         flag = torch.tensor([self._moved_outside()], dtype=torch.int32)
@@ -232,7 +225,7 @@ class LocalSteps:
                 more = AHEAD * float(kept) / (1 - float(kept))
                 found |= dict.fromkeys(group["params"], more)
         for bucket in self._placement.buckets:
-            if isinstance(bucket.collective, Dense):
+            if traits(bucket.collective).dense:
                 for slot in bucket.slots:
                     found.pop(slot.param, None)
         return found

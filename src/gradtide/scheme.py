@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-from gradtide.bucket import Collective
+from gradtide.bucket import Collective, layers, traits
 from gradtide.collectives import (
     ACPSGD,
     COLLECTIVES,
@@ -169,13 +169,14 @@ def check(scheme: Scheme) -> Scheme:
 
 def _check_auto(scheme: Scheme) -> None:
     """`auto` decides on everything itself."""
-    if isinstance(getattr(scheme.collective, "collective", None), Auto):
+    outer, *wrapped = layers(scheme.collective)
+    if any(traits(each).undecided for each in wrapped):
         raise ValueError(
             f"{scheme.collective!r}: what auto decides on cannot be wrapped; use "
             "auto(lossy=True, warmup=160)"
         )
     alone = scheme.schedule == WFBP and scheme.preconditioner is None
-    if isinstance(scheme.collective, Auto) and not alone:
+    if traits(outer).undecided and not alone:
         raise ValueError(
             f"{scheme!r}: auto begins as wfbp and decides on the schedule itself, and "
             "cannot be combined with K-FAC: leave both out"

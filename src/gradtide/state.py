@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.collectives import Dense
+from gradtide.bucket import traits
 from gradtide.gradients import GradientBucket, Slot
 from gradtide.ops import Group
 from gradtide.placement import Placement
@@ -102,7 +102,7 @@ def _remainders(placement: Placement) -> dict[str, Tensor]:
         slot.name: torch.zeros_like(view) if home.clean else view.clone()
         for home in placement.buckets
         # A dense exchange owes what a sparse one left to it, until it has run.
-        if not (home.clean and isinstance(home.collective, Dense))
+        if not (home.clean and traits(home.collective).dense)
         for slot, view in zip(home.slots, home.views, strict=True)
     }
 

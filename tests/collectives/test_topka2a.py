@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradtide.bucket import Collective, Payload
+from gradtide.collectives._entries import entry_words
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.topka2a import (
     TopKA2A,
-    entry_words,
     pays,
     widen,
 )

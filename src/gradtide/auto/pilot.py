@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from gradtide.admit import admit_optimizer
 from gradtide.auto.decision import LOG, Decision, Seen, decide, stay
 from gradtide.auto.hands import Hands
 from gradtide.autograd import Hook
+from gradtide.bucket import traits
 from gradtide.collectives import Auto, Dense
 from gradtide.engine import Engine
 from gradtide.plan.watch import Watch
@@ -40,7 +41,8 @@ class Replicated(Protocol):
 
 def undecided(scheme: Scheme) -> Auto | None:
     """The hyper-parameters of a scheme that is still to be chosen."""
-    return scheme.collective if isinstance(scheme.collective, Auto) else None
+    own = scheme.collective
+    return cast(Auto, own) if traits(own).undecided else None
 
 
 def start(scheme: Scheme) -> Scheme:

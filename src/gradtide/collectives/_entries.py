@@ -49,6 +49,11 @@ def wire_dtype(dtype: torch.dtype, wire: Wire) -> torch.dtype:
     return narrow if narrow.itemsize < dtype.itemsize else dtype
 
 
+def entry_words(dtype: torch.dtype, wire: Wire) -> float:
+    """Length of an entry, in values: one value, and an index of 16 bits."""
+    return 1 + 2 / wire_dtype(dtype, wire).itemsize
+
+
 def length(count: int, span: int, dtype: torch.dtype) -> int:
     """Bytes of a message of `count` entries, with indices below `span`."""
     nbytes = count * (dtype.itemsize + 2) + 4 * _blocks(span)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, count, rounded_off
+from gradtide.bucket import Payload, Traits, count, rounded_off
 from gradtide.collectives._entries import Steps, Wire, check, wire_dtype
 from gradtide.collectives._indices import HEAD, gather_indices
 from gradtide.collectives.dense import Dense
@@ -23,7 +23,7 @@ SAMPLE = 256  # sampled entries above a threshold that is estimated afresh
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Agreed(Traits):
     """The ranks agree on about k indices, and average their values there.
 
     Each rank looks for large entries in a bin of its own, (rank + step) mod P of
@@ -49,6 +49,8 @@ class Agreed:
     density: float = 0.01
     partition: Partition = Even()  # noqa: RUF009  (frozen: cannot be shared by mistake)
     wire: Wire = None
+
+    searches_part = True
 
     def __post_init__(self) -> None:
         check("Agreed", self.density, self.wire)

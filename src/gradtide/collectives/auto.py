@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradtide.bucket import Payload
+from gradtide.bucket import Payload, Traits
 from gradtide.collectives.dense import Dense
 from gradtide.ops import Flow, Group
 
@@ -12,7 +12,7 @@ FEWEST = 4  # steps: two until buckets follow the real order, two to take times
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Traits):
     """Dense, until `gradtide.auto` has profiled `steps` steps and planned.
 
     It then chooses among exact means and such that are rounded on the wire; with
@@ -29,6 +29,8 @@ class Auto:
     warmup: int = 0
     corrected: bool = False
 
+    undecided = True
+
     def __post_init__(self) -> None:
         if self.steps < FEWEST:
             raise ValueError(f"{self}: profile at least {FEWEST} steps")
@@ -37,6 +39,10 @@ class Auto:
         for name in ("warmup", "corrected"):
             if getattr(self, name) and not self.lossy:
                 raise ValueError(f"{self}: {name} is for lossy schemes: add lossy=True")
+
+    @property
+    def takes_momentum(self) -> bool:
+        return self.corrected
 
     def reduce(self, load: Payload, group: Group) -> Flow:
         return Dense().reduce(load, group)

@@ -8,8 +8,7 @@ from dataclasses import InitVar, dataclass
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Collective, Payload
-from gradtide.collectives.auto import Auto
+from gradtide.bucket import Collective, Payload, Traits, layers, traits
 from gradtide.ops import Cut, Flow, Group
 from gradtide.select.kernels import above
 
@@ -17,7 +16,7 @@ VELOCITY, REMAINDER = "corrected.velocity", "corrected.remainder"
 
 
 @dataclass(frozen=True)
-class Corrected:
+class Corrected(Traits):
     """Deep Gradient Compression's momentum correction (Lin et al., ICLR 2018).
 
     Every rank keeps a velocity u = a * u + b * g of its own gradients g and offers it
@@ -42,6 +41,9 @@ class Corrected:
     collective: Collective
     momentum: InitVar[None] = None  # a number here is refused with what to do instead
     clip: float | None = None
+
+    takes_momentum = True
+    transparent = True
 
     def __post_init__(self, momentum: object) -> None:
         if momentum is not None:
@@ -126,9 +128,4 @@ def _within(part: Tensor, load: Payload) -> bool:
 
 def takes_over(collective: object) -> bool:
     """Whether a collective computes the optimizer's momentum, or may some day."""
-    if isinstance(collective, Corrected):
-        return True
-    if isinstance(collective, Auto):
-        return collective.corrected
-    inner = getattr(collective, "collective", None)
-    return inner is not None and takes_over(inner)
+    return any(traits(each).takes_momentum for each in layers(collective))

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
+from gradtide.bucket import Payload, Traits
 from gradtide.collectives._entries import Wire, check_wire, wire_dtype
 from gradtide.ops import AllGather, AllToAll, Cut, Flow, Group, ReduceScatter
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Traits):
     """Exact mean: reduce-scatter, then all-gather (Patarasuk and Yuan, 2009).
 
     Two rounds of P - 1 messages, 2 n (P - 1) / P elements a rank; leaves nothing
@@ -23,6 +23,9 @@ class Dense:
     """
 
     wire: Wire = None
+
+    dense = True
+    depends_on = "length"
 
     def __post_init__(self) -> None:
         check_wire("Dense", self.wire)

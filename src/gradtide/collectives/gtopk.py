@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, rounded_off
+from gradtide.bucket import Payload, Traits, rounded_off
 from gradtide.collectives._entries import (
     Entries,
     Steps,
     Wire,
     check,
+    entry_words,
     length,
     pack,
     unpack,
@@ -26,7 +27,7 @@ from gradtide.select import Selector, Threshold
 
 
 @dataclass(frozen=True)
-class GTopK:
+class GTopK(Traits):
     """gTop-k (Shi et al., ICDCS 2019): a butterfly of swaps; of each sum of two
     messages the k largest entries go on.
 
@@ -48,6 +49,10 @@ class GTopK:
 
     def __post_init__(self) -> None:
         check("GTopK", self.density, self.wire)
+
+    def pays_below(self, size: int) -> float:
+        dense = 2 * (size - 1) / size
+        return dense / (rounds(size) * entry_words(torch.float32, self.wire))
 
     def reduce(self, load: Payload, group: Group) -> Flow:
         n, k = len(load.flat), kept(self.density, len(load.flat))

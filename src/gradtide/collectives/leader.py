@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, count
+from gradtide.bucket import Payload, Traits, count
 from gradtide.collectives._entries import Steps, Wire, check, wire_dtype
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.gtopk import at_most
@@ -20,7 +20,7 @@ SMALL = 1 << 14  # bytes up to which an all-reduce in one hop beats two halves
 
 
 @dataclass(frozen=True)
-class Leader:
+class Leader(Traits):
     """CLT-k (Chen et al., NeurIPS 2020): the k largest entries of one rank, the next
     rank at every step, are averaged over all.
 
@@ -37,6 +37,8 @@ class Leader:
     density: float = 0.01
     select: Selector = Threshold()  # noqa: RUF009  (frozen: not shared by mistake)
     wire: Wire = None
+
+    small = SMALL
 
     def __post_init__(self) -> None:
         check("Leader", self.density, self.wire)

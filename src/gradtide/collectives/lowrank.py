@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, count
+from gradtide.bucket import Payload, Traits, count
 from gradtide.collectives._entries import Steps
 from gradtide.collectives.dense import Dense
 from gradtide.ops import AllReduce, Flow, Group
@@ -29,7 +29,7 @@ SEED = 20190  # of the first factors, so that they are equal on all ranks
 
 
 @dataclass(frozen=True)
-class PowerSGD:
+class PowerSGD(Traits):
     """One power iteration a step, from the last step's factor (Vogels, Karimireddy and
     Jaggi, NeurIPS 2019, arXiv:1905.13727).
 
@@ -45,6 +45,8 @@ class PowerSGD:
     """
 
     rank: int = 4  # more: closer to the mean, and more bytes
+
+    depends_on = "shapes"
 
     def __post_init__(self) -> None:
         _check("PowerSGD", self.rank)
@@ -70,7 +72,7 @@ class PowerSGD:
 
 
 @dataclass(frozen=True)
-class ACPSGD:
+class ACPSGD(Traits):
     """The two factors travel in alternate steps, each projected on the other of the
     step before (ACP-SGD, ICDCS 2023).
 
@@ -79,6 +81,8 @@ class ACPSGD:
     """
 
     rank: int = 4  # more: closer to the mean, and more bytes
+
+    depends_on = "shapes"
 
     def __post_init__(self) -> None:
         _check("ACPSGD", self.rank)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, count, rounded_off
+from gradtide.bucket import Payload, Traits, count, rounded_off
 from gradtide.collectives import _entries
 from gradtide.collectives._balance import could_pay, pays, recut, worth_moving
 from gradtide.collectives._entries import Steps, Wire
@@ -20,7 +20,7 @@ from gradtide.select.kernels import above
 
 
 @dataclass(frozen=True)
-class OkTopk:
+class OkTopk(Traits):
     """The k largest of the sums of every rank's k largest (Li and Hoefler, PPoPP 2022).
 
     The bucket is cut into one region a rank, so that each owner receives about as many
@@ -51,6 +51,8 @@ class OkTopk:
     wire: Wire = None
     rebalance: int = 64  # steps between new boundaries
     refresh: int = 32  # steps between rankings of everything
+
+    alike = False  # indices are relative to regions, some of which are shorter
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gradtide.bucket import Payload
+from gradtide.bucket import Payload, Traits
 from gradtide.collectives._entries import (
     Entries,
     Wire,
     check,
+    entry_words,
     gather,
     gather_known,
     length,
@@ -23,7 +24,7 @@ from gradtide.select import Exact, Selector, Threshold
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Traits):
     """All-gather of the k largest entries of every rank, summed where they are.
 
     (P - 1) k entries a rank in one round, after a small one for the numbers of entries
@@ -40,6 +41,9 @@ class TopK:
 
     def __post_init__(self) -> None:
         check("TopK", self.density, self.wire)
+
+    def pays_below(self, size: int) -> float:
+        return 2 / (size * entry_words(torch.float32, self.wire))
 
     def reduce(self, load: Payload, group: Group) -> Flow:
         n, dtype = len(load.flat), load.flat.dtype

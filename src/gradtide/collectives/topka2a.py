@@ -14,6 +14,7 @@ from gradtide.collectives._entries import (
     Steps,
     Wire,
     check,
+    entry_words,
     exchange,
     wire_dtype,
 )
@@ -74,11 +75,6 @@ def pays(n: int, k: int, size: int, *, entry: float = 2.0) -> bool:
     densities below 1 / entry, with a gain below 2.
     """
     return entry * k + n < 2 * n and size > 1
-
-
-def entry_words(dtype: torch.dtype, wire: Wire) -> float:
-    """Length of an entry, in values: one value, and an index of 16 bits."""
-    return 1 + 2 / wire_dtype(dtype, wire).itemsize
 
 
 def kept_of_part(flat: Tensor, density: float, wire: Wire, group: Group) -> int:

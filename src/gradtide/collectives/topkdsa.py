@@ -11,13 +11,13 @@ from gradtide.collectives._entries import (
     Wire,
     check,
     counts,
+    entry_words,
     gather_known,
     wire_dtype,
 )
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.topka2a import (
     collect,
-    entry_words,
     in_whole,
     kept_of_part,
     spread,

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Collective, Payload, count
+from gradtide.bucket import Collective, Payload, Traits, count, layers
 from gradtide.collectives.corrected import takes_over
 from gradtide.collectives.dense import Dense
 from gradtide.ops import Flow, Group
 
 
 @dataclass(frozen=True)
-class Warmup:
+class Warmup(Traits):
     """`collective` with other densities for the first steps (Lin et al., ICLR 2018).
 
     Each of `densities` holds for `steps` steps, then the collective's own does. 1 means
@@ -30,6 +30,8 @@ class Warmup:
     collective: Collective
     steps: int = 100
     densities: tuple[float, ...] = (1.0,)
+
+    transparent = True
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -49,11 +51,9 @@ class Warmup:
         return (yield from collective.reduce(load, group))
 
     def dense_next(self, state: dict[str, Tensor]) -> bool:
-        """Whether the next exchange is a dense one; `state` is the payload's."""
         return self._density(_done(state)) == 1
 
     def dense_last(self, state: dict[str, Tensor]) -> bool:
-        """Whether the last exchange was a dense one."""
         return _done(state) > 0 and self._density(_done(state) - 1) == 1
 
     def _density(self, step: int) -> float | None:
@@ -86,10 +86,9 @@ def _with_density(collective: Any, density: float) -> Collective:
 
 def _check_density(collective: Any, density: float) -> None:
     """Raise ValueError where `_with_density` could not."""
-    while hasattr(collective, "collective"):
-        collective = collective.collective
-    if density != 1 and not hasattr(collective, "density"):
+    *_, inner = layers(collective)
+    if density != 1 and not hasattr(inner, "density"):
         raise ValueError(
-            f"Warmup({collective!r}): it has no density to begin with; use "
+            f"Warmup({inner!r}): it has no density to begin with; use "
             "densities=(1.0,) for dense steps"
         )

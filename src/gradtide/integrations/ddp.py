@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import GradBucket  # mypy: torch hides dist.Grad
 from torch.futures import Future
 
 from gradtide.agree import agree
-from gradtide.collectives import Auto
+from gradtide.bucket import traits
 from gradtide.collectives.corrected import takes_over
 from gradtide.engine import Engine
 from gradtide.fusion import BySize
@@ -148,7 +148,7 @@ def comm_hook(
 
     def prepare() -> tuple[Scheme, dict[str, str]]:
         chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
-        if isinstance(chosen.collective, Auto):
+        if traits(chosen.collective).undecided:
             raise ValueError(
                 "auto changes schemes, which a communication hook cannot: use "
                 "gradtide.replicate, or name the scheme"

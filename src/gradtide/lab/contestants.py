@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradtide.collectives import Dense
+from gradtide.bucket import traits
 from gradtide.engine import Engine
 from gradtide.kfac.preconditioner import Preconditioner
 from gradtide.lab.hooks import casting
@@ -55,7 +55,7 @@ class Contestant:
         if self.scheme is None:
             return self
         now = self.scheme()
-        sparse = not isinstance(now.collective, Dense)
+        sparse = not traits(now.collective).dense
         return replace(self, schedule=now.schedule, sparse=sparse)
 
     @property
@@ -94,7 +94,7 @@ def enter(name: str, workload: Workload, size: int) -> Contestant:
         flush=sync.flush,
         leave=sync.remove,
         engine=sync.engine,
-        sparse=not isinstance(sync.scheme.collective, Dense),
+        sparse=not traits(sync.scheme.collective).dense,
         scheme=lambda: sync.scheme,
         kfac=sync.kfac,
     )

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtide.collectives import Dense
+from gradtide.bucket import settled, traits
 from gradtide.engine import Engine
 from gradtide.gradients import LARGE, GradientBucket
 from gradtide.ops import AllReduce
 from gradtide.plan.curvature import MakeParts, Second
 from gradtide.plan.cutting import buckets
 from gradtide.plan.played import Rehearsed
-from gradtide.plan.rehearsal import settled
 from gradtide.plan.trace import StepTrace
 from gradtide.plan.transport import VirtualTransport
 from gradtide.preconditioning import Launchable
@@ -71,7 +70,7 @@ class Actions:
         self.buckets = buckets(trace, scheme, transport.network)
         self._used: Callable[[], object] | None = None
         inner = settled(scheme.collective)
-        self._ranks = 0 if isinstance(inner, Dense) else transport.group.size
+        self._ranks = 0 if traits(inner).dense else transport.group.size
         if self._ranks:
             transport.overhead = self.device.overhead_of(type(inner).__name__)
         for bucket in self.buckets:

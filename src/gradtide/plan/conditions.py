@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from gradtide.collectives import ACPSGD, Corrected, Dense, GTopK, PowerSGD, TopK, Warmup
-from gradtide.collectives.gtopk import rounds
+from gradtide.bucket import settled, traits
 from gradtide.plan.trace import StepTrace
 from gradtide.scheme import Scheme
 
@@ -20,47 +17,27 @@ def refusal(
     `sent` and `dense` are the bytes that a rank sends in a step by it and by a dense
     exchange with the same type on the wire.
     """
-    collective = within(scheme.collective)
+    own = traits(settled(scheme.collective))
     if getattr(scheme, "preconditioner", None) is not None:
         return "it changes what a step does: plans compare steps of the same effect"
-    if isinstance(collective, Dense):
+    if own.dense:
         return ""
-    if isinstance(collective, PowerSGD | ACPSGD) and not _shaped(trace):
+    if own.depends_on == "shapes" and not _shaped(trace):
         return "it works on matrices, and the trace has no shapes: compare in the lab"
     if sent < (1 - SAVED) * dense:
         return ""
     words = f"sends {sent / 1e6:.3g} MB a step, a dense exchange {dense / 1e6:.3g} MB"
-    bound = _highest_density(collective, size)
+    bound = own.pays_below(size)
     if bound is not None:
         words += f": among {size} ranks it pays below a density of {bound:.2g}"
     return words
 
 
-def within(collective: Any) -> Any:
-    """The collective inside of all wrappers."""
-    while isinstance(collective, Warmup | Corrected):
-        collective = collective.collective
-    return collective
-
-
-def wire(collective: Any) -> str | None:
+def wire(collective: object) -> str | None:
     """The type on the wire, where it is not the gradients' own."""
-    found: str | None = getattr(within(collective), "wire", None)
+    found: str | None = getattr(settled(collective), "wire", None)
     return found
 
 
 def _shaped(trace: StepTrace) -> bool:
     return any(len(getattr(unit, "shape", ())) > 1 for unit in trace.units)
-
-
-def _highest_density(collective: Any, size: int) -> float | None:
-    """Below which density fewer bytes travel than densely, where P decides that.
-
-    An entry of 4 bytes has 2 bytes of index, one of 2 bytes also (docs/schemes.md).
-    """
-    dense = 2 * (size - 1) / size / (1.5 if wire(collective) is None else 2)
-    if isinstance(collective, TopK):
-        return dense / (size - 1)
-    if isinstance(collective, GTopK):
-        return dense / rounds(size)
-    return None

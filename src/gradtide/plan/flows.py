@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradtide.bucket import Payload
-from gradtide.collectives import Dense, OkTopk
+from gradtide.bucket import Payload, traits
 from gradtide.ops import Cut, Flow, Group, Op, ToHost, payload_bytes
 from gradtide.plan.answers import reflected, shaped
 from gradtide.plan.labour import Counter, Idle, Work
@@ -72,10 +71,9 @@ def by_shapes(
         begin += -(-n // size) * size
     load, steps = Payload(flat, parts or [flat]), []
     with _believing():
-        for step in range(1 if isinstance(collective, Dense) else STEPS):
+        for step in range(STEPS):
             load.flat, load.alarm = flat, 0.0
-            flow, first = collective.reduce(load, group), step == 0
-            counter = _counter(first and not isinstance(collective, Dense))
+            flow, counter = collective.reduce(load, group), _counter(step == 0)
             reply = partial(shaped, group=group)
             steps.append(_noted(flow, group, reply, counter)[0])
     return steps
@@ -171,9 +169,8 @@ def _alone(
     flow: Flow, collective: Any, size: int, counter: Counter | Idle
 ) -> tuple[Noted, list[Tensor]]:
     group = Group(0, size)
-    alike = not isinstance(collective, OkTopk)
     try:
-        reply = partial(reflected, group=group, alike=alike)
+        reply = partial(reflected, group=group, alike=traits(collective).alike)
         noted, mean = _noted(flow, group, reply, counter)
     except (RuntimeError, IndexError) as error:
         raise ValueError(

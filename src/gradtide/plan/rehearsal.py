@@ -19,17 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradtide.bucket import Collective
-from gradtide.collectives import (
-    ACPSGD,
-    Agreed,
-    Corrected,
-    Dense,
-    Leader,
-    PowerSGD,
-    Warmup,
-)
-from gradtide.collectives.leader import SMALL as LEADER_SMALL
+from gradtide.bucket import Collective, settled, traits
 from gradtide.ops import Group, Op
 from gradtide.plan.flows import LOCKSTEP, Noted, Shapes, by_numbers, by_shapes
 from gradtide.plan.labour import Work
@@ -67,7 +57,7 @@ def scripts(
     ValueError where a collective cannot be run without its peers.
     """
     inner = settled(collective)
-    if not isinstance(inner, ACPSGD | PowerSGD):
+    if traits(inner).depends_on != "shapes":
         shapes = ()
     return _scripts(inner, numel, dtype, shapes, size)
 
@@ -77,27 +67,17 @@ def script_of(played: Sequence[Script], step: int) -> Script:
     return played[0 if step == 0 else 1 + (step - 1) % (len(played) - 1)]
 
 
-def settled(collective: Any) -> Any:
-    """The collective after its warm-up, without what is done to gradients before."""
-    while isinstance(collective, Warmup | Corrected):
-        collective = collective.collective
-    return collective
-
-
 @lru_cache(maxsize=4096)
 def _scripts(
     collective: Any, numel: int, dtype: torch.dtype, shapes: Shapes, size: int
 ) -> Sequence[Script]:
-    selector = type(getattr(collective, "select", None)).__name__
-    if isinstance(collective, Agreed):
-        selector = "Threshold"
-    group = Group(0, size)
-    if isinstance(collective, ACPSGD | PowerSGD):
+    own, group = traits(collective), Group(0, size)
+    if own.depends_on == "shapes":
         noted = by_shapes(collective, numel, dtype, shapes, size)
         return tuple(_script(n, 0.0, "", group) for n in noted)
-    if isinstance(collective, Dense):
+    if own.depends_on == "length":
         one, two = (by_shapes(collective, n, dtype, (), size) for n in (size, 2 * size))
-        straight = _between(one[0], two[0], numel / size - 2, numel / (2 * size))
+        straight = _between(one[-1], two[-1], numel / size - 2, numel / (2 * size))
         return (_script(straight, 0.0, "", group),) * 2
     low, high = _rungs(collective, numel, size)
     noted = by_numbers(collective, high, dtype, size)
@@ -109,7 +89,9 @@ def _scripts(
             for a, b in zip(before, noted, strict=True)
         ]
     scanned = float(numel)
-    if isinstance(collective, Agreed):
+    selector = type(getattr(collective, "select", None)).__name__
+    if own.searches_part:
+        selector = "Threshold"
         # Its own selection scans a part, but sorts what is as small as a rehearsal.
         scanned = numel / size
         noted = [_without_sorting(n) for n in noted]
@@ -146,9 +128,8 @@ def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:
     density = float(getattr(collective, "density", 0.01))
     room = MOST // min(size, LOCKSTEP)
     entries = max(FEWEST, min(ENTRIES, int(room * density / size)))
-    rung, most = first, min(entries / density, LONGEST) * size
-    if isinstance(collective, Leader):  # sends a few values in another way than many
-        most = max(most, 3 * LEADER_SMALL / (density * 4))
+    small = 3 * traits(collective).small / (density * 4)
+    rung, most = first, max(min(entries / density, LONGEST) * size, small)
     while rung < min(numel, most):
         rung *= 2
     return rung // 2, rung

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from gradtide.collectives import Dense
+from gradtide.bucket import traits
 from gradtide.fusion import BySize, Cuts, Fusion, MgWfbp
 from gradtide.plan.conditions import refusal, wire
 from gradtide.plan.network import Network
@@ -56,9 +56,9 @@ class Choice:
 
 def kind(scheme: Scheme) -> Kind:
     """Whether means are exact, rounded on the wire, or partly delivered later."""
-    if not isinstance(scheme.collective, Dense):
+    if not traits(scheme.collective).dense:
         return "lossy"
-    return "lossless" if scheme.collective.wire is None else "rounded"
+    return "lossless" if wire(scheme.collective) is None else "rounded"
 
 
 def sparse_recipes() -> dict[str, Scheme]:

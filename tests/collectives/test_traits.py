@@ -1,0 +1,151 @@
+"""Collectives that nobody knows: what they say of themselves is all that is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.test_sparse import batch, by_torch_save, network, poisoned, resumed, train
+
+import gradtide
+from gradtide.bucket import Collective, Payload, Traits, count
+from gradtide.collectives.corrected import takes_over
+from gradtide.ops import AllReduce, Flow, Group
+from gradtide.plan import rehearsal
+from gradtide.plan.conditions import refusal
+from gradtide.plan.network import Network
+from gradtide.plan.search import rank
+from gradtide.plan.trace import StepTrace, Unit
+from gradtide.scheme import Scheme, parse
+
+NETWORK = Network.ideal(8, 1, 1e9)
+
+
+@dataclass(frozen=True)
+class Whole(Traits):
+    """The mean of everything."""
+
+    dense = True
+    depends_on = "length"
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        total: torch.Tensor = yield AllReduce(load.flat)
+        return total.div_(group.size)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Every other entry, in turn; says nothing of itself."""
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        where = torch.arange(count(load.state) % 2, len(load.flat), 2)
+        load.check(load.flat)
+        total = yield AllReduce(load.take(where))
+        return load.mean_at(where, total.div_(group.size))
+
+
+@dataclass(frozen=True)
+class Saying(Traits):
+    """A wrapper."""
+
+    collective: Collective
+    bound: float | None = None
+
+    transparent = True
+    takes_momentum = True
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        assert not load.flat.is_meta
+        return (yield from self.collective.reduce(load, group))
+
+
+def trace() -> StepTrace:
+    units = tuple(Unit(f"w{i}", 250_000, 4, 0.01, 0.02, 0.001) for i in range(4))
+    return StepTrace("made", units, 0.004)
+
+
+def test_they_are_planned() -> None:
+    asked = {"whole": Scheme(Whole()), "turns": Scheme(Turns())}
+    found = {c.name: c for c in rank(trace(), NETWORK, asked, tune=False)}
+    assert found["whole"].kind == "lossless"
+    assert found["turns"].kind == "lossy"
+    dense = found["wfbp"].prediction
+    assert found["whole"].prediction.sent_bytes == pytest.approx(dense.sent_bytes)
+    # Every rank is asked for flags of alarms, unless everything travels.
+    assert found["turns"].prediction.sent_bytes > 0.5 * dense.sent_bytes
+    assert not any(found[name].refused for name in asked)
+
+
+def test_what_pays_is_theirs_to_say() -> None:
+    @dataclass(frozen=True)
+    class Bounded(Turns, Traits):
+        def pays_below(self, size: int) -> float:
+            return 1 / size
+
+    for scheme in (Scheme(Bounded()), Scheme(Saying(Bounded()))):
+        words = refusal(scheme, trace(), 5, 1e6, 1e6)
+        assert "among 5 ranks it pays below a density of 0.2" in words
+    assert "pays" not in refusal(Scheme(Turns()), trace(), 5, 1e6, 1e6)
+
+
+def test_they_are_rehearsed_by_what_they_depend_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n = 12345 * 4
+    for collective in (Turns(), Whole(), Saying(Whole())):
+        script = rehearsal.scripts(collective, n, torch.float32, (), 4)[1]
+        (reduced,) = (op for act in script.acts for op in act.asked)
+        assert isinstance(reduced, AllReduce)
+        share = 2 if isinstance(collective, Turns) else 1
+        assert reduced.tensor.numel() == n // share
+        monkeypatch.setattr(rehearsal, "by_numbers", None)  # of no use for the others
+
+
+def test_they_train_and_are_resumed() -> None:
+    whole, turns = (f"{__name__}.{name}()" for name in ("Whole", "Turns"))
+
+    def run() -> list[Any]:
+        torch.testing.assert_close(train(whole), train("wfbp"))
+        return [resumed(whole, by_torch_save), resumed(turns, by_torch_save)]
+
+    assert run_ranks(2, run) == [[True, True]] * 2
+
+
+def _remainders(scheme: str) -> int:
+    model = network()
+    opt = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = gradtide.replicate(model, opt, scheme)
+    model(batch(0)).sum().backward()
+    opt.step()
+    (own,) = (v for key, v in sync.state_dict().items() if key.startswith("rank"))
+    sync.remove()
+    return len(own["remainders"])
+
+
+def test_what_may_be_left_behind_is_saved_and_alarmed() -> None:
+    whole, turns = (f"{__name__}.{name}()" for name in ("Whole", "Turns"))
+
+    def run() -> list[Any]:
+        return [
+            _remainders(whole),
+            _remainders(turns),
+            poisoned(whole, scaled=False),
+            poisoned(turns, scaled=False),
+        ]
+
+    for nothing, something, weights, message in run_ranks(2, run):
+        assert (nothing, something) == (0, 4)
+        assert any(map(math.isnan, weights))
+        assert "2.weight is infinite or NaN on rank 1" in message
+
+
+def test_momentum_is_asked_for_through_wrappers() -> None:
+    assert takes_over(Saying(Turns()))
+    assert takes_over(
+        parse(f"Warmup({__name__}.Saying({__name__}.Turns()))").collective
+    )
+    assert not takes_over(Turns())
