@@ -13,13 +13,20 @@ Signature = Mapping[str, Any]
 T = TypeVar("T")
 
 
-def agree(transport: Transport, prepare: Callable[[], tuple[T, Signature]]) -> T:
+BUILD = "build the same model with the same scheme on every rank"
+
+
+def agree(
+    transport: Transport,
+    prepare: Callable[[], tuple[T, Signature]],
+    remedy: str = BUILD,
+) -> T:
     """Run `prepare` on every rank and compare what the ranks say of themselves.
 
     Returns its first result. Raises on *every* rank, so that none waits for another:
     with the rank's own error where `prepare` failed, otherwise ValueError naming the
     rank that failed, or the first thing that differs and the two ranks that differ in
-    it.
+    it, and the `remedy`.
     """
     error: ValueError | TypeError | None = None
     result: T
@@ -37,7 +44,7 @@ def agree(transport: Transport, prepare: Callable[[], tuple[T, Signature]]) -> T
         if message is not None:
             raise ValueError(f"rank {rank} cannot take part: {message}")
     for rank, (_, theirs) in enumerate(answers):
-        _compare(answers[0][1], theirs, rank)
+        _compare(answers[0][1], theirs, rank, remedy)
     return result
 
 
@@ -58,13 +65,13 @@ def _text(tensor: Any) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}{frozen}"
 
 
-def _compare(first: Signature, other: Signature, rank: int) -> None:
+def _compare(first: Signature, other: Signature, rank: int, remedy: str) -> None:
     for key in {**first, **other}:
         ours, theirs = first.get(key, "not there"), other.get(key, "not there")
         if ours != theirs:
             raise ValueError(
                 f"{key} differs between ranks: rank 0 has {ours}, rank {rank} has "
-                f"{theirs}; build the same model with the same scheme on every rank"
+                f"{theirs}; {remedy}"
             )
     if list(first) != list(other):
         raise ValueError(

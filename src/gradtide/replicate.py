@@ -254,7 +254,14 @@ class Replica:
             )
         group = self.engine.transport.group
         size = group.size if world_size is None else world_size
-        saved = state.blank(self._training.placement, self.scheme, group, size)
+        training = self._training
+        if size == group.size:
+            saved = state.save(training.placement, self.scheme, group, training.taken)
+            if training.steps is not None:  # every rank's optimizer has its own
+                own = self.optimizer.state_dict()["state"]
+                saved[f"rank{group.rank}"]["optimizer"] = state.packed(own)
+        else:
+            saved = state.blank(training.placement, group, size)
         if self._training.second is not None:
             self._training.second.save(saved, group)
         if self.tuning is not None:
@@ -264,21 +271,36 @@ class Replica:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict()` returned; call on every rank, before training.
 
-        `saved` is this rank's own state, or with another number of ranks one dictionary
-        with the states of all: their remainders are shared out, so that the sum is
-        kept. Raises ValueError for a state that does not fit, before anything changes.
+        Load the optimizer's state before: where steps are exchanged (LOCAL), ranks have
+        different ones, and this rank's own is in here. `saved` is this rank's own
+        state, or with another number of ranks one dictionary with the states of all:
+        their remainders are shared out, so that the sum is kept. Raises ValueError on
+        every rank, before anything changes, where one has a state that is damaged or
+        does not fit, or where states are of different steps.
         """
+        training, group = self._training, self.engine.group
+        second = training.second
+
+        def prepare() -> tuple[Any, Signature]:
+            found = state.read(training.placement, group, saved)
+            factors = [] if second is None else second.read(saved, group)
+            return (found, factors), found.common
+
+        remedy = "load what was saved at one moment, on every rank"
+        found, factors = agree(self.engine.transport, prepare, remedy)
         if self._pilot is not None:
             self._pilot.resume(saved)
         self.flush()
-        group = self.engine.transport.group
-        if self.tuning is not None and saved["world_size"] == group.size:
+        if self.tuning is not None and found.size == group.size:
             self.tuning.load(saved.get("tuning"))
-        second = self._training.second
-        factors = [] if second is None else second.read(saved, group)
-        state.load(self._training.placement, self.scheme, group, saved)
+        state.load(training.placement, self.scheme, group, found)
+        training.taken = found.step or 0
         if second is not None:
             second.load(factors, saved, group)
+        if training.steps is not None and found.optimizer is not None:
+            groups = self.optimizer.state_dict()["param_groups"]
+            own = {"state": found.optimizer, "param_groups": groups}
+            self.optimizer.load_state_dict(own)
 
     def remove(self) -> None:
         """Apply what is deferred and detach: module and optimizer are as before."""

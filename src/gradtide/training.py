@@ -44,6 +44,7 @@ class Training:
     ) -> None:
         self.engine, self.optimizer = engine, optimizer
         self.quiet = False  # inside no_sync()
+        self.taken = 0  # steps of the optimizer
         self.placement = Placement(model, scheme, engine.group.size)
         self.updates = Updates(self.placement, self._unscale)
         self.alarm = Alarm(self.placement, engine.transport)
@@ -133,6 +134,7 @@ class Training:
     @torch.no_grad()
     def stepped(self) -> None:
         """The optimizer's step is over."""
+        self.taken += 1
         if self.momentum is not None:
             self.momentum.give_back()
         if self.steps is None or not self.steps.on:
