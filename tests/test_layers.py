@@ -10,7 +10,7 @@ import gradtide
 ROOT = Path(gradtide.__file__).parent
 LAYERS = (
     {"ops"},
-    {"autograd", "bucket", "momentum", "schedule", "promise", "telemetry"},
+    {"autograd", "bucket", "momentum", "opaque", "schedule", "promise", "telemetry"},
     {"deferred", "select", "step"},
     {"collectives", "fusion", "probing"},
     {"testing", "transport"},

@@ -107,6 +107,25 @@ def _damaged() -> dict[str, str]:
     return told
 
 
+def test_damaged_factors_are_refused_on_all_ranks() -> None:
+    for told in run_ranks(2, _damaged_factors):
+        assert "no whole state of gradtide's" in told
+
+
+def _damaged_factors() -> str:
+    model, optimizer, sync = start("mpd_kfac")
+    train(model, optimizer, range(3))
+    state = copy.deepcopy(sync.state_dict())
+    if dist.get_rank() == 1:
+        own = state["rank1"]
+        own["preconditioner"] = own["preconditioner"][:-90]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # told beside
+        sync.load_state_dict(state)
+    train(model, optimizer, range(3, 5))
+    sync.remove()
+    return str(caught.value)
+
+
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return torch.equal(a, b)

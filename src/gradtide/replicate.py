@@ -8,6 +8,7 @@ the public side; what hooks (`hooks`) tell of the program goes to `training`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from gradtide.fusion import BySize, Search
 from gradtide.hooks import Hooks
 from gradtide.kfac.costs import admitted
 from gradtide.kfac.preconditioner import Preconditioner
+from gradtide.opaque import packed
 from gradtide.scheme import Scheme, check, parse
 from gradtide.state import StateDict
 from gradtide.training import Training, momentum_of
@@ -259,7 +261,7 @@ class Replica:
             saved = state.save(training.placement, self.scheme, group, training.taken)
             if training.steps is not None:  # every rank's optimizer has its own
                 own = self.optimizer.state_dict()["state"]
-                saved[f"rank{group.rank}"]["optimizer"] = state.packed(own)
+                saved[f"rank{group.rank}"]["optimizer"] = packed(own)
         else:
             saved = state.blank(training.placement, group, size)
         if self._training.second is not None:
@@ -282,8 +284,10 @@ class Replica:
         second = training.second
 
         def prepare() -> tuple[Any, Signature]:
-            found = state.read(training.placement, group, saved)
-            factors = [] if second is None else second.read(saved, group)
+            with state.refusing_damage():
+                found = state.read(training.placement, group, saved)
+                factors = [] if second is None else second.read(saved, group)
+                json.loads(saved.get("tuning") or "{}")
             return (found, factors), found.common
 
         remedy = "load what was saved at one moment, on every rank"

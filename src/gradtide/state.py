@@ -11,9 +11,8 @@ all compare what must be common, and only then anything changes (`load`).
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -24,10 +23,17 @@ from torch import Tensor
 from gradtide.agree import Signature
 from gradtide.bucket import traits
 from gradtide.gradients import GradientBucket, Slot
+from gradtide.opaque import packed, unpacked
 from gradtide.ops import Group
 from gradtide.placement import Placement
 
 StateDict = dict[str, Any]
+DAMAGE = (
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+)
 Algorithms = dict[str, dict[str, Tensor]]  # by the names of a bucket's parameters
 
 
@@ -82,24 +88,25 @@ def blank(placement: Placement, group: Group, size: int) -> StateDict:
     return {"scheme": "", "world_size": size, "step": 0, "order": None, **rank_states}
 
 
+@contextmanager
+def refusing_damage() -> Iterator[None]:
+    """Raise ValueError for whatever comes of a state that is not whole."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise ValueError(
+            f"this is no whole state of gradtide's ({type(error).__name__}: {error}): "
+            "load what sync.state_dict() returned, from a file that was written to its "
+            "end"
+        ) from error
+
+
 def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
     """What this rank has to load of a state, whichever number of ranks saved it.
 
-    Changes nothing. Raises ValueError for a state that is damaged or does not fit.
+    Changes nothing. Raises ValueError for a state that does not fit, and what DAMAGE
+    lists for one that is not whole.
     """
-    try:
-        return _read(placement, group, state)
-    except (LookupError, TypeError, AttributeError, RuntimeError, EOFError) as error:
-        cause: Exception = error
-    except pickle.UnpicklingError as error:
-        cause = error
-    raise ValueError(
-        f"this is no whole state of gradtide's ({type(cause).__name__}: {cause}): load "
-        "what sync.state_dict() returned, from a file that was written to its end"
-    ) from cause
-
-
-def _read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
     size = int(state["world_size"])
     if size < 1:
         raise ValueError(f"the state has world_size={size}: 1 or more ranks saved one")
@@ -192,18 +199,6 @@ def _algorithms(placement: Placement) -> bytes:
         for here in (True, False)
     )
     return packed((host, device))
-
-
-def packed(value: object) -> bytes:
-    """One opaque piece of a checkpoint."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(piece: bytes) -> Any:
-    """What was `packed`; on the CPU."""
-    return torch.load(io.BytesIO(piece), weights_only=True, map_location="cpu")
 
 
 def _names(home: GradientBucket) -> str:

@@ -7,7 +7,6 @@ another distribution, takes each of these from whichever rank had it.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -19,6 +18,7 @@ from gradtide.kfac.curvature import Curvature
 from gradtide.kfac.invert import Eigen, Eigens, Inverses
 from gradtide.kfac.layers import KINDS
 from gradtide.kfac.preconditioner import Preconditioner
+from gradtide.opaque import packed, unpacked
 
 
 def save(kfac: Preconditioner) -> bytes:
@@ -30,9 +30,7 @@ def save(kfac: Preconditioner) -> bytes:
         "costs": asdict(kfac.costs),
         "layers": {la.name: _save(kfac.curvatures[la], due) for la in kfac.layers},
     }
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
+    return packed(state)
 
 
 def read(pieces: Iterable[bytes], kfac: Preconditioner) -> list[dict[str, Any]]:
@@ -40,11 +38,7 @@ def read(pieces: Iterable[bytes], kfac: Preconditioner) -> list[dict[str, Any]]:
     shapes = {
         (layer.name, kind): layer.numel(kind) for layer in kfac.layers for kind in KINDS
     }
-    states: list[dict[str, Any]] = [
-        torch.load(io.BytesIO(piece), weights_only=True, map_location="cpu")
-        for piece in pieces
-        if piece
-    ]
+    states: list[dict[str, Any]] = [unpacked(piece) for piece in pieces if piece]
     for state in states:
         for name, saved in state["layers"].items():
             for kind, value in saved["running"].items():
