@@ -4,9 +4,9 @@
 
 Texts are made from all recipes, and from calls of everything that a scheme can hold, by
 changing, repeating, nesting and splicing them. Each is read by `gradtide.scheme.parse`:
-it has to be a Scheme or a ValueError, within 100 ms of the processor's time, and nothing
-may be imported. Texts that took longer are read again, as the machine does other things,
-too. Ends with an error where that does not hold.
+it has to be a Scheme or a ValueError, within 100 ms of the processor's time, and
+nothing may be imported. Texts that took longer are read again, as the machine does
+other things, too. Ends with an error where that does not hold.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def survey(count: int, seed: int = 0) -> dict[str, Any]:
     for text in SEEDS:  # whatever is imported only when it is needed
         parse(text)
     imports, loaded = Imports(), set(sys.modules)
-    sys.meta_path.insert(0, imports)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, imports)
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
     slowest, whole = 0.0, time.process_time()
@@ -168,7 +168,7 @@ def survey(count: int, seed: int = 0) -> dict[str, Any]:
             if outcome not in ("scheme", "ValueError") or seconds > LIMIT:
                 wrong.append(f"{outcome}, {seconds:.3f} s: {text[:200]!r}")
     finally:
-        sys.meta_path.remove(imports)  # type: ignore[arg-type]
+        sys.meta_path.remove(imports)
     return {
         "texts": count,
         "seed": seed,
@@ -189,8 +189,8 @@ def main(
     found = survey(count, seed)
     print(json.dumps(found, indent=1))
     if out is not None:
-        about = {"command": " ".join(["python", *sys.argv]), "commit": commit()}
-        about |= {"versions": versions(), "machine": machine()}
+        about: dict[str, Any] = {"command": " ".join(["python", *sys.argv])}
+        about |= {"commit": commit(), "versions": versions(), "machine": machine()}
         out.write_text(json.dumps({**about, **found}, indent=1) + "\n", "utf-8")
     raise typer.Exit(bool(found["wrong"] or found["imported"]))
 

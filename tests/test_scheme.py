@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -206,3 +207,11 @@ def test_a_fusion_that_loses_tensors_is_refused() -> None:
     params = [(str(i), torch.nn.Parameter(torch.ones(2))) for i in range(2)]
     with pytest.raises(ValueError, match="cover all"):
         lay_out(params, Loses(), Dense(), 2)
+
+
+def test_any_text_is_a_scheme_or_refused_at_once_and_imports_nothing() -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "mutations.py"
+    found = runpy.run_path(str(path))["survey"](6000, seed=1)
+    assert not found["wrong"]
+    assert not found["imported"]
+    assert set(found["outcomes"]) == {"scheme", "ValueError"}
