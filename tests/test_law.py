@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradtide.bucket import Collective, Payload
 from gradtide.collectives import COLLECTIVES, Dense
+from gradtide.local import Weighed
 from gradtide.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.testing import DivergedError, check_law, lockstep
 
@@ -35,7 +36,7 @@ def test_what_is_weighed_travels_by_its_weight(
     loads = []
     for _ in range(size):
         flat = torch.randn(400 * size, generator=rng)
-        loads.append(Payload(flat, [flat], weigh=partial(_shrunk, flat)))
+        loads.append(Weighed(flat, [flat], weigh=partial(_shrunk, flat)))
     before = torch.stack([load.flat for load in loads]).sum(0)
     collective = replace(make(), density=0.05)  # type: ignore[type-var]
     flows = [collective.reduce(load, Group(r, size)) for r, load in enumerate(loads)]

@@ -15,7 +15,13 @@ from torch import nn
 
 import gradtide
 from gradtide.bucket import Collective, Payload
-from gradtide.collectives.corrected import REMAINDER, VELOCITY, Corrected, takes_over
+from gradtide.collectives.corrected import (
+    VELOCITY,
+    Corrected,
+    moves,
+    takes_over,
+    with_momentum,
+)
 from gradtide.collectives.topk import TopK
 from gradtide.collectives.warmup import Warmup
 from gradtide.integrations.ddp import comm_hook
@@ -91,17 +97,12 @@ def test_unknown_momentum_is_refused() -> None:
 def test_the_law_with_the_optimizers_factors(size: int) -> None:
     rng = torch.Generator().manual_seed(size)
     flats = [torch.zeros(40 * size, dtype=torch.float64) for _ in range(size)]
-    loads = [Payload(flat, [flat], momentum=(0.6, 0.4)) for flat in flats]
-    collective = Corrected(TopK(0.05, Exact()))
+    loads = [Payload(flat, [flat]) for flat in flats]
     velocity = torch.zeros(40 * size, dtype=torch.float64)
     for step in range(6):
-        if step == 3:  # a schedule may take it away, and bring it back
-            for load in loads:
-                load.momentum = (0.0, 1.0)
-        if step == 4:
-            for load in loads:
-                load.momentum = (0.6, 0.4)
-        a, b = loads[0].momentum
+        # A schedule may take it away, and bring it back.
+        a, b = (0.0, 1.0) if step == 3 else (0.6, 0.4)
+        collective = Corrected(TopK(0.05, Exact())).with_momentum(a, b)
         fresh = [torch.randn(flat.shape, generator=rng).double() for flat in flats]
         offered = torch.stack(flats).sum(0) + b * sum(fresh) + a * velocity
         for flat, gradient in zip(flats, fresh, strict=True):
@@ -111,25 +112,20 @@ def test_the_law_with_the_optimizers_factors(size: int) -> None:
         mean = lockstep(flows)[0]
         after = torch.stack(flats).sum(0)
         torch.testing.assert_close(offered, size * mean + after)
-        assert all(load.moved == (a > 0) for load in loads)
         velocity = torch.stack([load.state[VELOCITY] for load in loads]).sum(0)
 
 
-def test_alone_and_in_dense_steps_it_stays_with_the_optimizer() -> None:
-    flat = torch.randn(20)
-    load = Payload(flat, [flat])
-    lockstep([Corrected(TopK()).reduce(load, Group(0, 1))])
-    assert not load.moved
-    assert REMAINDER not in load.state
-    warm = Warmup(Corrected(TopK(0.1)), 1)
+def test_in_dense_steps_it_stays_with_the_optimizer() -> None:
+    warm = with_momentum(Warmup(Corrected(TopK(0.1)), 1), 0.9, 1.0)
     assert takes_over(warm)
     assert not takes_over(Warmup(TopK(0.1), 1))
     flats = [torch.randn(20) for _ in range(2)]
     loads = [Payload(flat, [flat]) for flat in flats]
     for moved in (False, True):
+        assert [moves(warm, load.state) for load in loads] == [moved, moved]
         flows = [warm.reduce(load, Group(r, 2)) for r, load in enumerate(loads)]
         lockstep(flows)
-        assert [load.moved for load in loads] == [moved, moved]
+        assert [VELOCITY in load.state for load in loads] == [moved, moved]
 
 
 # - On real ranks ----------------------------------------------------------------------
@@ -175,10 +171,7 @@ class Explicit:
     corrected: Collective
 
     def reduce(self, load: Payload, group: Group) -> Flow:
-        load.momentum = (0.8, 1.0)
-        mean = yield from self.corrected.reduce(load, group)
-        load.moved = False
-        return mean
+        return with_momentum(self.corrected, 0.8, 1.0).reduce(load, group)
 
 
 def test_it_is_an_optimizer_without_and_an_explicit_factor() -> None:
@@ -199,6 +192,14 @@ def test_it_is_an_optimizer_without_and_an_explicit_factor() -> None:
     for case, (taken, explicit) in zip(product, ranks[0], strict=True):
         assert taken[0] == explicit[0], case
         assert taken[1] == 0.8, case
+
+
+def test_alone_it_stays_with_the_optimizer() -> None:
+    def run() -> list[Any]:
+        return [train("sgd", 0.8, s, 1, False) for s in (scheme("WFBP"), "wfbp")]
+
+    ((corrected, plain),) = run_ranks(1, run)
+    assert corrected == plain
 
 
 def test_under_adam_schedules_agree_and_replicas_do_not_differ() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -29,13 +29,6 @@ class Payload:
     state: dict[str, Tensor] = field(default_factory=dict)
     taken: int = 0  # entries taken out since the log was last read
     alarm: Tensor | float = 0.0  # NaN if anything that was checked is not finite
-    # Factors a and b of the optimizer's momentum u = a u + b g, for who computes it
-    # before selection; and whether that was done, so that the optimizer must not.
-    momentum: tuple[float, float] = (0.9, 1.0)
-    moved: bool = False
-    # Writes what to select by (1-D, like `flat`), where that is not how large they are.
-    weigh: Callable[[Tensor], None] | None = field(default=None, repr=False)
-    _weighed: Tensor | None = field(default=None, init=False, repr=False)
     _mean: Tensor | None = field(default=None, init=False, repr=False)
     _where: Tensor | None = field(default=None, init=False, repr=False)
     _version: int = field(default=-1, init=False, repr=False)
@@ -44,16 +37,9 @@ class Payload:
     def salience(self) -> Tensor:
         """What selection goes by (1-D, like `flat`): the largest magnitudes travel.
 
-        Where entries are weighed, all are each time that this is read.
+        Other payloads may weigh entries, all of them each time that this is read.
         """
-        if self.weigh is None:
-            return self.flat
-        if self._weighed is None:
-            # Products of small numbers: too small for half precision.
-            dtype = torch.promote_types(self.flat.dtype, torch.float32)
-            self._weighed = torch.zeros_like(self.flat, dtype=dtype)
-        self.weigh(self._weighed)
-        return self._weighed
+        return self.flat
 
     def take(self, where: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Take the entries at `where` (1-D, unique) out of `flat`; returns them.
@@ -165,7 +151,10 @@ class Traits:
 
     @property
     def takes_momentum(self) -> bool:
-        """Whether it computes the optimizer's momentum, or may some day."""
+        """Whether it computes the optimizer's momentum, or may some day.
+
+        It does so in what its method `with_momentum(a, b)` returns: u = a u + b g.
+        """
         return False
 
     def pays_below(self, size: int) -> float | None:

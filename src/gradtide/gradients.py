@@ -55,6 +55,7 @@ class GradientBucket(Bucket):
         self.load = Payload(flat, [slot.of(flat) for slot in slots])
         self.clean = True
         self.late = False  # something had been left when the exchange began
+        self.moved = False  # the exchange computes the optimizer's momentum
         self.mean: Tensor | None = None  # as last delivered
         self.flight: Flight | None = None
 

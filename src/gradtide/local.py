@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,7 @@ from torch.optim import Optimizer
 
 from gradtide.alarm import refusal
 from gradtide.broadcast import digest
-from gradtide.bucket import traits
+from gradtide.bucket import Payload, traits
 from gradtide.engine import Engine
 from gradtide.gradients import GradientBucket, Slot
 from gradtide.ops import AllReduce
@@ -72,6 +73,25 @@ AGAINST = 0.1
 PASSES = 2
 # By what steps count where the mean of gradients is zero: last, but they do travel.
 FAINT = 1e-30
+
+
+@dataclass
+class Weighed(Payload):
+    """Steps that are chosen by more than their length, see [Note: weighed]."""
+
+    weigh: Callable[[Tensor], None] | None = field(default=None, repr=False)
+    _weighed: Tensor | None = field(default=None, init=False, repr=False)
+
+    @property
+    def salience(self) -> Tensor:
+        if self.weigh is None:
+            return self.flat
+        if self._weighed is None:
+            # Products of small numbers: too small for half precision.
+            dtype = torch.promote_types(self.flat.dtype, torch.float32)
+            self._weighed = torch.zeros_like(self.flat, dtype=dtype)
+        self.weigh(self._weighed)
+        return self._weighed
 
 
 class LocalSteps:
@@ -239,8 +259,11 @@ class LocalSteps:
             slot.param.copy_(before)
             more = 1 + self._ahead.get(slot.param, 0.0)
             view.add_(step, alpha=self._weight(slot.param) * more)
+        load = bucket.load
+        if not isinstance(load, Weighed):
+            bucket.load = load = Weighed(load.flat, load.parts, load.state)
         weighed = any(self._mean(slot.param) is not None for slot in bucket.slots)
-        bucket.load.weigh = partial(self._weigh, bucket) if weighed else None
+        load.weigh = partial(self._weigh, bucket) if weighed else None
 
     @torch.no_grad()
     def settle(self, bucket: GradientBucket) -> None:

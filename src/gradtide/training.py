@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradtide.alarm import Alarm
 from gradtide.autograd import after_backward
-from gradtide.collectives.corrected import takes_over
+from gradtide.collectives.corrected import moves, takes_over, with_momentum
 from gradtide.engine import Engine
 from gradtide.gradients import LARGE, GradientBucket, Slot
 from gradtide.kfac.preconditioner import Preconditioner
@@ -228,10 +228,20 @@ class Training:
         elif self.steps is not None and self.steps.on:
             self.steps.offer(bucket)
         else:
-            bucket.load.moved = False
-            if self.momentum is not None:
-                bucket.load.momentum = self.momentum.now()
+            bucket.moved = self.momentum is not None and self._hand_over(bucket)
             bucket.take_in()
+
+    def _hand_over(self, bucket: GradientBucket) -> bool:
+        """Whether the bucket's exchange computes the optimizer's momentum of now.
+
+        Alone nothing is selected, and the optimizer can do it itself.
+        """
+        assert self.momentum is not None
+        a, b = self.momentum.now()
+        if self.engine.group.size == 1:
+            return False
+        bucket.collective = with_momentum(bucket.collective, a, b)
+        return a > 0 and moves(bucket.collective, bucket.load.state)
 
     def launch(self, bucket: Any, hold: bool) -> None:
         bucket.launch(self.engine, hold)
@@ -298,7 +308,7 @@ class Training:
             self.steps.stepping()
             return
         self.alarm.refuse()
-        moved = any(bucket.load.moved for bucket in self.buckets)
+        moved = any(bucket.moved for bucket in self.buckets)
         if self.momentum is not None and fresh and moved:
             self.momentum.take()
         if self.second is not None and fresh:

@@ -97,8 +97,7 @@ class Updates:
             aside = [p.grad for p, _ in updates]  # no_sync() may have begun anew
             for p, mean in updates:
                 p.grad = mean
-            moved = bucket.load.moved
-            self._step.apply((p for p, _ in updates), momentum=not moved)
+            self._step.apply((p for p, _ in updates), momentum=not bucket.moved)
             for (p, _), grad in zip(updates, aside, strict=True):
                 p.grad = grad
         # Nothing that was up to date once this bucket was is watched any longer.

@@ -23,6 +23,7 @@ from gradtide.collectives.partitions import (
     rebalance,
     shares,
 )
+from gradtide.local import Weighed
 from gradtide.ops import Cut, Group
 from gradtide.testing import check_law, lockstep
 
@@ -106,9 +107,10 @@ def test_all_values_at_the_largest_entries_of_the_own_parts_are_averaged(
 def test_where_entries_are_weighed_small_ones_stay(partition: Partition) -> None:
     size, n, k = 4, 4000, 200
     rng = torch.Generator().manual_seed(5)
-    loads = ranks([torch.zeros(n) for _ in range(size)], cuts=(100, 700, 2800))
-    for load in loads:
-        load.weigh = partial(_as_large, load.flat)
+    loads: list[Payload] = [
+        Weighed(load.flat, load.parts, weigh=partial(_as_large, load.flat))
+        for load in ranks([torch.zeros(n) for _ in range(size)], cuts=(100, 700, 2800))
+    ]
     for _ in range(6):
         for load in loads:
             load.flat += torch.randn(n, generator=rng).pow(3)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradtide.bucket import Collective, Payload
 from gradtide.collectives import COLLECTIVES, PARTITIONS, Corrected, Dense, Warmup
+from gradtide.local import Weighed
 from gradtide.ops import Flow, Group
 from gradtide.select import Exact, Threshold
 from gradtide.testing import lockstep
@@ -76,12 +77,13 @@ def prepared(
     collective: Collective, numel: int, steps: int, weighed: bool = False
 ) -> list[Payload]:
     """Payloads that were averaged for some steps, with fresh gradients."""
-    rng, loads = torch.Generator().manual_seed(steps), []
+    rng = torch.Generator().manual_seed(steps)
+    loads: list[Payload] = []
     for _ in range(SIZE):
         flat = torch.zeros(numel)
-        loads.append(Payload(flat, [flat[:-60].view(-1, 60), flat[-60:]]))
-        if weighed:
-            loads[-1].weigh = partial(_square, flat)
+        weigh = partial(_square, flat) if weighed else None
+        parts = [flat[:-60].view(-1, 60), flat[-60:]]
+        loads.append(Weighed(flat, parts, weigh=weigh))
     for count in range(steps + 1):
         for load in loads:
             load.flat += torch.randn(numel, generator=rng)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtide.bucket import Collective, Payload
-from gradtide.collectives.corrected import REMAINDER, VELOCITY, Corrected
+from gradtide.collectives.corrected import REMAINDER, VELOCITY, Corrected, with_momentum
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.gtopk import GTopK
 from gradtide.collectives.leader import Leader
@@ -35,9 +35,8 @@ class Ranks:
     ) -> None:
         self.rng = torch.Generator().manual_seed(size)
         self.flats = [torch.zeros(n, dtype=dtype) for _ in range(size)]
-        self.loads = [
-            Payload(flat, [flat], momentum=(momentum, 1.0)) for flat in self.flats
-        ]
+        self.loads = [Payload(flat, [flat]) for flat in self.flats]
+        self.momentum = momentum
         self.velocities = torch.zeros(size, n, dtype=dtype)  # before masking
 
     def gradients(self) -> Tensor:
@@ -50,6 +49,7 @@ class Ranks:
 
     def mean(self, collective: Collective) -> Tensor:
         size = len(self.flats)
+        collective = with_momentum(collective, self.momentum, 1.0)
         flows = [
             collective.reduce(load, Group(r, size)) for r, load in enumerate(self.loads)
         ]
@@ -224,7 +224,7 @@ def test_a_skipped_step_leaves_a_state_to_continue_from(inner: Collective) -> No
     ranks.add(ranks.gradients())
     lockstep(
         [
-            held(Corrected(inner).reduce(load, Group(r, 2)))
+            held(Corrected(inner).with_momentum(0.9, 1.0).reduce(load, Group(r, 2)))
             for r, load in enumerate(ranks.loads)
         ]
     )

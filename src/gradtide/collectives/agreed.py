@@ -70,7 +70,7 @@ class Agreed(Traits):
         load.check_all(dtype)
         salience = load.salience
         union = yield from self._agree(load, salience, plan, turn, group)
-        if load.weigh is None:
+        if salience is x:
             values = load.take(union, dtype)
         else:
             values = _take_due(load, salience, union, plan, dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,25 +40,27 @@ class Corrected(Traits):
     """
 
     collective: Collective
-    momentum: InitVar[None] = None  # a number here is refused with what to do instead
+    momentum: tuple[float, float] = field(default=(0.0, 1.0), repr=False)  # a and b
     clip: float | None = None
 
     takes_momentum = True
     transparent = True
 
-    def __post_init__(self, momentum: object) -> None:
-        if momentum is not None:
+    def __post_init__(self) -> None:
+        if not isinstance(self.momentum, tuple):
             raise ValueError(
-                f"Corrected(momentum={momentum!r}): it takes over the optimizer's own "
-                "momentum; leave the number out here, and give it to the optimizer"
+                f"Corrected(momentum={self.momentum!r}): it takes over the optimizer's "
+                "own momentum; leave the number out here, and give it to the optimizer"
             )
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"Corrected(clip={self.clip}): a norm above 0, or None")
 
+    def with_momentum(self, a: float, b: float) -> Corrected:
+        """The same with the factors of the optimizer's momentum, for one exchange."""
+        return replace(self, momentum=(a, b))
+
     def reduce(self, load: Payload, group: Group) -> Flow:
-        # Alone nothing is selected, and the optimizer can do it itself.
-        momentum, share = load.momentum if group.size > 1 else (0.0, 1.0)
-        load.moved = momentum > 0
+        momentum, share = self.momentum
         # A schedule may come down to no momentum; what was remembered goes on.
         if self.clip is None and not momentum and REMAINDER not in load.state:
             return (yield from self.collective.reduce(load, group))
@@ -124,6 +127,26 @@ def _share(gradient: Tensor, limit: float) -> Tensor:
 def _within(part: Tensor, load: Payload) -> bool:
     """Whether memory is the bucket's own: it was handed out, and nothing is left."""
     return 0 <= part.data_ptr() - load.flat.data_ptr() < load.flat.nbytes
+
+
+def with_momentum(collective: Any, a: float, b: float) -> Any:
+    """The collective, with these factors wherever it computes momentum."""
+    if hasattr(collective, "with_momentum"):
+        return collective.with_momentum(a, b)
+    inner = getattr(collective, "collective", None)
+    if inner is None:
+        return collective
+    return replace(collective, collective=with_momentum(inner, a, b))
+
+
+def moves(collective: object, state: dict[str, Tensor]) -> bool:
+    """Whether the next exchange computes momentum; `state` is the payload's."""
+    for each in layers(collective):
+        if hasattr(each, "with_momentum"):
+            return True
+        if traits(each).dense_next(state):
+            return False
+    return False
 
 
 def takes_over(collective: object) -> bool:
