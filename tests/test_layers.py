@@ -10,8 +10,8 @@ import gradtide
 ROOT = Path(gradtide.__file__).parent
 LAYERS = (
     {"ops"},
-    {"autograd", "bucket", "momentum", "opaque", "schedule", "promise", "telemetry"},
-    {"deferred", "select", "step"},
+    {"autograd", "bucket", "fields", "momentum", "opaque", "promise", "schedule"},
+    {"deferred", "select", "step", "telemetry"},
     {"collectives", "fusion", "probing"},
     {"testing", "transport"},
     {"engine", "agree", "admit"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 import time
@@ -215,3 +216,27 @@ def test_any_text_is_a_scheme_or_refused_at_once_and_imports_nothing() -> None:
     assert not found["wrong"]
     assert not found["imported"]
     assert set(found["outcomes"]) == {"scheme", "ValueError"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("topk(select=5)", "TopK(select=5): it has to be a Selector"),
+        ("topk(True)", "TopK(density=True): it has to be a finite number"),
+        ("Corrected(1)", "Corrected(collective=1): it has to be a Collective"),
+        ("Corrected(TopK)", "it has to be a Collective"),
+        ("ACPSGD(1e400)", "ACPSGD(rank=inf): it has to be a whole number"),
+        ("Warmup(TopK(), steps=1.5)", "Warmup(steps=1.5): it has to be a whole"),
+        ("exdyna(partition=4)", "Agreed(partition=4): use Even()"),
+        ("BySize(pieces=1.5)", "not a scheme"),
+        (
+            "Scheme(Dense(), BySize(pieces=1.5))",
+            "BySize(pieces=1.5): it has to be",
+        ),
+        ("spd_kfac(factor_every=True)", "KFAC(factor_every=True): it has to be a wh"),
+        ("oktopk-dera", "did you mean 'oktopk-dear'?"),
+    ],
+)
+def test_hyper_parameters_of_the_wrong_kind_are_refused(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        parse(text)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
 from typing import Any, cast
 
 from gradtide.bucket import Collective, layers, traits
@@ -34,6 +35,7 @@ from gradtide.collectives import (
     Warmup,
 )
 from gradtide.collectives.corrected import takes_over
+from gradtide.fields import check_fields
 from gradtide.fusion import FUSIONS, BySize, Fusion
 from gradtide.kfac import DISTRIBUTIONS, KFAC
 from gradtide.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
@@ -152,6 +154,9 @@ def parse(text: str) -> Scheme:
 
 def check(scheme: Scheme) -> Scheme:
     """The scheme itself; raises ValueError where a part of it has the wrong kind."""
+    for part in (scheme.collective, scheme.fusion):
+        if is_dataclass(part) and not isinstance(part, type):
+            check_fields(part)
     for part, method in ((scheme.collective, "reduce"), (scheme.fusion, "__call__")):
         if isinstance(part, type) or not hasattr(part, method):
             raise ValueError(f"{part!r} in {scheme!r} has no method {method!r}")
@@ -162,6 +167,9 @@ def check(scheme: Scheme) -> Scheme:
     _check_auto(scheme)
     if not isinstance(scheme.preconditioner, KFAC | None):
         raise ValueError(f"{scheme.preconditioner!r} is not a KFAC(...) or None")
+    check_fields(scheme.schedule)
+    if scheme.preconditioner is not None:
+        check_fields(scheme.preconditioner)
     if scheme.schedule.launch == "step":
         _check_local(scheme)
     return scheme
@@ -274,6 +282,9 @@ def _part(name: str) -> Any:
         return NAMES[name]
     if "." in name:
         return _loaded(name)
+    near = get_close_matches(name, [*RECIPES, *NAMES], cutoff=0.75)
+    if near:
+        raise ValueError(f"{_short(name)} is not known: did you mean {near[0]!r}?")
     raise ValueError(f"{_short(name)} is not known: {_known()}")
 
 
