@@ -237,9 +237,8 @@ class Training:
         Alone nothing is selected, and the optimizer can do it itself.
         """
         assert self.momentum is not None
-        a, b = self.momentum.now()
-        if self.engine.group.size == 1:
-            return False
+        alone = self.engine.group.size == 1
+        a, b = (0.0, 1.0) if alone else self.momentum.now()
         bucket.collective = with_momentum(bucket.collective, a, b)
         return a > 0 and moves(bucket.collective, bucket.load.state)
 

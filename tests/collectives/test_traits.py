@@ -13,7 +13,8 @@ from tests.test_sparse import batch, by_torch_save, network, poisoned, resumed, 
 
 import gradtide
 from gradtide.bucket import Collective, Payload, Traits, count
-from gradtide.collectives.corrected import takes_over
+from gradtide.collectives import Corrected, TopK, Warmup
+from gradtide.collectives.corrected import moves, takes_over, with_momentum
 from gradtide.ops import AllReduce, Flow, Group
 from gradtide.plan import rehearsal
 from gradtide.plan.conditions import refusal
@@ -141,6 +142,25 @@ def test_what_may_be_left_behind_is_saved_and_alarmed() -> None:
         assert (nothing, something) == (0, 4)
         assert any(map(math.isnan, weights))
         assert "2.weight is infinite or NaN on rank 1" in message
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A wrapper that says nothing of itself."""
+
+    collective: Collective
+
+    def reduce(self, load: Payload, group: Group) -> Flow:
+        return self.collective.reduce(load, group)
+
+
+def test_momentum_reaches_what_is_in_a_wrapper_that_says_nothing() -> None:
+    inner = Corrected(TopK(0.1))
+    silent = with_momentum(Silent(Warmup(inner, 2)), 0.9, 0.1)
+    assert silent == Silent(Warmup(inner.with_momentum(0.9, 0.1), 2))
+    done = [{"warmup.step": torch.tensor(step)} for step in (0, 1, 2)]
+    assert [moves(silent, state) for state in done] == [False, False, True]
+    assert not moves(Silent(TopK()), {})
 
 
 def test_momentum_is_asked_for_through_wrappers() -> None:
