@@ -40,7 +40,8 @@ class Corrected(Traits):
     """
 
     collective: Collective
-    momentum: tuple[float, float] = field(default=(0.0, 1.0), repr=False)  # a and b
+    # The factors a and b: no hyper-parameter, but handed over in every step.
+    momentum: tuple[float, float] = field(default=(0.0, 1.0), repr=False, compare=False)
     clip: float | None = None
 
     takes_momentum = True
