@@ -40,7 +40,11 @@ demo: $(READY) ## compare schemes on four emulated hosts at 100 Mb/s (minutes)
 	@echo "  $(DEMO_OUT)/record.json  all numbers, with versions, machine and commit"
 
 test: $(READY) ## run all tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@set -e; \
+	few() { "$$@" || test $$? -eq 5; }; \
+	few $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal \
+	    -m 'not alone' $(ARGS); \
+	few $(BIN)/python -m pytest -m alone $(ARGS)
 
 check: $(READY) ## formatting, lint, types, layers
 	@$(BIN)/ruff format --check .

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradtide
 from tests.ranks import TIMEOUT, run_ranks
 
+pytestmark = pytest.mark.alone
+
 DEAR = "Scheme(Dense(), fusion=BySize(0.004, 0.001, 1), schedule=DEAR)"
 
 

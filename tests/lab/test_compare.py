@@ -13,6 +13,8 @@ from gradtide.lab.compare import compare
 from gradtide.lab.launch import LabError
 from gradtide.lab.spec import Spec
 
+pytestmark = pytest.mark.alone
+
 SPEC = Spec(
     schemes=("ddp", "ddp-bf16", "dear"),
     workload="digits",

@@ -15,6 +15,8 @@ from tests.lab.emulated import needs_networks, processes_with
 
 import gradtide
 
+pytestmark = pytest.mark.alone
+
 # The command line without the package's own imports: torch takes seconds to start.
 MAIN = f"""
 import sys, types

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 PROGRAM = """
 import os
 import torch, torch.distributed as dist

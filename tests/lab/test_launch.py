@@ -10,6 +10,8 @@ from tests.lab.emulated import needs_networks
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.launch import LabError, launch
 
+pytestmark = pytest.mark.alone
+
 RATES = pytest.mark.parametrize("rate", [None, 1e9], ids=["loopback", "networks"])
 PYTHON = [sys.executable, "-I", "-c"]
 

@@ -9,6 +9,8 @@ from tests.lab.emulated import needs_networks
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.probe import probe, table
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize("rate", [5e7, 2.5e8])
 def test_links_deliver_what_was_asked_and_no_more(rate: float) -> None:

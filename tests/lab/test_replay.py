@@ -15,6 +15,8 @@ from torch import nn
 
 from gradtide.lab.workloads import build, replay, shapes, timing
 
+pytestmark = pytest.mark.alone
+
 COUNTS = {
     "resnet50": (25_557_032, 161),
     "bert-base": (109_482_240, 199),

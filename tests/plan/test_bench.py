@@ -23,6 +23,8 @@ from gradtide.plan.trace import StepTrace, Unit
 from gradtide.select import SELECTORS
 from gradtide.transport import Transport, connect
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 
 

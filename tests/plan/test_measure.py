@@ -18,6 +18,8 @@ from gradtide.plan.points import shape
 from gradtide.select import SELECTORS
 from gradtide.transport import connect
 
+pytestmark = pytest.mark.alone
+
 
 def _measure() -> Network:
     transport = connect(None, torch.device("cpu"))

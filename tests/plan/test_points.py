@@ -18,6 +18,8 @@ from gradtide.plan.measure import measure_link
 from gradtide.plan.network import Link, Network
 from gradtide.plan.points import Kind, kinds, sweep
 
+pytestmark = pytest.mark.alone
+
 ALPHA, MEETING = 3e-4, 2e-3  # seconds of a start, and of a meeting of all ranks
 SIZE = 8
 

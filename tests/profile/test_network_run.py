@@ -18,6 +18,8 @@ from gradtide.profile.network.progress import follow, passed_on, without_progres
 from gradtide.profile.network.report import device, fits, notes
 from gradtide.profile.network.run import Found, _rows
 
+pytestmark = pytest.mark.alone
+
 
 def call(*words: str) -> Result:
     return CliRunner().invoke(app, ["network", *words])

@@ -15,6 +15,8 @@ from gradtide.profile.cli import app
 from gradtide.profile.trace.run import Alone, Effort, here, trace
 from gradtide.profile.trace.subject import Wanted, build
 
+pytestmark = pytest.mark.alone
+
 MINE = """
 import torch
 from torch import nn
