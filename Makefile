@@ -10,9 +10,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
+DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test check docs format clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -52,6 +53,10 @@ check: $(READY) ## formatting, lint, types, layers
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_layers.py
 
+docs: $(DOCS) ## build the documentation into out/site, with every warning an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "  out/site/index.html"
+
 format: $(READY) ## sort imports and format
 	@$(BIN)/ruff check --quiet --select I --fix .
 	@$(BIN)/ruff format .
@@ -81,4 +86,10 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "Installing gradtide and its tools"
 	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+# What builds the documentation is not needed for anything else.
+$(DOCS): $(READY)
+	@echo "Installing what builds the documentation"
+	@$(PIP) install -c constraints.txt -e '.[docs]'
 	@touch $@

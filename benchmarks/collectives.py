@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradtide.core.ops import AllGather, Op, ReduceScatter
 from gradtide.lab.record import machine, versions
-from gradtide.ops import AllGather, Op, ReduceScatter
 from gradtide.transport import Transport, connect
 
 

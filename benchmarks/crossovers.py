@@ -24,11 +24,11 @@ from typing import Annotated
 
 import typer
 
-from gradtide.bucket import Collective
 from gradtide.collectives import Dense, GTopK, TopK, TopKA2A, TopkDSA
-from gradtide.plan.network import Device, Network
-from gradtide.plan.trace import StepTrace, Unit
-from gradtide.plan.virtual import simulate
+from gradtide.core.payload import Collective
+from gradtide.planner.network import Device, Network
+from gradtide.planner.trace import StepTrace, Unit
+from gradtide.planner.virtual import simulate
 from gradtide.scheme import Scheme
 
 NUMEL = 1 << 22

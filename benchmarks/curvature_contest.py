@@ -46,7 +46,6 @@ from gradtide.lab.record import commit, machine, versions
 from gradtide.lab.trial import Clock, Trial, compete
 from gradtide.lab.workloads import Workload
 from gradtide.lab.workloads.workload import TRAIN, seeded, stream
-from gradtide.schedule import WFBP
 
 SETTING = "damping=0.003, decay=0.95, kl_clip=0.001, placement='measured'"
 NAMES = ("mpd", "spd", "pad", "dp")
@@ -159,16 +158,8 @@ def peers(args: argparse.Namespace) -> Iterator[Contestant]:
             symmetry_aware=True,
         )
         own.optimizer.register_step_pre_hook(lambda *_, p=peer: p.step())
-        yield Contestant(
-            name=f"kfac-pytorch {strategy.name} {megabytes:g} MB",
-            schedule=WFBP,
-            workload=own,
-            module=module,
-            scheduler=None,
-            clip=lambda norm: norm,
-            flush=lambda: None,
-            leave=lambda: None,
-        )
+        name = f"kfac-pytorch {strategy.name} {megabytes:g} MB"
+        yield Contestant(name, own, module)
 
 
 def package_version() -> str | None:

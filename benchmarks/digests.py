@@ -40,9 +40,9 @@ from torch import Tensor, nn
 import gradtide
 from gradtide.fusion import BySize
 from gradtide.lab.record import commit, machine, versions
-from gradtide.plan import network as networks
-from gradtide.plan import trace as traces
-from gradtide.plan.virtual import simulate
+from gradtide.planner import network as networks
+from gradtide.planner import trace as traces
+from gradtide.planner.virtual import simulate
 from gradtide.scheme import RECIPES, Scheme, parse
 
 SIZES = (2, 3)
@@ -81,7 +81,8 @@ def _cut(scheme: Scheme) -> Scheme:
     second = scheme.preconditioner
     if second is not None:
         second = replace(second, factor_every=2, inverse_every=4)
-    return replace(scheme, fusion=BySize(0.1, ends=0.02), preconditioner=second)
+    fusion = BySize(0.1, ends=0.02, pieces=6)
+    return replace(scheme, fusion=fusion, preconditioner=second)
 
 
 def model() -> nn.Module:

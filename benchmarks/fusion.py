@@ -35,9 +35,9 @@ from gradtide.fusion import (
 from gradtide.lab.record import commit, machine, versions
 from gradtide.lab.workloads.replay import STEP_MS
 from gradtide.lab.workloads.shapes import units
-from gradtide.plan.network import Network
-from gradtide.plan.trace import StepTrace, Unit
-from gradtide.plan.virtual import simulate
+from gradtide.planner.network import Network
+from gradtide.planner.trace import StepTrace, Unit
+from gradtide.planner.virtual import simulate
 from gradtide.scheme import Scheme, parse
 
 WORKLOADS = ("resnet50", "bert-base", "bert-large", "gpt2")

@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from gradtide.lab.record import commit, machine, milliseconds, versions
-from gradtide.plan import network as networks
-from gradtide.plan import search
-from gradtide.plan import trace as traces
-from gradtide.plan.virtual import Prediction, simulate
+from gradtide.planner import network as networks
+from gradtide.planner import search
+from gradtide.planner import trace as traces
+from gradtide.planner.virtual import Prediction, simulate
 from gradtide.scheme import parse
 
 WORKLOADS = ("replay:resnet50", "replay:bert-base")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradtide.lab.rate import parse_rate
-from gradtide.plan.network import Network
-from gradtide.plan.virtual import simulate
+from gradtide.planner.network import Network
+from gradtide.planner.virtual import simulate
 from gradtide.scheme import parse
 from gradtide.simulate.grid import read_trace
 

@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from gradtide.collectives import Dense
+from gradtide.core.schedule import SEQUENTIAL, WFBP
 from gradtide.fusion import BySize, MgWfbp, PerTensor
-from gradtide.plan.network import Device, Line, Link, Network
-from gradtide.plan.trace import StepTrace
-from gradtide.plan.virtual import simulate
-from gradtide.schedule import SEQUENTIAL, WFBP
+from gradtide.planner.network import Device, Line, Link, Network
+from gradtide.planner.trace import StepTrace
+from gradtide.planner.virtual import simulate
 from gradtide.scheme import Scheme
 from gradtide.simulate.grid import replayed
 

@@ -37,21 +37,21 @@ from rich.console import Console
 from rich.table import Table
 
 from gradtide.collectives import Dense
+from gradtide.core.ops import Broadcast, Cut, Flow, Group
+from gradtide.core.schedule import WFBP
 from gradtide.fusion import BySize
 from gradtide.kfac import KFAC
-from gradtide.kfac.assign import EVERYWHERE, Assignment, sequence
+from gradtide.kfac.assign import EVERYWHERE, Assignment
+from gradtide.kfac.costs import InverseTime
 from gradtide.kfac.distributions import assignment
 from gradtide.kfac.flows import Piece, Share
-from gradtide.kfac.layers import Layer
-from gradtide.kfac.timing import InverseTime
-from gradtide.kfac.worker import Worker
-from gradtide.ops import Broadcast, Cut, Flow, Group
-from gradtide.plan.network import Device, Link, Network, Rate
-from gradtide.plan.parts import META, Parts, Queues
-from gradtide.plan.trace import StepTrace
-from gradtide.plan.transport import VirtualTransport
-from gradtide.plan.virtual import simulate
-from gradtide.schedule import WFBP
+from gradtide.kfac.layers import Layer, sequence
+from gradtide.kfac.parts import Worker
+from gradtide.planner.network import Device, Link, Network, Rate
+from gradtide.planner.parts import META, Parts, Queues
+from gradtide.planner.trace import StepTrace
+from gradtide.planner.transport import VirtualTransport
+from gradtide.planner.virtual import simulate
 from gradtide.scheme import Scheme
 from gradtide.simulate.grid import replayed
 
@@ -94,7 +94,7 @@ class Broadcasts:
         return self.share.pieces
 
     @property
-    def views(self) -> Mapping[int, torch.Tensor]:
+    def views(self) -> Mapping[Piece, torch.Tensor]:
         return self.share.views
 
     def run(self, group: Group) -> Flow:
@@ -146,7 +146,7 @@ class Published(Parts):
         self, config: KFAC, layers: Sequence[Layer], size: int, *rest: Any
     ) -> Assignment:
         found = assignment(config, layers, size, *rest)
-        dims = [layers[i].dim(kind) for i, kind in sequence(len(layers))]
+        dims = [layer.dim(kind) for layer, kind in sequence(layers)]
         if self._method == "D-KFAC":
             return replace(found, owners=(EVERYWHERE,) * len(dims))
         if self._method == "SPD-KFAC":

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import gradtide
-from gradtide.lab.workloads import gpt, text
+from gradtide.lab.workloads import gpt
 from gradtide.lab.workloads.workload import classification_loss
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    train, held_out = text.corpus()
+    train, held_out = gpt.corpus()
     model = gpt.GPT()
     optimizer = gpt.adamw(model)
     scheduler = gpt.warm_up_cosine(optimizer)

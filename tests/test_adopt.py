@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.collectives import COLLECTIVES, Dense
+from gradtide.core.schedule import DEAR
 from gradtide.fusion import Trace
-from gradtide.schedule import DEAR
 from gradtide.scheme import Scheme
 from tests.ranks import run_ranks
 
@@ -245,10 +245,10 @@ def _in_place() -> None:
         model(batch(step)).square().mean().backward()
         opt.step()
         opt.zero_grad()
-    first = sync._training.placement.buckets[0].load.flat
+    first = sync._training.placement.buckets[0].payload.flat
     sync.adopt("Scheme(TopK(0.05), BySize(100.0))")
     (whole,) = sync._training.placement.buckets
-    assert whole.load.flat.data_ptr() == first.data_ptr()
+    assert whole.payload.flat.data_ptr() == first.data_ptr()
     sync.remove()
 
 
@@ -268,11 +268,11 @@ def _remembered() -> None:
         opt.zero_grad()
     sync.adopt("Scheme(Warmup(TopK(0.1), 4), BySize(0.004, ends=0.001))")
     for home in sync._training.placement.buckets:
-        assert int(home.load.state["warmup.step"]) == 5
+        assert int(home.payload.state["warmup.step"]) == 5
         if len(home.slots) > 1:  # it is a new one
-            assert set(home.load.state) == {"warmup.step"}
+            assert set(home.payload.state) == {"warmup.step"}
     sync.adopt("Scheme(TopK(0.1))")
-    assert not any(home.load.state for home in sync._training.placement.buckets)
+    assert not any(home.payload.state for home in sync._training.placement.buckets)
     sync.remove()
 
 

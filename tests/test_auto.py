@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradtide
-from gradtide.auto import decision, pilot
-from gradtide.auto.decision import Seen
-from gradtide.auto.hands import Hands
 from gradtide.collectives import Auto, Warmup
-from gradtide.plan.network import Network
-from gradtide.plan.search import DENSE, Choice, in_order
-from gradtide.plan.trace import StepTrace, Unit
-from gradtide.plan.virtual import Prediction
+from gradtide.planner.auto import decision, selector
+from gradtide.planner.auto.decision import Seen
+from gradtide.planner.auto.inspector import LoopInspector
+from gradtide.planner.network import Network
+from gradtide.planner.search import DENSE, Choice, in_order
+from gradtide.planner.trace import StepTrace, Unit
+from gradtide.planner.virtual import Prediction
 from gradtide.scheme import RECIPES, Scheme, parse
 from tests.ranks import run_ranks
-from tests.test_replicate import data, plain
+from tests.test_replica import data, plain
 
 STEPS = 5  # until it decides
 AUTO = f"auto(steps={STEPS})"
@@ -139,7 +139,7 @@ def test_whatever_is_raised_on_a_rank_all_stay(
     rank: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decide_for(monkeypatch, "dear")
-    where = pilot if name == "Seen" else decision
+    where = selector if name == "Seen" else decision
     monkeypatch.setattr(where, name, raising(rank, name))
 
     def work() -> list[str]:
@@ -309,9 +309,9 @@ def test_deferred_updates_need_gradients_left_alone(
 def test_a_closure_is_an_obstacle() -> None:
     model = plain()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    hands = Hands(model, opt)
+    inspector = LoopInspector(model, opt)
     opt.step(lambda: torch.zeros(()))
-    assert "closure" in hands.obstacle
+    assert "closure" in inspector.obstacle
 
 
 # - The plan ---------------------------------------------------------------------------

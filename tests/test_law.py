@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Collective, Payload
 from gradtide.collectives import COLLECTIVES, Dense
-from gradtide.local import Weighed
-from gradtide.ops import AllReduce, Broadcast, Flow, Group
+from gradtide.core.ops import AllReduce, Broadcast, Flow, Group
+from gradtide.core.payload import Collective, Payload
 from gradtide.testing import DivergedError, check_law, lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -36,12 +35,14 @@ def test_what_is_weighed_travels_by_its_weight(
     loads = []
     for _ in range(size):
         flat = torch.randn(400 * size, generator=rng)
-        loads.append(Weighed(flat, [flat], weigh=partial(_shrunk, flat)))
-    before = torch.stack([load.flat for load in loads]).sum(0)
+        loads.append(Payload(flat, [flat], weigh=partial(_shrunk, flat)))
+    before = torch.stack([payload.flat for payload in loads]).sum(0)
     collective = replace(make(), density=0.05)  # type: ignore[type-var]
-    flows = [collective.reduce(load, Group(r, size)) for r, load in enumerate(loads)]
+    flows = [
+        collective.reduce(payload, Group(r, size)) for r, payload in enumerate(loads)
+    ]
     for mean in lockstep(flows):
-        after = torch.stack([load.flat for load in loads]).sum(0)
+        after = torch.stack([payload.flat for payload in loads]).sum(0)
         torch.testing.assert_close(size * mean + after, before)
         assert mean[0::2].any()
         assert not mean[1::2].any()
@@ -82,16 +83,16 @@ def test_dense_is_the_mean_and_moves_the_least_bytes(size: int) -> None:
 
 
 class Loses:
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        mean = (yield AllReduce(load.flat.clone())) / group.size
-        load.flat.zero_()
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        mean = (yield AllReduce(payload.flat.clone())) / group.size
+        payload.flat.zero_()
         return mean * 0.99
 
 
 class Differs:
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        yield AllReduce(load.flat) if group.rank else Broadcast(load.flat, 0)
-        return load.flat
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        yield AllReduce(payload.flat) if group.rank else Broadcast(payload.flat, 0)
+        return payload.flat
 
 
 def test_the_law_finds_what_is_lost() -> None:

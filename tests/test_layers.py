@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import gradtide
 
 ROOT = Path(gradtide.__file__).parent
 LAYERS = (
-    {"ops"},
-    {"autograd", "bucket", "fields", "momentum", "opaque", "promise", "schedule"},
-    {"deferred", "select", "step", "telemetry"},
-    {"collectives", "fusion", "probing"},
-    {"testing", "transport"},
-    {"engine", "agree", "admit"},
-    {"gradients", "kfac"},
-    {"layout", "scheme"},
-    {"broadcast", "owners", "placement"},
-    {"alarm", "preconditioning", "state"},
-    {"local", "updates"},
-    {"training"},
-    {"hooks", "plan", "tune"},
-    {"auto"},
-    {"replicate"},
+    {"core"},
+    {"fusion", "selectors"},
+    {"collectives", "testing", "transport"},
+    {"kfac"},
+    {"scheme"},
+    {"runtime"},
+    {"planner"},
+    {"replica"},
     {"lab", "integrations"},
     {"profile", "simulate"},
-    {"cli", "__init__", "__main__"},
+    {"cli", "__init__"},
+    {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FREE = LEVEL["lab"]  # from here up, torch.distributed may be imported
 
 
-def imports(path: Path) -> set[str]:
+def imports(path: Path, loaded: bool = False) -> set[str]:
+    """What a file imports; only what is `loaded` with it, or in its functions too."""
     tree, found = ast.parse(path.read_text()), set()
-    for node in ast.walk(tree):
+    for node in tree.body if loaded else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -44,6 +41,24 @@ def imports(path: Path) -> set[str]:
 
 def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules() -> Iterator[tuple[str, set[str]]]:
+    """Every module, and those that are loaded with it."""
+    paths = {module(path): path for path in ROOT.rglob("*.py")}
+    for name, path in paths.items():
+        found = set()
+        for there in imports(path, loaded=True):
+            while there not in paths and "." in there:
+                there = there.rpartition(".")[0]
+            if there in paths and there != name:
+                found.add(there)
+        yield name, found
 
 
 def test_every_module_has_a_layer_and_imports_only_lower_ones() -> None:
@@ -58,6 +73,10 @@ def test_every_module_has_a_layer_and_imports_only_lower_ones() -> None:
                 continue
             there = parts[1] if parts[1] in LEVEL else "__init__"
             assert LEVEL[there] < LEVEL[here], f"{path.name} imports {name}"
+
+
+def test_no_module_needs_itself() -> None:
+    tuple(TopologicalSorter(dict(modules())).static_order())  # raises for a cycle
 
 
 def test_process_groups_and_devices_stay_in_their_room() -> None:

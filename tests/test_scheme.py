@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from gradtide.bucket import Payload
 from gradtide.collectives import (
     Corrected,
     Dense,
@@ -21,10 +20,11 @@ from gradtide.collectives import (
     TopKA2A,
     Warmup,
 )
+from gradtide.core.ops import Flow, Group
+from gradtide.core.payload import Payload
+from gradtide.core.schedule import DEAR, Schedule
 from gradtide.fusion import BySize, PerTensor, Trace
-from gradtide.layout import lay_out
-from gradtide.ops import Flow, Group
-from gradtide.schedule import DEAR, Schedule
+from gradtide.runtime.placement import lay_out
 from gradtide.scheme import RECIPES, Scheme, parse
 
 
@@ -120,8 +120,8 @@ def test_what_cannot_be_parsed_is_refused_by_name(text: str, words: str) -> None
 
 @dataclass(frozen=True)
 class Mine:
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        return Dense().reduce(load, group)
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        return Dense().reduce(payload, group)
 
 
 def test_text_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +191,11 @@ def test_by_size_covers_everything_within_its_limits() -> None:
     sizes = [M, M, 4 * M, 30 * M, M // 2, M // 2]
     assert cut(sizes, BySize()) == [[M], [M, 4 * M], [30 * M], [M // 2, M // 2]]
     sizes = [100, 4 * M, 100, 4 * M, 100, 4 * M, 3 * M]
-    assert cut(sizes, BySize()) == [[100], [4 * M], [100, 4 * M], [100, 4 * M], [3 * M]]
+    small = BySize(pieces=6)
+    assert cut(sizes, small) == [[100], [4 * M], [100, 4 * M], [100, 4 * M], [3 * M]]
     assert cut([M, M], BySize()) == [[M, M]]  # small models travel whole
-    assert len(cut([M // 10] * 60, BySize())) == 6  # and others in several pieces
+    assert len(cut([M // 10] * 60, small)) == 6  # and others in several pieces
+    assert len(cut([M // 10] * 60, BySize())) == 4
     assert BySize()(Trace([])) == []
     assert len(PerTensor()(Trace(sizes))) == len(sizes)
 

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import gradtide
-from gradtide import training
 from gradtide.collectives import COLLECTIVES, Dense
+from gradtide.runtime import hooks
 from gradtide.scheme import Scheme, parse
 from tests.ranks import run_ranks
 
@@ -118,8 +118,8 @@ def test_the_product_of_features(collective: str, size: int) -> None:
 def test_gradients_may_be_taken_in_as_they_arrive(schedule: str) -> None:
     def run() -> list[list[float]]:
         trained = []
-        for large in (training.LARGE, 1):
-            training.LARGE = large  # type: ignore[attr-defined]
+        for large in (hooks.LARGE, 1):
+            hooks.LARGE = large  # type: ignore[attr-defined]
             for scheme in ("OkTopk", "Agreed", "TopKA2A"):
                 weights = train(named(scheme, 0.1, schedule), "sgd", 5, 2)
                 trained.append(weights.tolist())

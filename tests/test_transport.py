@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradtide.ops import (
+from gradtide.core.ops import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -25,8 +25,8 @@ from gradtide.ops import (
 )
 from gradtide.testing import answer
 from gradtide.transport import Transport, connect
+from gradtide.transport.comm_queue import CommQueue
 from gradtide.transport.gloo import GlooTransport
-from gradtide.transport.lane import Lane
 from tests.ranks import run_ranks
 
 
@@ -124,12 +124,12 @@ def _disjoint() -> None:
         assert isinstance(transport, GlooTransport)
         transports.append(transport)
     if not odd:
-        said = transports[0]._witness.explain("probe", RuntimeError("lost"), None)
+        said = transports[0]._reporter.explain("probe", RuntimeError("lost"), None)
         assert "all ranks noticed" in said
     dist.barrier()
     if odd and rank == 0:
         for transport in transports:
-            said = transport._witness.explain("probe", RuntimeError("lost"), None)
+            said = transport._reporter.explain("probe", RuntimeError("lost"), None)
             assert "rank 1 does not respond" in said
     dist.barrier()
     for transport in transports:
@@ -206,40 +206,40 @@ def _together() -> None:
 
 
 def test_a_lane_runs_in_order_and_stops_at_the_first_error() -> None:
-    lane, ran = Lane("test"), list[int]()
+    queue, ran = CommQueue("test"), list[int]()
 
     def fail() -> None:
         raise OSError("wire")
 
-    first = lane.submit(nothing, lambda: ran.append(1))
-    second = lane.submit(fail, lambda: ran.append(2))
-    third = lane.submit(lambda: ran.append(3), nothing)
+    first = queue.submit(nothing, lambda: ran.append(1))
+    second = queue.submit(fail, lambda: ran.append(2))
+    third = queue.submit(lambda: ran.append(3), nothing)
     first.join()
     for ticket in (second, third):
         with pytest.raises(OSError, match="wire"):
             ticket.join()
-    lane.close()
+    queue.close()
     assert ran == [1]
 
 
 def test_the_next_errand_begins_early_once_and_its_error_is_its_own() -> None:
-    lane, ran = Lane("test"), list[str]()
+    queue, ran = CommQueue("test"), list[str]()
     gate = threading.Event()
 
     def work() -> None:
         gate.wait()
-        lane.begin_next()
-        lane.begin_next()
+        queue.begin_next()
+        queue.begin_next()
         ran.append("first")
 
     def fail() -> None:
         ran.append("begun")
         raise OSError("wire")
 
-    first, second = lane.submit(nothing, work), lane.submit(fail, nothing)
+    first, second = queue.submit(nothing, work), queue.submit(fail, nothing)
     gate.set()
     first.join()
     with pytest.raises(OSError, match="wire"):
         second.join()
-    lane.close()
+    queue.close()
     assert ran == ["begun", "first"]

@@ -1,12 +1,81 @@
-"""Data-parallel PyTorch training over networks that cannot keep up."""
+"""Data-parallel PyTorch training over networks that cannot keep up.
 
-from gradtide.replicate import Replica as Replica
-from gradtide.replicate import replicate as replicate
-from gradtide.schedule import DEAR as DEAR
-from gradtide.schedule import LOCAL as LOCAL
-from gradtide.schedule import SEQUENTIAL as SEQUENTIAL
-from gradtide.schedule import WFBP as WFBP
-from gradtide.scheme import Scheme as Scheme
-from gradtide.transport import CommunicationError as CommunicationError
+`replicate` averages the gradients of a model over all ranks. A scheme says how: it is a
+name or a text, or is built from the parts that are exported here, which have the names
+that the text has.
+"""
+
+from gradtide.collectives import (
+    ACPSGD,
+    Agreed,
+    Auto,
+    ByNorm,
+    Corrected,
+    Dense,
+    Dynamic,
+    Even,
+    GTopK,
+    Leader,
+    OkTopk,
+    PowerSGD,
+    TopK,
+    TopKA2A,
+    TopkDSA,
+    Warmup,
+)
+from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
+from gradtide.fusion import (
+    Bayesian,
+    BinarySearch,
+    BySize,
+    Cuts,
+    MgWfbp,
+    PerTensor,
+)
+from gradtide.kfac import KFAC
+from gradtide.replica import Replica, replicate
+from gradtide.scheme import Scheme, parse
+from gradtide.selectors import Exact, Threshold
+from gradtide.transport import CommunicationError
 
 __version__ = "0.1.0"
+
+# Nothing is gained by importing parts later: the parser knows, and loads, all of them.
+__all__ = [
+    "ACPSGD",
+    "DEAR",
+    "KFAC",
+    "LOCAL",
+    "SEQUENTIAL",
+    "WFBP",
+    "Agreed",
+    "Auto",
+    "Bayesian",
+    "BinarySearch",
+    "ByNorm",
+    "BySize",
+    "CommunicationError",
+    "Corrected",
+    "Cuts",
+    "Dense",
+    "Dynamic",
+    "Even",
+    "Exact",
+    "GTopK",
+    "Leader",
+    "MgWfbp",
+    "OkTopk",
+    "PerTensor",
+    "PowerSGD",
+    "Replica",
+    "Schedule",
+    "Scheme",
+    "Threshold",
+    "TopK",
+    "TopKA2A",
+    "TopkDSA",
+    "Warmup",
+    "__version__",
+    "parse",
+    "replicate",
+]

@@ -8,45 +8,46 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, cast
 
-from gradtide.bucket import Collective, layers, traits
-from gradtide.collectives import (
-    ACPSGD,
-    COLLECTIVES,
-    PARTITIONS,
-    WRAPPERS,
-    Agreed,
-    Auto,
-    ByNorm,
-    Corrected,
-    Dense,
-    Dynamic,
-    Even,
-    GTopK,
-    Leader,
-    OkTopk,
-    PowerSGD,
-    TopK,
-    TopKA2A,
-    TopkDSA,
-    Warmup,
-)
+from gradtide import collectives
+from gradtide.collectives import COLLECTIVES, PARTITIONS, WRAPPERS, Auto, Dense
 from gradtide.collectives.corrected import takes_over
-from gradtide.fields import check_fields
+from gradtide.core.fields import check_fields
+from gradtide.core.payload import Collective, layers, traits
+from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
 from gradtide.fusion import FUSIONS, BySize, Fusion
 from gradtide.kfac import DISTRIBUTIONS, KFAC
-from gradtide.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
-from gradtide.select import SELECTORS
+from gradtide.selectors import SELECTORS
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A complete way to average gradients; `collective` is applied to every bucket.
+    """A complete way to average gradients: what travels, in which buckets, and when.
 
-    With a `preconditioner` the optimizer gets what that makes of the averages.
+    A scheme's text is its constructor call: `parse(repr(scheme)) == scheme`. From
+    Python it is built from the same names, as in
+    `gradtide.Scheme(gradtide.OkTopk(0.01), schedule=gradtide.DEAR)`.
+
+    Args:
+        collective: What travels of every bucket: `Dense`, `OkTopk`, ..., a wrapper
+            around one, or a frozen dataclass of your own with a method `reduce`. The
+            default is `Dense()`, because it is exact.
+        fusion: Which gradients travel in one bucket: `BySize`, a search, ... The
+            default, `BySize()`, needs no measurement. Sparse recipes have `BySize(25.0,
+            ends=25.0, pieces=1)`.
+        schedule: When buckets leave, and when parameters change: SEQUENTIAL, WFBP,
+            DEAR, LOCAL, or another `Schedule`. The default, WFBP, is that of
+            DistributedDataParallel: gradients are there when backward returns.
+        preconditioner: A `KFAC` that preconditions the averages before the optimizer
+            gets them. None, the default, leaves them as they are.
+
+    Raises:
+        ValueError: A part refuses its own fields when it is made. Parts of the wrong
+            kind, and such as do not go together, are refused by `replicate` and by
+            `parse`.
     """
 
     collective: Collective = Dense()  # noqa: RUF009  (frozen: cannot be shared by mistake)
@@ -65,17 +66,17 @@ _WIRED = {"": Dense(), "-bf16": Dense("bf16"), "-fp16": Dense("fp16")}
 _SCHEDULES = {"sequential": SEQUENTIAL, "wfbp": WFBP, "dear": DEAR}
 _SUFFIXES = {"": WFBP, "-dear": DEAR}
 _SPARSE: dict[str, Collective] = {
-    "topk": TopK(),
-    "gtopk": GTopK(),
-    "topka2a": TopKA2A(),
-    "topkdsa": TopkDSA(),
-    "oktopk": OkTopk(),
-    "micro": Agreed(partition=Even()),
-    "exdyna": Agreed(partition=Dynamic()),
-    "deft": Agreed(partition=ByNorm()),
-    "leader": Leader(),
-    "powersgd": PowerSGD(),
-    "acpsgd": ACPSGD(),
+    "topk": collectives.TopK(),
+    "gtopk": collectives.GTopK(),
+    "topka2a": collectives.TopKA2A(),
+    "topkdsa": collectives.TopkDSA(),
+    "oktopk": collectives.OkTopk(),
+    "micro": collectives.Agreed(partition=collectives.Even()),
+    "exdyna": collectives.Agreed(partition=collectives.Dynamic()),
+    "deft": collectives.Agreed(partition=collectives.ByNorm()),
+    "leader": collectives.Leader(),
+    "powersgd": collectives.PowerSGD(),
+    "acpsgd": collectives.ACPSGD(),
 }
 # Densities that `warmup` steps go through in equal shares, as far as they are above the
 # collective's own: dense first, when gradients change fastest.
@@ -123,15 +124,25 @@ NAMES: dict[str, Any] = {
 
 
 def parse(text: str) -> Scheme:
-    """The scheme that a recipe's name or a constructor call stands for.
+    """Return the scheme that a text stands for: a recipe's name or a constructor call.
 
-    A call may use constants, the names in NAMES, and dotted paths to frozen dataclasses
-    of modules that the program has imported: text, which may come out of a checkpoint,
-    imports nothing. A bare collective stands for a scheme with default fusion and
-    schedule; a recipe may be called with hyper-parameters of its preconditioner if it
-    has one, otherwise with those of its collective, `warmup`, a number of steps
-    (RAMP), and `corrected`. Raises ValueError naming what is wrong and what
-    is known.
+    A call may use constants, the names of the parts that `gradtide` exports, and dotted
+    paths to frozen dataclasses of modules that the program has imported. A text may
+    come out of a checkpoint, so it imports and runs nothing else. A recipe may be
+    called with other hyper-parameters of its collective, or of its K-FAC:
+    "oktopk(0.001)", "spd_kfac(damping=0.01)"; `warmup=N` has it begin with N steps at
+    higher densities, and `corrected=True` has it compute the optimizer's momentum
+    before selection. A collective alone has the default fusion and schedule.
+
+    Args:
+        text: The text, of at most 20000 characters and 30 pairs of brackets.
+
+    Returns:
+        The scheme, whose parts are of the right kind and go together.
+
+    Raises:
+        ValueError: The text is no scheme. The message says what is wrong, and what is
+            known or meant.
     """
     if len(text) > LONGEST or text.count("(") + text.count("[") > BRACKETS:
         raise ValueError(
@@ -153,56 +164,49 @@ def parse(text: str) -> Scheme:
 
 
 def check(scheme: Scheme) -> Scheme:
-    """The scheme itself; raises ValueError where a part of it has the wrong kind."""
-    for part in (scheme.collective, scheme.fusion):
-        if is_dataclass(part) and not isinstance(part, type):
-            check_fields(part)
-    for part, method in ((scheme.collective, "reduce"), (scheme.fusion, "__call__")):
-        if isinstance(part, type) or not hasattr(part, method):
-            raise ValueError(f"{part!r} in {scheme!r} has no method {method!r}")
-    if not isinstance(scheme.schedule, Schedule):
-        raise ValueError(
-            f"{scheme.schedule!r} is not a Schedule (SEQUENTIAL, WFBP, DEAR, LOCAL)"
-        )
-    _check_auto(scheme)
-    if not isinstance(scheme.preconditioner, KFAC | None):
-        raise ValueError(f"{scheme.preconditioner!r} is not a KFAC(...) or None")
-    check_fields(scheme.schedule)
-    if scheme.preconditioner is not None:
-        check_fields(scheme.preconditioner)
-    if scheme.schedule.launch == "step":
-        _check_local(scheme)
-    return scheme
-
-
-def _check_auto(scheme: Scheme) -> None:
-    """`auto` decides on everything itself."""
+    """The scheme itself; raises ValueError where a part of it has the wrong kind, or
+    parts do not go together."""
+    check_fields(scheme)
     outer, *wrapped = layers(scheme.collective)
+    kfac = scheme.preconditioner is not None
     if any(traits(each).undecided for each in wrapped):
         raise ValueError(
             f"{scheme.collective!r}: what auto decides on cannot be wrapped; use "
             "auto(lossy=True, warmup=160)"
         )
-    alone = scheme.schedule == WFBP and scheme.preconditioner is None
-    if traits(outer).undecided and not alone:
+    if traits(outer).undecided and (kfac or scheme.schedule != WFBP):
         raise ValueError(
             f"{scheme!r}: auto begins as wfbp and decides on the schedule itself, and "
             "cannot be combined with K-FAC: leave both out"
         )
-
-
-def _check_local(scheme: Scheme) -> None:
-    """What is exchanged are steps, not gradients."""
-    if scheme.preconditioner is not None:
+    local = scheme.schedule.launch == "step"
+    if local and kfac:
         raise ValueError(
             f"{scheme!r}: K-FAC is made of averaged gradients, which are not to be had "
             "where steps are exchanged: use WFBP or DEAR"
         )
-    if takes_over(scheme.collective):
+    if local and takes_over(scheme.collective):
         raise ValueError(
             f"{scheme!r}: the steps that are exchanged have the optimizer's momentum: "
             "leave out corrected"
         )
+    return scheme
+
+
+def undecided(scheme: Scheme) -> Auto | None:
+    """The hyper-parameters of a scheme that is still to be chosen; None of others."""
+    own = scheme.collective
+    return cast(Auto, own) if traits(own).undecided else None
+
+
+def start(scheme: Scheme) -> Scheme:
+    """What to train with until there is a decision; the scheme itself if it is one.
+
+    A lossy `Auto` keeps its place: checkpoints then have room for the residuals of the
+    scheme that is decided on.
+    """
+    auto = undecided(scheme)
+    return scheme if auto is None or auto.lossy else replace(scheme, collective=Dense())
 
 
 # Characters, room for the cuts of thousands of tensors; and brackets that are opened.
@@ -289,13 +293,12 @@ def _part(name: str) -> Any:
 
 
 def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
-    """The recipe with other hyper-parameters of its collective: oktopk(0.001).
+    """The recipe with other hyper-parameters: of its preconditioner if it has one,
+    spd_kfac(damping=0.01), otherwise of its collective, oktopk(0.001).
 
-    Or of its preconditioner: spd_kfac(damping=0.01). With `warmup=N` the first
-    N steps go down to the collective's density by RAMP. With `corrected=True` the
-    optimizer's momentum is computed before selection, and all N steps are dense:
-    where much is sent, masking leaves little of the momentum. Where steps are exchanged
-    afterwards two thirds are dense, and the others go down by STEPS_RAMP.
+    With `warmup=N` the first N steps go down to the collective's density by RAMP; where
+    steps are exchanged, two thirds are dense and the others go down by STEPS_RAMP. With
+    `corrected=True` the optimizer's momentum is computed before selection.
     """
     kfac = recipe.preconditioner
     if kfac is not None:
@@ -314,7 +317,7 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
     if corrected and "density" not in names:
         raise TypeError(f"corrected=True: {collective!r} selects nothing")
     if corrected:
-        collective = Corrected(collective)
+        collective = collectives.Corrected(collective)
     if steps != 0:
         own = getattr(collective, "density", 1.0)
         ramp = tuple(d for d in RAMP if d > own) or (1.0,)
@@ -326,7 +329,7 @@ def _adjust(recipe: Scheme, args: list[Any], named: dict[str, Any]) -> Scheme:
                 f"warmup={steps!r}: a number of steps, {len(ramp)} or more, for "
                 f"densities {ramp}"
             )
-        collective = Warmup(collective, steps // len(ramp), ramp)
+        collective = collectives.Warmup(collective, steps // len(ramp), ramp)
     return replace(recipe, collective=collective)
 
 

@@ -14,22 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Collective, Payload
-from gradtide.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Cut,
-    Flow,
-    Group,
-    Op,
-    ReduceScatter,
-    Swap,
-    ToHost,
-    part_sizes,
-    payload_bytes,
-)
+from gradtide.core import ops
+from gradtide.core.ops import Flow, Group, Op
+from gradtide.core.payload import Collective, Payload
 
 
 class DivergedError(RuntimeError):
@@ -41,124 +28,103 @@ def lockstep(
 ) -> list[Tensor]:
     """Run one flow per rank to its end; returns the results in rank order.
 
-    `traffic` is given the payload bytes of all ranks by request name, and the number of
-    "rounds". Raises DivergedError when ranks disagree on what comes next.
+    `traffic` counts the payload bytes of all ranks by request name, and "rounds".
+    Raises DivergedError when ranks disagree on what comes next.
     """
     answers: list[Any] = [None] * len(flows)
     while True:
-        asked: dict[int, Any] = {}
-        results: dict[int, Tensor] = {}
-        for rank, (flow, answer) in enumerate(zip(flows, answers, strict=True)):
+        asked: list[Any] = []
+        results: list[Tensor] = []
+        for flow, reply in zip(flows, answers, strict=True):
             try:
-                asked[rank] = flow.send(answer)
+                asked.append(flow.send(reply))
             except StopIteration as stop:
-                results[rank] = stop.value
-        if results and asked:
-            rank, op = next(iter(asked.items()))
-            raise DivergedError(
-                f"rank {next(iter(results))} returned while rank {rank} asks for "
-                f"{_name(op)}"
-            )
+                results.append(stop.value)
+                asked.append(None)
+        names = [_name(op) for op in asked]
+        for rank, name in enumerate(names):
+            if name != names[0]:
+                raise DivergedError(
+                    f"rank 0 asks for {names[0]}, rank {rank} for {name}"
+                )
         if results:
-            return [results[rank] for rank in range(len(flows))]
-        answers = _answer_together([asked[rank] for rank in range(len(flows))], traffic)
+            return results
+        if traffic is not None:
+            traffic["rounds"] += 1
+        if isinstance(asked[0], tuple):
+            columns = [answer(row, traffic) for row in zip(*asked, strict=True)]
+            answers = list(zip(*columns, strict=True))
+        else:
+            answers = answer(asked, traffic)
 
 
-def _answer_together(asked: list[Any], traffic: Counter[str] | None) -> list[Any]:
-    names = [_name(op) for op in asked]
-    for rank, name in enumerate(names):
-        if name != names[0]:
-            raise DivergedError(f"rank 0 asks for {names[0]}, rank {rank} for {name}")
-    if traffic is not None:
-        traffic["rounds"] += 1
-    if isinstance(asked[0], tuple):
-        columns = [answer(ops, traffic) for ops in zip(*asked, strict=True)]
-        return list(zip(*columns, strict=True))
-    return answer(asked, traffic)
-
-
-def _name(op: Op | tuple[Op, ...]) -> str:
+def _name(op: Op | tuple[Op, ...] | None) -> str:
     if isinstance(op, tuple):
         return " + ".join(map(_name, op))
-    return type(op).__name__
+    return "nothing more" if op is None else type(op).__name__
 
 
-def answer(ops: Sequence[Op], traffic: Counter[str] | None = None) -> list[Any]:
+def answer(row: Sequence[Any], traffic: Counter[str] | None = None) -> list[Any]:
     """Answers to the same request of every rank, in rank order."""
-    kind, size = type(ops[0]), len(ops)
+    first, size = row[0], len(row)
     if traffic is not None:
-        for rank, op in enumerate(ops):
-            traffic[kind.__name__] += payload_bytes(op, Group(rank, size))
-    return _ANSWERS[kind](ops)
+        for rank, op in enumerate(row):
+            traffic[_name(op)] += ops.payload_bytes(op, Group(rank, size))
+    match first:
+        case ops.AllReduce():
+            total = torch.stack([op.tensor for op in row]).sum(0)
+            return [op.tensor.copy_(total) for op in row]
+        case ops.ReduceScatter():
+            return _reduce_scatter(row)
+        case ops.AllGather(into=None, sizes=sizes):
+            merge = torch.stack if sizes is None else torch.cat
+            return [merge([op.tensor for op in row]) for _ in row]
+        case ops.AllGather():
+            whole = torch.cat([op.tensor.flatten() for op in row])
+            return [op.into.copy_(whole) for op in row]
+        case ops.AllToAll():
+            return _all_to_all(row)
+        case ops.Swap():
+            for rank, op in enumerate(row):
+                _same(rank, row[op.peer].peer, f"who swaps with {op.peer}")
+            return [row[op.peer].tensor.clone() for op in row]
+        case ops.Broadcast(source=source):
+            for op in row:
+                _same(source, op.source, "the source of a broadcast")
+            sent = row[source].tensor.clone()
+            return [op.tensor.copy_(sent) for op in row]
+        case ops.ToHost():
+            return [op.tensor.cpu() for op in row]
+        case _:
+            assert isinstance(first, ops.Cut)
+            return [None] * size
 
 
-def _all_reduce(ops: Sequence[AllReduce]) -> list[Tensor]:
-    total = torch.stack([op.tensor for op in ops]).sum(0)
-    return [op.tensor.copy_(total) for op in ops]
+def _same(expected: object, found: object, what: str) -> None:
+    if expected != found:
+        raise DivergedError(f"{what}: {expected} on one rank, {found} on another")
 
 
-def _reduce_scatter(ops: Sequence[ReduceScatter]) -> list[Tensor]:
-    sizes = part_sizes(ops[0], Group(0, len(ops)))
-    total = torch.stack([op.tensor for op in ops]).sum(0)
-    for op in ops:
+def _reduce_scatter(row: Sequence[ops.ReduceScatter]) -> list[Tensor]:
+    sizes = ops.part_sizes(row[0], Group(0, len(row)))
+    total = torch.stack([op.tensor for op in row]).sum(0)
+    for op in row:
         op.tensor.fill_(float("nan"))  # used up: whoever reads it again is found out
     parts = []
-    for op, end, n in zip(ops, accumulate(sizes), sizes, strict=True):
+    for op, end, n in zip(row, accumulate(sizes), sizes, strict=True):
         part = op.tensor[end - n : end]
         parts.append(part.copy_(total[end - n : end]))
     return parts
 
 
-def _all_gather(ops: Sequence[AllGather]) -> list[Tensor]:
-    if ops[0].into is not None:
-        whole = torch.cat([op.tensor.flatten() for op in ops])
-        return [op.into.copy_(whole) for op in ops if op.into is not None]
-    if ops[0].sizes is not None:
-        return [torch.cat([op.tensor for op in ops]) for _ in ops]
-    return [torch.stack([op.tensor for op in ops]) for _ in ops]
-
-
-def _all_to_all(ops: Sequence[AllToAll]) -> list[Tensor]:
-    rows = [torch.split(op.tensor, list(op.send)) for op in ops]
+def _all_to_all(row: Sequence[ops.AllToAll]) -> list[Tensor]:
+    rows = [torch.split(op.tensor, list(op.send)) for op in row]
     answers = []
-    for rank, op in enumerate(ops):
-        got = [rows[source][rank] for source in range(len(ops))]
-        if [len(r) for r in got] != list(op.recv):
-            raise DivergedError(
-                f"rank {rank} expects rows {list(op.recv)}, is sent "
-                f"{list(map(len, got))}"
-            )
+    for rank, op in enumerate(row):
+        got = [rows[source][rank] for source in range(len(row))]
+        _same(list(op.recv), list(map(len, got)), f"rows for rank {rank}")
         answers.append(torch.cat(got))
     return answers
-
-
-def _swap(ops: Sequence[Swap]) -> list[Tensor]:
-    for rank, op in enumerate(ops):
-        if ops[op.peer].peer != rank:
-            raise DivergedError(
-                f"rank {rank} swaps with {op.peer}, who swaps with {ops[op.peer].peer}"
-            )
-    return [ops[op.peer].tensor.clone() for op in ops]
-
-
-def _broadcast(ops: Sequence[Broadcast]) -> list[Tensor]:
-    sources = {op.source for op in ops}
-    if len(sources) > 1:
-        raise DivergedError(f"ranks broadcast from different sources {sorted(sources)}")
-    sent = ops[ops[0].source].tensor.clone()
-    return [op.tensor.copy_(sent) for op in ops]
-
-
-_ANSWERS: dict[type[Op], Callable[[Any], list[Any]]] = {
-    AllReduce: _all_reduce,
-    ReduceScatter: _reduce_scatter,
-    AllGather: _all_gather,
-    AllToAll: _all_to_all,
-    Swap: _swap,
-    Broadcast: _broadcast,
-    ToHost: lambda ops: [op.tensor.cpu() for op in ops],
-    Cut: lambda ops: [None] * len(ops),
-}
 
 
 def check_law(
@@ -189,7 +155,10 @@ def check_law(
             flat += make(rng, numel).to(dtype)
         before = torch.stack(flats).sum(0)
         means = lockstep(
-            [collective.reduce(load, Group(r, size)) for r, load in enumerate(loads)],
+            [
+                collective.reduce(payload, Group(r, size))
+                for r, payload in enumerate(loads)
+            ],
             traffic,
         )
         for rank, mean in enumerate(means):

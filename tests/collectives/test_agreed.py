@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
 from gradtide.collectives.agreed import Agreed, pays, pick
 from gradtide.collectives.partitions import (
     ByNorm,
@@ -23,8 +22,8 @@ from gradtide.collectives.partitions import (
     rebalance,
     shares,
 )
-from gradtide.local import Weighed
-from gradtide.ops import Cut, Group
+from gradtide.core.ops import Cut, Group
+from gradtide.core.payload import Payload
 from gradtide.testing import check_law, lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -69,9 +68,11 @@ def test_what_the_wire_rounds_off_stays_behind(partition: Partition, wire) -> No
 def test_a_density_of_one_is_dense() -> None:
     rows = [torch.randn(24) for _ in range(4)]
     expected = torch.stack(rows).mean(0)
-    for load, mean in zip(loads := ranks(rows), step(Agreed(1.0), loads), strict=True):
+    for payload, mean in zip(
+        loads := ranks(rows), step(Agreed(1.0), loads), strict=True
+    ):
         torch.testing.assert_close(mean, expected)
-        assert mean.data_ptr() == load.flat.data_ptr()
+        assert mean.data_ptr() == payload.flat.data_ptr()
 
 
 @every_partition
@@ -84,9 +85,9 @@ def test_all_values_at_the_largest_entries_of_the_own_parts_are_averaged(
     state = Payload(torch.zeros(n), loads[0].parts)
     state.parts = [state.flat[a:b] for a, b in pairwise((0, 100, 700, 2800, n))]
     for turn in range(6):
-        for load in loads:
-            load.flat += torch.randn(n, generator=rng).pow(3)
-        before = torch.stack([load.flat for load in loads])
+        for payload in loads:
+            payload.flat += torch.randn(n, generator=rng).pow(3)
+        before = torch.stack([payload.flat for payload in loads])
         state.state = {key: v.clone() for key, v in loads[0].state.items()}
         plan = partition.plan(state, k, size, turn)
         expected = [
@@ -98,9 +99,9 @@ def test_all_values_at_the_largest_entries_of_the_own_parts_are_averaged(
         twin = torch.zeros(n)
         twin[expected] = before[:, expected].mean(0)
         torch.testing.assert_close(means[0], twin)
-        for load, row in zip(loads, before, strict=True):
+        for payload, row in zip(loads, before, strict=True):
             row[expected] = 0
-            assert torch.equal(load.flat, row)
+            assert torch.equal(payload.flat, row)
 
 
 @every_partition
@@ -108,16 +109,18 @@ def test_where_entries_are_weighed_small_ones_stay(partition: Partition) -> None
     size, n, k = 4, 4000, 200
     rng = torch.Generator().manual_seed(5)
     loads: list[Payload] = [
-        Weighed(load.flat, load.parts, weigh=partial(_as_large, load.flat))
-        for load in ranks([torch.zeros(n) for _ in range(size)], cuts=(100, 700, 2800))
+        Payload(payload.flat, payload.parts, weigh=partial(_as_large, payload.flat))
+        for payload in ranks(
+            [torch.zeros(n) for _ in range(size)], cuts=(100, 700, 2800)
+        )
     ]
     for _ in range(6):
-        for load in loads:
-            load.flat += torch.randn(n, generator=rng).pow(3)
-            load.taken = 0
-        before = torch.stack([load.flat for load in loads])
+        for payload in loads:
+            payload.flat += torch.randn(n, generator=rng).pow(3)
+            payload.num_sent = 0
+        before = torch.stack([payload.flat for payload in loads])
         mean = step(Agreed(k / n, partition), loads)[0]
-        gone = torch.stack([load.flat for load in loads]) == 0
+        gone = torch.stack([payload.flat for payload in loads]) == 0
         torch.testing.assert_close(mean, (before * gone).sum(0) / size)
         found = gone.any(0)
         assert found.sum() == k
@@ -126,7 +129,7 @@ def test_where_entries_are_weighed_small_ones_stay(partition: Partition) -> None
             before[gone].abs().mean()
             > 2 * before[:, found][~gone[:, found]].abs().mean()
         )
-        assert [load.taken for load in loads] == gone.sum(1).tolist()
+        assert [payload.num_sent for payload in loads] == gone.sum(1).tolist()
 
 
 def _as_large(flat: Tensor, out: Tensor) -> None:
@@ -171,11 +174,11 @@ def densities(
     loads = ranks([torch.zeros(n) for _ in range(size)], cuts=(5000, 5100, 30_000))
     sent = []
     for t in range(steps):
-        for load in loads:
-            load.flat += torch.randn(n, generator=rng) * heat * scale(t)
-        before = loads[0].taken
+        for payload in loads:
+            payload.flat += torch.randn(n, generator=rng) * heat * scale(t)
+        before = loads[0].num_sent
         step(Agreed(density, partition), loads)
-        sent.append((loads[0].taken - before) / (n * density))
+        sent.append((loads[0].num_sent - before) / (n * density))
     return sent
 
 
@@ -186,15 +189,15 @@ def test_dynamic_boundaries_move_until_thresholds_are_equal() -> None:
     heat = torch.ones(n)
     heat[:20_000] = 3
     for _ in range(30):
-        for load in loads:
-            load.flat += torch.randn(n, generator=rng) * heat
+        for payload in loads:
+            payload.flat += torch.randn(n, generator=rng) * heat
         step(Agreed(0.02, Dynamic()), loads)
     thresholds = loads[0].state["thresholds"]
     assert thresholds.max() < 1.25 * thresholds.min()
     assert loads[0].state["edges"][2] < 15_000
-    for load in loads[1:]:
+    for payload in loads[1:]:
         for key, value in loads[0].state.items():
-            assert torch.equal(load.state[key], value), f"{key} drifted"
+            assert torch.equal(payload.state[key], value), f"{key} drifted"
 
 
 @every_partition
@@ -227,21 +230,21 @@ def test_zeros_and_ties(partition: Partition, size: int) -> None:
     for mean in step(collective, loads):
         assert torch.equal(mean, torch.zeros(n))
     for _ in range(3):
-        for load in loads:
-            load.flat.fill_(-1.0)
+        for payload in loads:
+            payload.flat.fill_(-1.0)
         for mean in step(collective, loads):
             assert mean.unique().tolist() == [-1.0, 0.0]
             assert int(mean.count_nonzero()) == n // 100
     few = torch.zeros(n)
     few[::500] = 3.0
-    for load in loads:
-        load.flat.copy_(few)
+    for payload in loads:
+        payload.flat.copy_(few)
     means = step(collective, loads)
-    for load in loads:
-        load.flat.zero_()
+    for payload in loads:
+        payload.flat.zero_()
     step(collective, loads)
-    for load in loads:
-        load.flat.copy_(few)
+    for payload in loads:
+        payload.flat.copy_(few)
     means = step(collective, loads)
     assert torch.equal(means[0], few), "fewer entries than asked: all are delivered"
 
@@ -256,16 +259,16 @@ def test_what_is_not_finite_raises_the_alarm_and_arrives(
     rng = torch.Generator().manual_seed(0)
     loads = ranks([torch.randn(n, generator=rng) for _ in range(size)])
     step(Agreed(0.01, partition), loads)
-    for load in loads:
-        load.flat += torch.randn(n, generator=rng)
+    for payload in loads:
+        payload.flat += torch.randn(n, generator=rng)
     loads[1].flat[place] = bad
     arrived = False
     for turn in range(size):
         means = step(Agreed(0.01, partition), loads)
         arrived = arrived or all(not mean[place].isfinite() for mean in means)
-        assert turn > 0 or math.isnan(loads[1].alarm), "the alarm comes at once"
-        for load in loads:
-            load.flat += torch.randn(n, generator=rng)
+        assert turn > 0 or math.isnan(loads[1].nonfinite), "the alarm comes at once"
+        for payload in loads:
+            payload.flat += torch.randn(n, generator=rng)
     assert arrived, "on all ranks, after P steps at the latest"
     for _ in range(3):
         means = step(Agreed(0.01, partition), loads)
@@ -282,8 +285,8 @@ def test_the_mean_of_means_approaches_the_mean_of_gradients(
     loads = ranks([torch.zeros(n) for _ in range(size)])
     total = torch.zeros(n)
     for _ in range(steps):
-        for load, gradient in zip(loads, gradients, strict=True):
-            load.flat += gradient
+        for payload, gradient in zip(loads, gradients, strict=True):
+            payload.flat += gradient
         total += step(Agreed(0.1, partition), loads)[0]
     expected = torch.stack(gradients).mean(0)
     assert (total / steps - expected).norm() < 0.25 * expected.norm()
@@ -292,7 +295,7 @@ def test_the_mean_of_means_approaches_the_mean_of_gradients(
 def test_a_flow_closed_at_its_cut_leaves_the_remainder() -> None:
     flat = torch.randn(1000)
     before = flat.clone()
-    flow = Agreed(0.1).reduce(load := Payload(flat, [flat]), Group(0, 2))
+    flow = Agreed(0.1).reduce(payload := Payload(flat, [flat]), Group(0, 2))
     request = next(flow)
     while not isinstance(request, Cut):
         tensor = getattr(request, "tensor", torch.empty(0))
@@ -304,7 +307,7 @@ def test_a_flow_closed_at_its_cut_leaves_the_remainder() -> None:
             case _:
                 request = flow.send(tensor)
     flow.close()
-    assert load.taken > 0
+    assert payload.num_sent > 0
     kept = flat != 0
     assert torch.equal(flat[kept], before[kept])
     assert int(kept.sum()) < 1000

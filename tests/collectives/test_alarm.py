@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Collective, Payload
 from gradtide.collectives import COLLECTIVES, PARTITIONS, Corrected, Dense, Warmup
-from gradtide.local import Weighed
-from gradtide.ops import Flow, Group
-from gradtide.select import Exact, Threshold
+from gradtide.core.ops import Flow, Group
+from gradtide.core.payload import Collective, Payload
+from gradtide.selectors import Exact, Threshold
 from gradtide.testing import lockstep
 
 SIZE = 3
@@ -47,10 +46,10 @@ WRAPPED: dict[str, Callable[[Any], Collective]] = {
 }
 
 
-def noted(flow: Flow, load: Payload, alarms: list[bool]) -> Flow:
+def noted(flow: Flow, payload: Payload, alarms: list[bool]) -> Flow:
     """The flow; `alarms` is told whether there was one before the first request."""
     asked = next(flow)
-    alarms.append(math.isnan(load.alarm))
+    alarms.append(math.isnan(payload.nonfinite))
     while True:
         try:
             asked = flow.send((yield asked))
@@ -63,13 +62,13 @@ def step(collective: Collective, loads: list[Payload]) -> tuple[Tensor, list[boo
     """The mean, and who had raised the alarm when it asked for something first."""
     alarms: list[bool] = []
     flows = [
-        noted(collective.reduce(load, Group(rank, SIZE)), load, alarms)
-        for rank, load in enumerate(loads)
+        noted(collective.reduce(payload, Group(rank, SIZE)), payload, alarms)
+        for rank, payload in enumerate(loads)
     ]
     means = lockstep(flows)
-    for load in loads:
-        if load.flat.data_ptr() == means[0].data_ptr():
-            load.flat.zero_()
+    for payload in loads:
+        if payload.flat.data_ptr() == means[0].data_ptr():
+            payload.flat.zero_()
     return means[0], alarms
 
 
@@ -83,10 +82,10 @@ def prepared(
         flat = torch.zeros(numel)
         weigh = partial(_square, flat) if weighed else None
         parts = [flat[:-60].view(-1, 60), flat[-60:]]
-        loads.append(Weighed(flat, parts, weigh=weigh))
+        loads.append(Payload(flat, parts, weigh=weigh))
     for count in range(steps + 1):
-        for load in loads:
-            load.flat += torch.randn(numel, generator=rng)
+        for payload in loads:
+            payload.flat += torch.randn(numel, generator=rng)
         if count < steps:
             step(collective, loads)
     return loads
@@ -97,7 +96,7 @@ def _square(flat: Tensor, out: Tensor) -> None:
 
 
 def later(loads: list[Payload]) -> list[bool]:
-    return [math.isnan(load.alarm) for load in loads]
+    return [math.isnan(payload.nonfinite) for payload in loads]
 
 
 @pytest.mark.parametrize("wrap", [*WRAPPED, "weighed"])

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Collective, Payload
 from gradtide.collectives.corrected import REMAINDER, VELOCITY, Corrected, with_momentum
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.gtopk import GTopK
 from gradtide.collectives.leader import Leader
 from gradtide.collectives.topk import TopK
 from gradtide.collectives.warmup import Warmup
-from gradtide.ops import Cut, Group
-from gradtide.select import Exact
+from gradtide.core.ops import Cut, Group
+from gradtide.core.payload import Collective, Payload
+from gradtide.selectors import Exact
 from gradtide.testing import lockstep
 
 SIZES = (2, 3, 4, 5, 7, 8, 16)
@@ -51,7 +51,8 @@ class Ranks:
         size = len(self.flats)
         collective = with_momentum(collective, self.momentum, 1.0)
         flows = [
-            collective.reduce(load, Group(r, size)) for r, load in enumerate(self.loads)
+            collective.reduce(payload, Group(r, size))
+            for r, payload in enumerate(self.loads)
         ]
         means = lockstep(flows)
         result = means[0].clone()
@@ -62,7 +63,7 @@ class Ranks:
         return result
 
     def state(self, key: str) -> Tensor:
-        return torch.stack([load.state[key] for load in self.loads])
+        return torch.stack([payload.state[key] for payload in self.loads])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -224,8 +225,8 @@ def test_a_skipped_step_leaves_a_state_to_continue_from(inner: Collective) -> No
     ranks.add(ranks.gradients())
     lockstep(
         [
-            held(Corrected(inner).with_momentum(0.9, 1.0).reduce(load, Group(r, 2)))
-            for r, load in enumerate(ranks.loads)
+            held(Corrected(inner).with_momentum(0.9, 1.0).reduce(payload, Group(r, 2)))
+            for r, payload in enumerate(ranks.loads)
         ]
     )
     velocity = ranks.state(VELOCITY)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
 from gradtide.collectives._entries import length
 from gradtide.collectives.gtopk import GTopK, largest, pays, rounds
-from gradtide.ops import Group
-from gradtide.select import Exact, Threshold
+from gradtide.core.ops import Group
+from gradtide.core.payload import Payload
+from gradtide.selectors import Exact, Threshold
 from gradtide.testing import check_law, lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -42,7 +42,9 @@ def run(
 ) -> tuple[list[Tensor], list[Payload]]:
     size = len(flats)
     loads = [Payload(flat, [flat]) for flat in flats]
-    flows = [collective.reduce(load, Group(r, size)) for r, load in enumerate(loads)]
+    flows = [
+        collective.reduce(payload, Group(r, size)) for r, payload in enumerate(loads)
+    ]
     return lockstep(flows, traffic), loads
 
 
@@ -113,8 +115,8 @@ def test_everybody_takes_back_its_own_share_of_what_was_dropped() -> None:
     means, loads = run(GTopK(0.01, Exact()), flats)
     assert means[0].nonzero().tolist() == [[5]]
     assert float(means[0][5]) == 9 / 4
-    assert [float(load.flat[5]) for load in loads] == [2.0, 0.0, 0.0, 0.0]
-    assert [float(load.flat[7]) for load in loads] == [0.0, 3.0, 0.0, 0.0]
+    assert [float(payload.flat[5]) for payload in loads] == [2.0, 0.0, 0.0, 0.0]
+    assert [float(payload.flat[7]) for payload in loads] == [0.0, 3.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
@@ -159,9 +161,9 @@ def test_what_is_not_finite_arrives_and_leaves(bad: float, size: int, wire) -> N
         means, loads = run(GTopK(0.01, Exact(), wire), flats)
         for mean in means:
             assert (~mean.isfinite()).nonzero().tolist() == [[17]]
-        alarms = [math.isnan(load.alarm) for load in loads]
+        alarms = [math.isnan(payload.nonfinite) for payload in loads]
         assert alarms == [rank == owner for rank in range(size)]
-        assert all(load.flat.isfinite().all() for load in loads)
+        assert all(payload.flat.isfinite().all() for payload in loads)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -170,11 +172,11 @@ def test_a_sum_that_is_too_large_for_the_wire_stays_in_part(size: int) -> None:
     for flat in flats:
         flat[17] = -6e4  # fp16 holds it, and not twice as much
     means, loads = run(GTopK(0.01, Exact(), "fp16"), flats)
-    total = size * means[0] + torch.stack([load.flat for load in loads]).sum(0)
+    total = size * means[0] + torch.stack([payload.flat for payload in loads]).sum(0)
     torch.testing.assert_close(total[17], torch.tensor(-6e4 * size))
     assert all(torch.equal(mean, means[0]) for mean in means)
     assert means[0][17] * size == torch.finfo(torch.float16).min
-    assert not any(math.isnan(load.alarm) for load in loads)
+    assert not any(math.isnan(payload.nonfinite) for payload in loads)
 
 
 def test_the_largest_are_found_in_the_order_of_indices() -> None:
@@ -196,7 +198,8 @@ def test_means_approach_the_mean_of_the_gradients(size: int) -> None:
         for flat, gradient in zip(flats, target, strict=True):
             flat += gradient
         flows = [
-            GTopK(0.2).reduce(load, Group(r, size)) for r, load in enumerate(loads)
+            GTopK(0.2).reduce(payload, Group(r, size))
+            for r, payload in enumerate(loads)
         ]
         total += lockstep(flows)[0]
     error = (total / steps - target.mean(0)).norm() / target.mean(0).norm()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
 from gradtide.collectives.leader import SMALL, Leader, pays
-from gradtide.ops import Cut, Group
-from gradtide.select import Exact, Threshold
+from gradtide.core.ops import Cut, Group
+from gradtide.core.payload import Payload
+from gradtide.selectors import Exact, Threshold
 from gradtide.testing import check_law, lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -50,8 +50,8 @@ def test_all_average_what_the_leader_of_the_step_chose(size: int, numel: int) ->
         expected = torch.zeros(numel, dtype=torch.float64)
         expected[chosen] = before.mean(0)[chosen]
         flows = [
-            Leader(0.05, Exact()).reduce(load, Group(r, size))
-            for r, load in enumerate(loads)
+            Leader(0.05, Exact()).reduce(payload, Group(r, size))
+            for r, payload in enumerate(loads)
         ]
         for mean in lockstep(flows):
             torch.testing.assert_close(mean, expected)
@@ -112,11 +112,11 @@ def test_what_is_not_finite_raises_the_alarm_at_once(bad: float, owner: int) -> 
     steps = []
     for _ in range(3):
         flows = [
-            Leader(0.02, Exact()).reduce(load, Group(r, 3))
-            for r, load in enumerate(loads)
+            Leader(0.02, Exact()).reduce(payload, Group(r, 3))
+            for r, payload in enumerate(loads)
         ]
         steps.append(lockstep(flows)[0][17].isfinite().item())
-        assert [math.isnan(load.alarm) for load in loads] == [
+        assert [math.isnan(payload.nonfinite) for payload in loads] == [
             r == owner for r in range(3)
         ]
     assert steps.index(False) == owner  # it arrives when its rank leads
@@ -127,7 +127,8 @@ def test_closed_at_the_cut_the_buffer_holds_the_remainder() -> None:
     flats = [torch.arange(1.0, LARGE + 1) for _ in range(2)]
     loads = [Payload(flat, [flat]) for flat in flats]
     flows = [
-        Leader(0.1, Exact()).reduce(load, Group(r, 2)) for r, load in enumerate(loads)
+        Leader(0.1, Exact()).reduce(payload, Group(r, 2))
+        for r, payload in enumerate(loads)
     ]
 
     def held(flow):
@@ -158,7 +159,8 @@ def test_means_approach_the_mean_of_the_gradients() -> None:
         for flat, gradient in zip(flats, target, strict=True):
             flat += gradient
         flows = [
-            Leader(0.1).reduce(load, Group(r, size)) for r, load in enumerate(loads)
+            Leader(0.1).reduce(payload, Group(r, size))
+            for r, payload in enumerate(loads)
         ]
         total += lockstep(flows)[0]
     error = (total / steps - target.mean(0)).norm() / target.mean(0).norm()

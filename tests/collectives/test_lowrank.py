@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Collective, Payload
 from gradtide.collectives.lowrank import (
     ACPSGD,
     Place,
@@ -17,7 +16,8 @@ from gradtide.collectives.lowrank import (
     matrices_of,
     orthonormal,
 )
-from gradtide.ops import Group
+from gradtide.core.ops import Group
+from gradtide.core.payload import Collective, Payload
 from gradtide.testing import lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -25,7 +25,7 @@ SHAPES = ((12,), (24, 16), (24, 16), (16, 4, 3, 3), (3, 4), (5,))
 both = pytest.mark.parametrize("collective", [PowerSGD(2), ACPSGD(2)], ids=repr)
 
 
-def payload(
+def bucket_like(
     size: int, shapes=SHAPES, dtype=torch.float64, channels_last: bool = False
 ) -> Payload:
     """A bucket of zeros as `layout` makes it: every slot a multiple of `size`."""
@@ -43,10 +43,10 @@ def payload(
 
 def fill(loads: list[Payload], rng: torch.Generator) -> Tensor:
     """Add a gradient to every part; returns the sum over all ranks of what is there."""
-    for load in loads:
-        for part in load.parts:
+    for payload in loads:
+        for part in payload.parts:
             part += torch.randn(part.shape, generator=rng, dtype=part.dtype)
-    return torch.stack([load.flat for load in loads]).sum(0)
+    return torch.stack([payload.flat for payload in loads]).sum(0)
 
 
 def step(
@@ -62,7 +62,7 @@ def step(
 @both
 def test_law(collective: Collective, size: int, channels_last: bool) -> None:
     rng = torch.Generator().manual_seed(0)
-    loads = [payload(size, channels_last=channels_last) for _ in range(size)]
+    loads = [bucket_like(size, channels_last=channels_last) for _ in range(size)]
     for _ in range(6):
         before = fill(loads, rng)
         means = step(collective, loads)
@@ -71,21 +71,21 @@ def test_law(collective: Collective, size: int, channels_last: bool) -> None:
             torch.testing.assert_close(means[0], before)
             loads[0].flat.zero_()
             continue
-        after = torch.stack([load.flat for load in loads]).sum(0)
+        after = torch.stack([payload.flat for payload in loads]).sum(0)
         torch.testing.assert_close(size * means[0] + after, before)
         for key, value in loads[0].state.items():
-            for load in loads[1:]:
-                assert torch.equal(load.state[key], value), f"{key} drifted"
+            for payload in loads[1:]:
+                assert torch.equal(payload.state[key], value), f"{key} drifted"
 
 
 def test_power_sgd_is_the_power_iteration() -> None:
     size, rank, shape = 3, 2, (24, 16)
     rng = torch.Generator().manual_seed(0)
-    loads = [payload(size, [shape]) for _ in range(size)]
+    loads = [bucket_like(size, [shape]) for _ in range(size)]
     right = None
     for _ in range(4):
         fill(loads, rng)
-        mean = torch.stack([load.parts[0] for load in loads]).mean(0)
+        mean = torch.stack([payload.parts[0] for payload in loads]).mean(0)
         got = step(PowerSGD(rank), loads)[0].view(shape)
         if right is not None:
             basis = torch.linalg.qr(mean @ right)[0]
@@ -97,10 +97,10 @@ def test_power_sgd_is_the_power_iteration() -> None:
 def test_acp_alternates_between_columns_and_rows() -> None:
     size, rank, shape = 3, 2, (24, 16)
     rng = torch.Generator().manual_seed(0)
-    loads = [payload(size, [shape]) for _ in range(size)]
+    loads = [bucket_like(size, [shape]) for _ in range(size)]
     for turn in range(5):
         fill(loads, rng)
-        mean = torch.stack([load.parts[0] for load in loads]).mean(0)
+        mean = torch.stack([payload.parts[0] for payload in loads]).mean(0)
         state = dict(loads[0].state)
         got = step(ACPSGD(rank), loads)[0].view(shape)
         if turn == 0:
@@ -117,15 +117,15 @@ def test_a_matrix_of_low_rank_arrives_as_it_is(collective: Collective) -> None:
     rng = torch.Generator().manual_seed(0)
     kind = {"generator": rng, "dtype": torch.float64}
     u, v = torch.randn(24, 2, **kind), torch.randn(2, 16, **kind)
-    loads = [payload(size, [shape]) for _ in range(size)]
+    loads = [bucket_like(size, [shape]) for _ in range(size)]
     for _ in range(4):  # ACP-SGD: after an odd number the basis is of columns
-        for rank, load in enumerate(loads):
-            load.parts[0].add_(u @ v, alpha=rank + 1.0)
-        mean = torch.stack([load.parts[0] for load in loads]).mean(0)
+        for rank, payload in enumerate(loads):
+            payload.parts[0].add_(u @ v, alpha=rank + 1.0)
+        mean = torch.stack([payload.parts[0] for payload in loads]).mean(0)
         got = step(collective, loads)[0].view(shape)
     torch.testing.assert_close(got, mean)
-    for load in loads:
-        assert load.flat.abs().max() < 1e-9
+    for payload in loads:
+        assert payload.flat.abs().max() < 1e-9
 
 
 @both
@@ -136,7 +136,7 @@ def test_replicas_agree_whatever_the_global_random_state(
     for seed in (1, 2):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        loads = [payload(2) for _ in range(2)]
+        loads = [bucket_like(2) for _ in range(2)]
         fill(loads, torch.Generator().manual_seed(0))
         results.append(step(collective, loads)[0].clone())
         assert torch.equal(torch.get_rng_state(), before)
@@ -150,7 +150,7 @@ def test_traffic_is_the_formula() -> None:
         (PowerSGD(rank), 2, 2 * (rank * (rows + columns) + dense)),
         (ACPSGD(rank), 2, rank * (rows + columns) + 2 * dense),
     ):
-        loads = [payload(size, shapes) for _ in range(size)]
+        loads = [bucket_like(size, shapes) for _ in range(size)]
         traffic: Counter[str] = Counter()
         for _ in range(steps):
             fill(loads, torch.Generator().manual_seed(0))
@@ -161,28 +161,28 @@ def test_traffic_is_the_formula() -> None:
 
 
 def test_what_is_a_matrix() -> None:
-    load = payload(4)
-    assert matrices_of(load, 2) == [
+    own = bucket_like(4)
+    assert matrices_of(own, 2) == [
         Place(12, 24, 16),
         Place(396, 24, 16),
         Place(780, 16, 36),
     ]
-    assert matrices_of(load, 10) == [Place(780, 16, 36)]
-    assert matrices_of(payload(4, [(9,), (1, 50), (4, 4)]), 2) == []
+    assert matrices_of(own, 10) == [Place(780, 16, 36)]
+    assert matrices_of(bucket_like(4, [(9,), (1, 50), (4, 4)]), 2) == []
 
 
 @both
 def test_a_bucket_without_matrices_is_dense(collective: Collective) -> None:
-    loads = [payload(4, [(9,), (3, 3)]) for _ in range(4)]
+    loads = [bucket_like(4, [(9,), (3, 3)]) for _ in range(4)]
     before = fill(loads, torch.Generator().manual_seed(0))
-    for load, mean in zip(loads, step(collective, loads), strict=True):
-        assert mean.data_ptr() == load.flat.data_ptr()
+    for payload, mean in zip(loads, step(collective, loads), strict=True):
+        assert mean.data_ptr() == payload.flat.data_ptr()
         torch.testing.assert_close(mean, before / 4)
 
 
 @both
 def test_zero_gradients_do_no_harm(collective: Collective) -> None:
-    loads = [payload(3) for _ in range(3)]
+    loads = [bucket_like(3) for _ in range(3)]
     for _ in range(4):
         assert not step(collective, loads)[0].any()
     rng = torch.Generator().manual_seed(0)
@@ -200,17 +200,17 @@ def test_what_is_not_finite_arrives_and_does_not_stay(
     collective: Collective, place: int, bad: float
 ) -> None:
     rng = torch.Generator().manual_seed(0)
-    loads = [payload(3) for _ in range(3)]
+    loads = [bucket_like(3) for _ in range(3)]
     for _ in range(3):
         fill(loads, rng)
         step(collective, loads)
     fill(loads, rng)
     loads[1].flat[place] = bad
     means = step(collective, loads)
-    assert math.isnan(loads[1].alarm)
-    for mean, load in zip(means, loads, strict=True):
+    assert math.isnan(loads[1].nonfinite)
+    for mean, payload in zip(means, loads, strict=True):
         assert not mean[place].isfinite()
-        assert load.flat.isfinite().all()
+        assert payload.flat.isfinite().all()
     for _ in range(3):
         fill(loads, rng)
         assert step(collective, loads)[0].isfinite().all()
@@ -221,16 +221,16 @@ def test_the_mean_of_means_approaches_the_mean_of_gradients(
     collective: Collective,
 ) -> None:
     size, steps = 3, 150
-    loads = [payload(size, [(12, 10)]) for _ in range(size)]
+    loads = [bucket_like(size, [(12, 10)]) for _ in range(size)]
     rng = torch.Generator().manual_seed(0)
     fill(loads, rng)
-    gradients = [load.flat.clone() for load in loads]
-    for load in loads:
-        load.flat.zero_()
+    gradients = [payload.flat.clone() for payload in loads]
+    for payload in loads:
+        payload.flat.zero_()
     total = torch.zeros_like(gradients[0])
     for _ in range(steps):
-        for load, gradient in zip(loads, gradients, strict=True):
-            load.flat += gradient
+        for payload, gradient in zip(loads, gradients, strict=True):
+            payload.flat += gradient
         total += step(collective, loads)[0]
     expected = torch.stack(gradients).mean(0)
     assert (total / steps - expected).norm() < 0.1 * expected.norm()
@@ -239,7 +239,7 @@ def test_the_mean_of_means_approaches_the_mean_of_gradients(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @both
 def test_half_precision(collective: Collective, dtype: torch.dtype) -> None:
-    loads = [payload(2, dtype=dtype) for _ in range(2)]
+    loads = [bucket_like(2, dtype=dtype) for _ in range(2)]
     before = fill(loads, torch.Generator().manual_seed(0))
     mean = step(collective, loads)[0]
     after = loads[0].flat + loads[1].flat

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
 from gradtide.collectives._balance import pays
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.oktopk import OkTopk
-from gradtide.ops import Cut, Group
-from gradtide.select import Exact, Threshold
+from gradtide.core.ops import Cut, Group
+from gradtide.core.payload import Payload
+from gradtide.selectors import Exact, Threshold
 from gradtide.testing import answer, check_law, lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -35,7 +35,7 @@ def run(
     scheme: OkTopk, loads: list[Payload], traffic: Counter[str] | None = None
 ) -> Tensor:
     size = len(loads)
-    flows = [scheme.reduce(load, Group(r, size)) for r, load in enumerate(loads)]
+    flows = [scheme.reduce(payload, Group(r, size)) for r, payload in enumerate(loads)]
     means = lockstep(flows, traffic)
     for mean in means:
         torch.testing.assert_close(mean, means[0], rtol=0, atol=0, equal_nan=True)
@@ -101,14 +101,14 @@ def test_agrees_with_the_definition(size: int) -> None:
     loads = payloads([torch.zeros(numel, dtype=torch.float64)] * size)
     scheme = OkTopk(k / numel, select=EXACT, rebalance=3, refresh=2)
     for step in range(8):
-        for load, row in zip(loads, heavy(size, numel, step), strict=True):
-            load.flat.add_(row)
-        before = [load.flat.clone() for load in loads]
+        for payload, row in zip(loads, heavy(size, numel, step), strict=True):
+            payload.flat.add_(row)
+        before = [payload.flat.clone() for payload in loads]
         mean = run(scheme, loads)
         expected, left = twin(before, k, mean != 0)
         torch.testing.assert_close(mean, expected)
-        for load, rest in zip(loads, left, strict=True):
-            torch.testing.assert_close(load.flat, rest, rtol=0, atol=0)
+        for payload, rest in zip(loads, left, strict=True):
+            torch.testing.assert_close(payload.flat, rest, rtol=0, atol=0)
         best = twin(before, k, mean == mean)[0].abs().topk(k).values.sum()
         assert int((mean != 0).sum()) == k
         assert mean.abs().sum() > 0.995 * best, f"step {step}"
@@ -122,8 +122,8 @@ def test_k_entries_are_delivered_at_every_scale(refresh: int) -> None:
     delivered = []
     for step in range(100):
         scale = {0: 1.0, 1: 100.0, 2: 0.01, 3: 1e-4}[step // 25]
-        for load, row in zip(loads, heavy(size, numel, step), strict=True):
-            load.flat.add_(row, alpha=scale)
+        for payload, row in zip(loads, heavy(size, numel, step), strict=True):
+            payload.flat.add_(row, alpha=scale)
         delivered.append(int((run(scheme, loads) != 0).sum()))
     assert delivered == pytest.approx([k] * 100, rel=0.01)
 
@@ -135,8 +135,8 @@ def test_volume_is_between_the_bounds_of_the_paper(size: int) -> None:
     scheme = OkTopk(0.01, rebalance=4, refresh=3)
     loads, traffic = payloads([torch.zeros(numel)] * size), Counter[str]()
     for step in range(steps):
-        for load, row in zip(loads, heavy(size, numel, step), strict=True):
-            load.flat.add_(row)
+        for payload, row in zip(loads, heavy(size, numel, step), strict=True):
+            payload.flat.add_(row)
         run(scheme, loads, traffic)
     traffic.pop("rounds")
     words = traffic.total() / 4 / size / steps
@@ -155,7 +155,7 @@ def test_one_round_of_counts_one_of_rankings_two_of_entries() -> None:
     scheme = OkTopk(0.01)
     names = []
     for _ in range(2):
-        flows = [scheme.reduce(load, Group(r, 4)) for r, load in enumerate(loads)]
+        flows = [scheme.reduce(payload, Group(r, 4)) for r, payload in enumerate(loads)]
         asked = [next(flow) for flow in flows]
         names.append([])
         while asked:
@@ -193,8 +193,8 @@ def test_regions_are_cut_anew_as_soon_as_one_gets_too_much() -> None:
     run(scheme, loads)
     begin = loads[0].state["bounds"].clone()
     hot = payloads([row * ramp.flip(0) for row in heavy(size, numel)])
-    for load, new in zip(loads, hot, strict=True):
-        load.flat.copy_(new.flat)
+    for payload, new in zip(loads, hot, strict=True):
+        payload.flat.copy_(new.flat)
     mean = run(scheme, loads)  # all that is selected lies in the last region
     assert int((mean != 0).sum()) == 800
     assert torch.equal(loads[0].state["bounds"], begin)
@@ -205,8 +205,8 @@ def test_regions_are_cut_anew_as_soon_as_one_gets_too_much() -> None:
 
 def test_boundaries_of_another_world_size_are_not_used() -> None:
     loads = payloads(heavy(4, 20_000))
-    for load in loads:
-        load.state.update(
+    for payload in loads:
+        payload.state.update(
             bounds=torch.tensor([0, 5000, 20_000]),
             skewed=torch.tensor(False),
             step=torch.tensor(5),
@@ -218,7 +218,7 @@ def test_boundaries_of_another_world_size_are_not_used() -> None:
 def to_cut(scheme: OkTopk, loads: list[Payload]) -> tuple[list, list[Cut]]:
     """Flows that wait at their cut."""
     size = len(loads)
-    flows = [scheme.reduce(load, Group(r, size)) for r, load in enumerate(loads)]
+    flows = [scheme.reduce(payload, Group(r, size)) for r, payload in enumerate(loads)]
     asked = [next(flow) for flow in flows]
     while not isinstance(asked[0], Cut):
         replies = answer(asked)
@@ -235,8 +235,8 @@ def test_a_step_skipped_at_the_cut_keeps_everything_finite() -> None:
     for flow in flows:
         flow.close()
     rows[1][17] = 0
-    for load, row in zip(loads, rows, strict=True):
-        torch.testing.assert_close(load.flat, row, rtol=0, atol=0)
+    for payload, row in zip(loads, rows, strict=True):
+        torch.testing.assert_close(payload.flat, row, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("wire", [None, "bf16"])
@@ -265,8 +265,8 @@ def test_what_is_not_finite_arrives_and_leaves_nothing(
     mean = run(scheme, loads)
     assert not mean[4321].isfinite()
     assert int((~mean.isfinite()).sum()) == 1
-    assert all(load.flat.isfinite().all() for load in loads)
-    assert [bool(torch.as_tensor(load.alarm).isnan()) for load in loads] == [
+    assert all(payload.flat.isfinite().all() for payload in loads)
+    assert [bool(torch.as_tensor(payload.nonfinite).isnan()) for payload in loads] == [
         rank == 2 for rank in range(size)
     ]
     assert run(scheme, loads).isfinite().all(), "and the next step is sound"
@@ -280,8 +280,8 @@ def test_a_gradient_of_many_nans(share: int, select: Exact | Threshold) -> None:
     loads = payloads(rows)
     scheme = OkTopk(0.02, select=select)
     assert run(scheme, loads).isnan().any()
-    assert all(load.flat.isfinite().all() for load in loads)
-    assert torch.as_tensor(loads[3].alarm).isnan()
+    assert all(payload.flat.isfinite().all() for payload in loads)
+    assert torch.as_tensor(loads[3].nonfinite).isnan()
     assert run(scheme, loads).isfinite().all()
 
 
@@ -291,7 +291,7 @@ def test_what_overflows_the_wire_arrives_infinite() -> None:
     loads = payloads(rows)
     mean = run(OkTopk(0.02, wire="fp16"), loads)
     assert mean[5].isinf()
-    assert all(load.flat.isfinite().all() for load in loads)
+    assert all(payload.flat.isfinite().all() for payload in loads)
 
 
 @pytest.mark.parametrize("select", [Exact(), Threshold()], ids=repr)
@@ -301,12 +301,12 @@ def test_zeros_and_ties(size: int, select) -> None:
     numel = 1000 * size
     loads = payloads([torch.zeros(numel)] * size)
     assert not run(scheme, loads).any()
-    for load in loads:
-        load.flat.fill_(1.0)
+    for payload in loads:
+        payload.flat.fill_(1.0)
     mean = run(scheme, loads)
     k = round(0.1 * numel)
     assert 0 < int((mean != 0).sum()) <= k
-    kept = sum(load.flat for load in loads)
+    kept = sum(payload.flat for payload in loads)
     torch.testing.assert_close(size * mean + kept, torch.full((numel,), float(size)))
 
 
@@ -316,9 +316,9 @@ def test_a_rank_without_gradients_and_one_with_all_in_one_place() -> None:
     rows[3][:19_000] = 0
     loads = payloads(rows)
     for _ in range(3):
-        before = sum(load.flat for load in loads)
+        before = sum(payload.flat for payload in loads)
         mean = run(OkTopk(0.02, select=EXACT), loads)
-        after = sum(load.flat for load in loads)
+        after = sum(payload.flat for payload in loads)
         torch.testing.assert_close(4 * mean + after, before, rtol=1e-5, atol=1e-5)
         assert int((mean != 0).sum()) == 400
 
@@ -332,10 +332,10 @@ def test_sums_that_cancel_stay_behind() -> None:
 
 def test_what_was_taken_is_counted() -> None:
     loads = payloads(heavy(3, 6000))
-    before = [load.flat.clone() for load in loads]
+    before = [payload.flat.clone() for payload in loads]
     run(OkTopk(0.02, select=EXACT), loads)
-    for load, flat in zip(loads, before, strict=True):
-        assert load.taken == int((load.flat != flat).sum()) > 0
+    for payload, flat in zip(loads, before, strict=True):
+        assert payload.num_sent == int((payload.flat != flat).sum()) > 0
 
 
 def test_the_mean_of_means_approaches_the_mean_of_gradients() -> None:
@@ -344,8 +344,8 @@ def test_the_mean_of_means_approaches_the_mean_of_gradients() -> None:
     loads = payloads([torch.zeros(numel)] * size)
     scheme, total = OkTopk(0.05), torch.zeros(numel)
     for _ in range(steps):
-        for load, row in zip(loads, rows, strict=True):
-            load.flat.add_(row)
+        for payload, row in zip(loads, rows, strict=True):
+            payload.flat.add_(row)
         total += run(scheme, loads)
     expected = torch.stack(rows).mean(0)
     error = (total / steps - expected).norm() / expected.norm()
@@ -360,10 +360,10 @@ def test_large_skewed_winners_are_evened_out_before_the_gather() -> None:
         row[: numel // 2] = 0
         row[rank : numel // 2 : size] = 1000
     loads, traffic = payloads(rows), Counter[str]()
-    before = sum(load.flat for load in loads)
+    before = sum(payload.flat for payload in loads)
     mean = run(OkTopk(0.125, select=EXACT), loads, traffic)
     assert traffic["rounds"] == 10  # two for the regions, one for the move
-    after = sum(load.flat for load in loads)
+    after = sum(payload.flat for payload in loads)
     torch.testing.assert_close(size * mean + after, before, rtol=1e-4, atol=1e-4)
 
 

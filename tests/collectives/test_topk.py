@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
+from gradtide.collectives._entries import kept, summed
 from gradtide.collectives.dense import Dense
-from gradtide.collectives.topk import TopK, kept, pays, summed
-from gradtide.ops import Group
-from gradtide.select import Exact, Threshold
+from gradtide.collectives.topk import TopK, pays
+from gradtide.core.ops import Group
+from gradtide.core.payload import Payload
+from gradtide.selectors import Exact, Threshold
 from gradtide.testing import check_law, lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -29,8 +30,8 @@ def run(
 ) -> tuple[Tensor, list[Payload]]:
     loads = [Payload(flat, [flat]) for flat in flats]
     flows = [
-        collective.reduce(load, Group(r, len(flats)))  # type: ignore[attr-defined]
-        for r, load in enumerate(loads)
+        collective.reduce(payload, Group(r, len(flats)))  # type: ignore[attr-defined]
+        for r, payload in enumerate(loads)
     ]
     means = lockstep(flows, traffic)
     for mean in means[1:]:
@@ -56,7 +57,7 @@ def test_density_one_is_dense(size: int) -> None:
     flats = grads(size, 6 * size)
     mean, loads = run(TopK(1.0), [flat.clone() for flat in flats])
     torch.testing.assert_close(mean, torch.stack(flats).mean(0))
-    assert all(load.taken == 0 for load in loads)
+    assert all(payload.num_sent == 0 for payload in loads)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -69,8 +70,8 @@ def test_the_mean_is_that_of_the_selected_entries(size: int) -> None:
         row[best] = flat[best]
     mean, loads = run(TopK(0.04, Exact()), [flat.clone() for flat in flats])
     torch.testing.assert_close(mean, chosen.sum(0) / size)
-    for load, flat, row in zip(loads, flats, chosen, strict=True):
-        assert torch.equal(load.flat, flat - row)
+    for payload, flat, row in zip(loads, flats, chosen, strict=True):
+        assert torch.equal(payload.flat, flat - row)
 
 
 def test_traffic_and_when_the_bucket_is_dense() -> None:
@@ -108,8 +109,8 @@ def test_what_is_not_finite_arrives_and_leaves(bad: float, wire) -> None:
     mean, loads = run(TopK(0.02, Exact(), wire), flats)
     assert not mean[17].isfinite()
     assert mean.isfinite().sum() == 299
-    assert [math.isnan(load.alarm) for load in loads] == [False, True, False]
-    assert all(load.flat.isfinite().all() for load in loads)
+    assert [math.isnan(payload.nonfinite) for payload in loads] == [False, True, False]
+    assert all(payload.flat.isfinite().all() for payload in loads)
 
 
 def test_what_overflows_on_the_wire_raises_the_alarm() -> None:
@@ -117,7 +118,7 @@ def test_what_overflows_on_the_wire_raises_the_alarm() -> None:
     flats[0][3] = 1e5  # above what fp16 holds
     mean, loads = run(TopK(0.01, Exact(), "fp16"), flats)
     assert mean[3].isinf()
-    assert math.isnan(loads[0].alarm)
+    assert math.isnan(loads[0].nonfinite)
     assert loads[0].flat.isfinite().all()
 
 
@@ -131,7 +132,8 @@ def test_means_approach_the_mean_of_the_gradients() -> None:
         for flat, gradient in zip(flats, target, strict=True):
             flat += gradient
         flows = [
-            TopK(0.02).reduce(load, Group(r, size)) for r, load in enumerate(loads)
+            TopK(0.02).reduce(payload, Group(r, size))
+            for r, payload in enumerate(loads)
         ]
         total += lockstep(flows)[0]
     error = (total / steps - target.mean(0)).norm() / target.mean(0).norm()

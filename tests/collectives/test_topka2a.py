@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Collective, Payload
 from gradtide.collectives._entries import entry_words
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.topka2a import (
     TopKA2A,
+    TopkDSA,
     pays,
+    tail_pays,
     widen,
 )
-from gradtide.collectives.topkdsa import TopkDSA, tail_pays
-from gradtide.ops import Cut, Group
-from gradtide.select import Exact, Selector, Threshold
+from gradtide.core.ops import Cut, Group
+from gradtide.core.payload import Collective, Payload
+from gradtide.selectors import Exact, Selector, Threshold
 from gradtide.testing import check_law, lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -37,7 +38,7 @@ def average(
     """Means and payloads of one step, `rows` being changed in place."""
     size = len(rows)
     loads = [Payload(row, [row]) for row in rows]
-    flows = [make.reduce(load, Group(r, size)) for r, load in enumerate(loads)]
+    flows = [make.reduce(payload, Group(r, size)) for r, payload in enumerate(loads)]
     return lockstep(flows, traffic), loads
 
 
@@ -136,10 +137,10 @@ def test_any_number_of_candidates(make: type[TopKA2A], found: int) -> None:
     expected, after = twin(rows, min(found, 5))
     means, loads = average(make(0.05, Fixed(found)), rows, traffic)
     torch.testing.assert_close(means[0], expected)
-    for row, rest, load in zip(rows, after, loads, strict=True):
+    for row, rest, payload in zip(rows, after, loads, strict=True):
         assert torch.equal(row, rest)
-        assert load.taken == 3 * min(found, 5)
-        assert sorted(load.state) == [f"part{i}.calls" for i in range(3)]
+        assert payload.num_sent == 3 * min(found, 5)
+        assert sorted(payload.state) == [f"part{i}.calls" for i in range(3)]
     numbers = 3 * 2 * 8 if make is TopkDSA else 0
     assert traffic["AllToAll"] == 3 * 2 * 32 + numbers  # 5 entries of 6 bytes, aligned
 
@@ -158,7 +159,7 @@ def test_in_steady_state_the_threshold_finds_nearly_the_largest() -> None:
             sent = [flat.eq(0) & hit for flat, hit in zip(flats, best, strict=True)]
             recall.append(torch.stack(sent).sum() / torch.stack(best).sum())
     assert min(recall) > 0.8
-    taken = sum(load.taken for load in loads) / 30
+    taken = sum(payload.num_sent for payload in loads) / 30
     assert taken == pytest.approx(size * size * kept, rel=0.1)
 
 
@@ -200,7 +201,9 @@ def test_what_is_done_to_the_part_at_the_cut_reaches_everybody(make, wire) -> No
     expected, _ = average(make(0.05, Exact(), wire), [row.clone() for row in rows])
     loads = [Payload(row, [row]) for row in rows]
     one = make(0.05, Exact(), wire)
-    flows = [halving(one.reduce(load, Group(r, 4))) for r, load in enumerate(loads)]
+    flows = [
+        halving(one.reduce(payload, Group(r, 4))) for r, payload in enumerate(loads)
+    ]
     for mean in lockstep(flows):
         assert torch.equal(mean, expected[0] / 2)
 
@@ -251,7 +254,7 @@ def test_not_finite_arrives_and_does_not_stay(make, bad, select, wire) -> None:
         assert mean[1234].isnan() if bad != bad else mean[1234] == bad
         assert mean.isfinite().sum() == 3999
     assert all(row.isfinite().all() for row in rows)
-    assert torch.as_tensor(loads[2].alarm).isnan()
+    assert torch.as_tensor(loads[2].nonfinite).isnan()
 
 
 @pytest.mark.parametrize("make", BOTH)
@@ -260,7 +263,7 @@ def test_what_is_too_large_for_the_wire_raises_the_alarm(make: type[TopKA2A]) ->
     rows[2][123] = 1e6
     means, loads = average(make(0.05, Exact(), "fp16"), rows)
     assert means[0][123].isinf()
-    assert torch.as_tensor(loads[2].alarm).isnan()
+    assert torch.as_tensor(loads[2].nonfinite).isnan()
     assert all(row.isfinite().all() for row in rows)
 
 
@@ -275,7 +278,7 @@ def test_a_mean_that_is_dense_in_one_step_and_sparse_in_the_next() -> None:
             flat.copy_(row)
         expected, _ = twin(flats, 20)
         traffic = Counter[str]()
-        flows = [one.reduce(load, Group(r, 8)) for r, load in enumerate(loads)]
+        flows = [one.reduce(payload, Group(r, 8)) for r, payload in enumerate(loads)]
         for mean in lockstep(flows, traffic):
             torch.testing.assert_close(mean, expected)
         tails.append(traffic["AllGather"])

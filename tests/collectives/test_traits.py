@@ -12,15 +12,14 @@ from tests.ranks import run_ranks
 from tests.test_sparse import batch, by_torch_save, network, poisoned, resumed, train
 
 import gradtide
-from gradtide.bucket import Collective, Payload, Traits, count
 from gradtide.collectives import Corrected, TopK, Warmup
 from gradtide.collectives.corrected import moves, takes_over, with_momentum
-from gradtide.ops import AllReduce, Flow, Group
-from gradtide.plan import rehearsal
-from gradtide.plan.conditions import refusal
-from gradtide.plan.network import Network
-from gradtide.plan.search import rank
-from gradtide.plan.trace import StepTrace, Unit
+from gradtide.core.ops import AllReduce, Flow, Group
+from gradtide.core.payload import Collective, Payload, Traits, next_step
+from gradtide.planner import rehearsal
+from gradtide.planner.network import Network
+from gradtide.planner.search import rank, refusal
+from gradtide.planner.trace import StepTrace, Unit
 from gradtide.scheme import Scheme, parse
 
 NETWORK = Network.ideal(8, 1, 1e9)
@@ -33,8 +32,8 @@ class Whole(Traits):
     dense = True
     depends_on = "length"
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        total: torch.Tensor = yield AllReduce(load.flat)
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        total: torch.Tensor = yield AllReduce(payload.flat)
         return total.div_(group.size)
 
 
@@ -42,11 +41,11 @@ class Whole(Traits):
 class Turns:
     """Every other entry, in turn; says nothing of itself."""
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        where = torch.arange(count(load.state) % 2, len(load.flat), 2)
-        load.check(load.flat)
-        total = yield AllReduce(load.take(where))
-        return load.mean_at(where, total.div_(group.size))
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        where = torch.arange(next_step(payload.state) % 2, len(payload.flat), 2)
+        payload.check_finite(payload.flat)
+        total = yield AllReduce(payload.pop_entries(where))
+        return payload.sparse_mean(where, total.div_(group.size))
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ class Saying(Traits):
     transparent = True
     takes_momentum = True
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        assert not load.flat.is_meta
-        return (yield from self.collective.reduce(load, group))
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        assert not payload.flat.is_meta
+        return (yield from self.collective.reduce(payload, group))
 
 
 def trace() -> StepTrace:
@@ -150,8 +149,8 @@ class Silent:
 
     collective: Collective
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        return self.collective.reduce(load, group)
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        return self.collective.reduce(payload, group)
 
 
 def test_momentum_reaches_what_is_in_a_wrapper_that_says_nothing() -> None:

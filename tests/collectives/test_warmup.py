@@ -7,15 +7,15 @@ from collections import Counter
 import pytest
 import torch
 
-from gradtide.bucket import Payload
 from gradtide.collectives.corrected import Corrected
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.gtopk import GTopK
 from gradtide.collectives.leader import Leader
 from gradtide.collectives.topk import TopK
 from gradtide.collectives.warmup import Warmup
-from gradtide.ops import Group
-from gradtide.select import Exact
+from gradtide.core.ops import Group
+from gradtide.core.payload import Payload
+from gradtide.selectors import Exact
 from gradtide.testing import check_law, lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -36,14 +36,15 @@ def test_each_density_holds_for_the_stated_steps() -> None:
     for _ in range(11):
         for flat in flats:
             flat += torch.randn(n)
-        before = loads[0].taken
+        before = loads[0].num_sent
         flows = [
-            collective.reduce(load, Group(r, size)) for r, load in enumerate(loads)
+            collective.reduce(payload, Group(r, size))
+            for r, payload in enumerate(loads)
         ]
         for mean, flat in zip(lockstep(flows), flats, strict=True):
             if mean.data_ptr() == flat.data_ptr():
                 flat.zero_()
-        taken.append(loads[0].taken - before)
+        taken.append(loads[0].num_sent - before)
     assert taken == [0] * 3 + [250] * 3 + [62] * 3 + [10] * 2
 
 
@@ -56,7 +57,9 @@ def test_a_collective_that_counts_steps_keeps_its_own_count() -> None:
         expected = torch.topk(
             flats[step % 2].abs(), 50 if step < 2 else 10
         ).indices.sort()
-        flows = [collective.reduce(load, Group(r, 2)) for r, load in enumerate(loads)]
+        flows = [
+            collective.reduce(payload, Group(r, 2)) for r, payload in enumerate(loads)
+        ]
         mean = lockstep(flows, traffic)[0]
         assert torch.equal(mean.nonzero().squeeze(1), expected.values)
 
@@ -68,8 +71,8 @@ def test_dense_steps_deliver_what_was_left_behind_and_keep_the_wire() -> None:
     def mean(collective: object, flats: list[torch.Tensor]) -> torch.Tensor:
         loads = [Payload(flat, [flat]) for flat in flats]
         flows = [
-            collective.reduce(load, Group(r, 2))  # type: ignore[attr-defined]
-            for r, load in enumerate(loads)
+            collective.reduce(payload, Group(r, 2))  # type: ignore[attr-defined]
+            for r, payload in enumerate(loads)
         ]
         return lockstep(flows)[0]
 
@@ -83,13 +86,15 @@ def test_around_a_wrapper_it_sets_the_density_inside() -> None:
     loads = [Payload(flat, [flat]) for flat in flats]
     taken = []
     for _ in range(3):
-        flows = [collective.reduce(load, Group(r, 2)) for r, load in enumerate(loads)]
+        flows = [
+            collective.reduce(payload, Group(r, 2)) for r, payload in enumerate(loads)
+        ]
         for mean, flat in zip(lockstep(flows), flats, strict=True):
             if mean.data_ptr() == flat.data_ptr():
                 flat.zero_()
         for flat in flats:
             flat += torch.randn(1000)
-        taken.append(loads[0].taken)
+        taken.append(loads[0].num_sent)
     assert taken == [0, 100, 110]
 
 

@@ -9,15 +9,16 @@ import pytest
 
 from gradtide.kfac.assign import (
     EVERYWHERE,
+    Assignment,
+    arrivals,
     balanced,
+    divided,
+    finish,
     grid,
     partitioned,
-    position,
     round_robin,
-    sequence,
-    whole_layers,
 )
-from gradtide.kfac.partition import arrivals, finish
+from gradtide.kfac.layers import Kind, sequence
 
 
 def all_cuts(n: int, most: int) -> list[list[slice]]:
@@ -35,14 +36,17 @@ def runs(numbers: tuple[int, ...]) -> list[slice]:
     return [slice(a, b) for a, b in pairwise([*starts, len(numbers)])]
 
 
+def by_factor(found: Assignment) -> dict[tuple[int, Kind], int]:
+    """Owners by layer and kind."""
+    return dict(zip(sequence(range(len(found.workers))), found.owners, strict=True))
+
+
 def latest(costs: list[float], cuts: list[slice], ready: list[float]) -> float:
     return max(finish(costs[cut], ready[cut]) for cut in cuts)
 
 
 def test_the_sequence_is_forward_then_backward() -> None:
-    assert sequence(2) == [(0, "A"), (1, "A"), (1, "G"), (0, "G")]
-    for i, (layer, kind) in enumerate(sequence(5)):
-        assert position(layer, kind, 5) == i
+    assert sequence(range(2)) == [(0, "A"), (1, "A"), (1, "G"), (0, "G")]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -83,14 +87,14 @@ def test_pad_owners_and_messages_ascend(size: int) -> None:
 
 
 def test_without_times_fusion_is_not_decided() -> None:
-    found = partitioned([1.0, 1.0, 1.0, 3.0], [1] * 4, 2)
+    found = divided([1.0, 1.0, 1.0, 3.0], 2)
     assert found.owners == (0, 0, 0, 1)
     assert found.messages == ()
 
 
 def test_round_robin() -> None:
     assert round_robin(3, 4).owners == (0, 1, 2, 3, 0, 1)
-    assert round_robin(3, 4).owner(0, "G") == 1
+    assert by_factor(round_robin(3, 4))[0, "G"] == 1
 
 
 def test_costly_messages_are_saved_by_inverting_everywhere() -> None:
@@ -113,26 +117,21 @@ def test_balanced_weighs_by_seconds() -> None:
 
 def test_whole_layers_have_one_owner_each() -> None:
     costs = [5.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0]
-    found = whole_layers(costs, 3)
+    found = grid(costs, 3, 1 / 3)
+    owner = by_factor(found)
     for layer, workers in enumerate(found.workers):
-        assert found.owner(layer, "A") == found.owner(layer, "G") == workers[0]
+        assert owner[layer, "A"] == owner[layer, "G"] == workers[0]
         assert len(workers) == 1
-    assert found.owner(0, "A") != found.owner(3, "A")
+    assert owner[0, "A"] != owner[3, "A"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("fraction", [0.01, 0.25, 0.5, 0.8, 1.0])
 def test_any_fraction_of_any_number_of_ranks(size: int, fraction: float) -> None:
     found = grid([float(i + 1) for i in range(20)], size, fraction)
-    wanted = max(1, round(fraction * size))
+    wanted, owner = max(1, round(fraction * size)), by_factor(found)
     for layer, workers in enumerate(found.workers):
         assert wanted / 2 <= len(workers) <= wanted
-        assert found.owner(layer, "A") in workers
-        assert found.owner(layer, "G") in workers
+        assert owner[layer, "A"] in workers
+        assert owner[layer, "G"] in workers
     assert (fraction < 1) or found.workers[0] == range(size)
-
-
-@pytest.mark.parametrize("fraction", [0.0, -1.0, 1.5])
-def test_impossible_fractions_are_refused(fraction: float) -> None:
-    with pytest.raises(ValueError, match="fraction"):
-        grid([1.0, 1.0], 2, fraction)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradtide.kfac.factors import RunningFactor
-from gradtide.kfac.layers import supported
-from gradtide.kfac.packing import pack
+from gradtide.kfac.config import KFAC
+from gradtide.kfac.curvature import Curvature
+from gradtide.kfac.layers import KINDS, supported
+from gradtide.kfac.packing import pack, unpack
 
 
-def running_factor() -> RunningFactor:
-    return RunningFactor(supported(nn.Linear(3, 2))[0], "A")
+def curvature_of_inputs() -> Curvature:
+    return Curvature(supported(nn.Linear(3, 2))[0], KFAC("mpd", decay=0.9), ["A"])
 
 
 def definite(seed: int) -> Tensor:
@@ -20,22 +21,39 @@ def definite(seed: int) -> Tensor:
     return x.mT @ x
 
 
+def average(curvature: Curvature, a: Tensor, trace: float | None = None) -> None:
+    """One rank's A, and any G; `trace`: another one is told."""
+    layer, numbers = curvature.layer, torch.zeros(4, dtype=torch.float64)
+    sums = {kind: torch.empty(layer.numel(kind)) for kind in KINDS}
+    curvature.take("A", a, sums["A"], numbers)
+    curvature.take("G", torch.ones(1, 2, 2), sums["G"], numbers)
+    if trace is not None:
+        numbers[1] = trace
+    curvature.average(numbers, sums, 1)
+
+
 def test_running_average_decays_and_starts_with_the_first_factor() -> None:
-    running = running_factor()
+    curvature = curvature_of_inputs()
     factors = [definite(seed) for seed in range(3)]
     for factor in factors:
-        assert running.update(pack(factor, torch.empty(10)), 0.9)
+        average(curvature, factor)
     expected = 0.9 * (0.9 * factors[0] + 0.1 * factors[1]) + 0.1 * factors[2]
-    torch.testing.assert_close(running.full(), expected)
-    torch.testing.assert_close(running.traces(), expected[0].trace()[None])
+    found = unpack(curvature.running["A"], torch.empty(1, 4, 4))
+    torch.testing.assert_close(found, expected)
+    trace = expected[0].trace()[None].double()
+    torch.testing.assert_close(curvature.traces["A"], trace, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.parametrize("trace", [None, 1.0])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_what_is_not_finite_does_not_enter_the_average(bad: float) -> None:
-    running = running_factor()
-    good = pack(definite(4), torch.empty(10))
-    running.update(good, 0.9)
+def test_what_is_not_finite_does_not_enter_the_average(
+    bad: float, trace: float | None
+) -> None:
+    """Also where the traces of all ranks are finite, and the sum of factors is not."""
+    curvature = curvature_of_inputs()
+    good = definite(4)
+    average(curvature, good)
     spoiled = definite(4)
     spoiled[0, 2, :] = spoiled[0, :, 2] = bad
-    assert not running.update(pack(spoiled, torch.empty(10)), 0.9)
-    assert torch.equal(running.value, good)
+    average(curvature, spoiled, trace)
+    assert torch.equal(curvature.running["A"], pack(good, torch.empty(10)))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradtide.core.ops import Flow, Group
 from gradtide.kfac.flows import Piece, Share, Sum
-from gradtide.ops import Flow, Group
 from gradtide.testing import lockstep
 
 CPU = torch.device("cpu")
@@ -107,9 +107,9 @@ def test_pieces_arrive_where_they_are_needed(kind: str, size: int) -> None:
     def share(rank: int) -> Share:
         def make() -> None:
             order.append("make")
-            for i, view in shares[rank].views.items():
-                if pieces[i].source == rank:
-                    view.fill_(i + 1)
+            for piece, view in shares[rank].views.items():
+                if piece.source == rank:
+                    view.fill_(pieces.index(piece) + 1)
 
         def take() -> None:
             order.append("take")
@@ -121,7 +121,7 @@ def test_pieces_arrive_where_they_are_needed(kind: str, size: int) -> None:
     lockstep(flows)
     assert sorted(order) == ["make"] * size + ["take"] * size
     for rank, own in enumerate(shares):
-        met = {i for i, piece in enumerate(pieces) if piece.meets(rank)}
+        met = {p for p in pieces if rank == p.source or rank in p.receivers}
         assert set(own.views) == met
-        for i, view in own.views.items():
-            assert view.tolist() == [i + 1] * pieces[i].numel
+        for piece, view in own.views.items():
+            assert view.tolist() == [pieces.index(piece) + 1] * piece.numel

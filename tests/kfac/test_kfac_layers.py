@@ -33,10 +33,11 @@ def test_dimensions_of_factors() -> None:
         nn.Conv2d(8, 8, 3, groups=8, bias=False),
     )
     layers = supported(model)
-    shapes = [(layer.groups, layer.a_dim, layer.g_dim) for layer in layers]
+    shapes = [(la.groups, la.dim("A"), la.dim("G")) for la in layers]
     assert shapes == [(1, 6, 3), (1, 5, 3), (1, 13, 6), (2, 13, 3), (8, 9, 1)]
     assert layers[3].numel("A") == 2 * 13 * 14 // 2
-    assert layers[3].factor_numel == 2 * (13 * 14 // 2 + 3 * 4 // 2)
+    assert layers[3].numel("G") == 2 * 3 * 4 // 2
+    assert layers[3].gradient_shape == (2, 3, 13)
     assert left_out(model) == {}
 
 
@@ -68,7 +69,7 @@ def test_frozen_layers_are_skipped_and_frozen_biases_left_out() -> None:
     model[1].bias.requires_grad_(False)
     model[2].weight.requires_grad_(False)
     layers = supported(model)
-    assert [(layer.name, layer.a_dim) for layer in layers] == [("1", 3)]
+    assert [(layer.name, layer.dim("A")) for layer in layers] == [("1", 3)]
     assert left_out(model) == {"2.bias": "its weight is frozen"}
 
 
@@ -160,9 +161,7 @@ def test_matrix_and_back() -> None:
         nn.Conv1d(4, 6, 3, groups=2),
     ):
         (layer,) = supported(module)
-        weight, bias = torch.randn_like(module.weight), None
-        if module.bias is not None:
-            bias = torch.randn_like(module.bias)
-        back = layer.tensors(layer.matrix(weight, bias))
-        assert torch.equal(back[0], weight)
-        assert (bias is None and back[1] is None) or torch.equal(back[1], bias)
+        given = [torch.randn_like(p) for p in layer.params]
+        back = layer.tensors(layer.matrix(*given))
+        assert all(map(torch.equal, back, given))
+        assert len(back) == len(given)

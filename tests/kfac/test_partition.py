@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from gradtide.kfac.partition import arrivals, contiguous, earliest, finish, fusions
+from gradtide.kfac.assign import arrivals, contiguous, earliest, finish, fusions
 
 
 def draws(n: int, seed: int) -> list[float]:

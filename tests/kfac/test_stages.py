@@ -8,7 +8,7 @@ from tests.ranks import run_ranks
 from torch import distributed as dist
 
 import gradtide
-from gradtide.engine import Record
+from gradtide.core.engine import Record
 from gradtide.kfac.stages import Stages, stages
 
 

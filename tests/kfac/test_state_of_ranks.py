@@ -89,10 +89,10 @@ def test_another_number_of_ranks_takes_everything_over() -> None:
     def factors(sync: gradtide.Replica) -> dict[tuple[str, str], float]:
         assert sync.kfac is not None
         return {
-            (layer.name, kind): float(running.value.double().sum())
+            (layer.name, kind): float(running.double().sum())
             for layer, curvature in sync.kfac.curvatures.items()
             for kind, running in curvature.running.items()
-            if running.value is not None
+            if running is not None
         }
 
     def after(size: int) -> list[dict[tuple[str, str], float]]:

@@ -14,19 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradtide.kfac.factors import RunningFactor
-from gradtide.kfac.invert import (
-    Inverses,
-    dampings,
-    inverse,
-    kl_part,
-    kl_scale,
-    total,
-    write_back,
-)
-from gradtide.kfac.layers import Kind, Layer, supported
-from gradtide.kfac.packing import pack
-from gradtide.kfac.statistics import Statistics, batch, tokens
+from gradtide.kfac.config import KFAC
+from gradtide.kfac.curvature import Curvature
+from gradtide.kfac.invert import kl_part, kl_scale, write_back
+from gradtide.kfac.layers import KINDS, Kind, Layer, supported
+from gradtide.kfac.samples import batch, tokens
+from gradtide.kfac.statistics import Statistics
 
 
 class Log:
@@ -445,13 +438,16 @@ def textbook(
 def test_a_step_equals_the_textbook(kl_clip: float) -> None:
     model, (x, y) = net().train(), data(9)
     damping, lr = 0.01, 0.1
-    running = {}
+    layers, config = supported(model), KFAC("mpd", damping=damping)
+    curvatures = {layer: Curvature(layer, config, KINDS) for layer in layers}
+    packed = {
+        (la, kind): torch.empty(la.numel(kind)) for la in layers for kind in KINDS
+    }
+    numbers = {la: torch.zeros(la.numbers, dtype=torch.float64) for la in layers}
 
     def ready(layer: Layer, kind: Kind, factor: Tensor) -> None:
-        average = running.setdefault((layer.name, kind), RunningFactor(layer, kind))
-        average.update(pack(factor, torch.empty(layer.numel(kind))), 0.95)
+        curvatures[layer].take(kind, factor, packed[layer, kind], numbers[layer])
 
-    layers = supported(model)
     statistics = Statistics(model, layers, ready)
     statistics.arm()
     loss_of(model, x, y)().backward()
@@ -459,17 +455,17 @@ def test_a_step_equals_the_textbook(kl_clip: float) -> None:
     wanted = textbook(model, x, y, damping, kl_clip, lr)
     results = []
     for layer in layers:
-        a, g = running[layer.name, "A"], running[layer.name, "G"]
-        pair = dampings(a.traces(), g.traces(), layer.a_dim, layer.g_dim, damping)
-        both = Inverses(
-            inverse(a.full(), pair[0], layer.name),
-            inverse(g.full(), pair[1], layer.name),
-        )
+        curvature = curvatures[layer]
+        sums = {kind: packed[layer, kind] for kind in KINDS}
+        curvature.average(numbers[layer], sums, 1)
+        curvature.invert()
+        curvature.complete()
+        curvature.adopt()
         gradient = layer.matrix(layer.weight.grad, layer.bias.grad)
-        results.append((gradient, both(gradient)))
-    nu = kl_scale(total(kl_part(v, p, lr) for v, p in results), kl_clip)
+        results.append((gradient, curvature.precondition(gradient)))
+    nu = kl_scale([kl_part(v, p, lr) for v, p in results], kl_clip)
     for layer, (_, p), expect in zip(layers, results, wanted, strict=True):
-        write_back(layer, p, layer.weight.grad, layer.bias.grad, nu)
+        write_back(layer, p, [layer.weight.grad, layer.bias.grad], nu)
         actual = layer.matrix(layer.weight.grad, layer.bias.grad)[0]
         error = (actual.double() - expect).norm() / expect.norm()
         assert error < 1e-5

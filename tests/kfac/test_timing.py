@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradtide.kfac.timing import InverseTime, estimate_inverses, time_inverses
+from gradtide.kfac.costs import InverseTime, estimate_inverses, time_inverses
 
 DIMS = (16, 64, 200, 512, 1024, 2048)
 
@@ -43,7 +43,7 @@ def test_of_many_sizes_a_few_are_measured(monkeypatch: pytest.MonkeyPatch) -> No
         measured.extend(dims)
         return {d: 1e-9 * d**3 for d in dims}
 
-    monkeypatch.setattr("gradtide.kfac.timing.time_inverses", fake)
+    monkeypatch.setattr("gradtide.kfac.costs.time_inverses", fake)
     times = estimate_inverses(range(10, 500, 10), torch.device("cpu"))
     assert len(measured) == 8
     assert {10, 490} <= set(measured)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradtide.lab.cluster import Cluster
-from gradtide.lab.failure import LabError
+from gradtide.lab.cluster import Cluster, LabError
 from gradtide.lab.namespaces import networks
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from gradtide.engine import Record as Request
-from gradtide.lab.limits import Compute
+from gradtide.core.engine import Record as Request
 from gradtide.lab.record import Record, Result
 from gradtide.lab.summary import Facts
 from gradtide.lab.timeline import spans
 from gradtide.lab.trial import Interval, Mark, Step
 from gradtide.lab.worker import Outcome
+from gradtide.lab.workloads.workload import Timing
 
-FACTS = Facts(replayed=True, compute=Compute(1.0, 2.0))
+FACTS = Facts(replayed=True, compute=Timing(1.0, 2.0))
 
 # A DeAR step from 10 to 17: forward to 14 with two updates (each 0.25 long) and 1.5 of
 # waiting, backward to 16 with nothing, the rest to 17 with 0.5 of waiting.

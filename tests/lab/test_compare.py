@@ -31,11 +31,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Broken:
-    def reduce(self, load, group):
+    def reduce(self, payload, group):
         if group.rank == 1:
             raise RuntimeError("rank one broke")
         yield from ()
-        return load.flat
+        return payload.flat
 """
 
 

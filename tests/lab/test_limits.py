@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gradtide.lab.limits import Compute, Wire, limit_seconds
-from gradtide.schedule import DEAR, SEQUENTIAL, WFBP, Schedule
+from gradtide.core.schedule import DEAR, SEQUENTIAL, WFBP, Schedule
+from gradtide.lab.limits import limit_seconds
+from gradtide.lab.workloads.workload import Timing
 
 RATE = 8e6  # bits/s: a megabyte a second
-COMPUTE = Compute(forward=1.0, backward=2.0)
+COMPUTE = Timing(forward=1.0, backward=2.0)
 
 
 @pytest.mark.parametrize(
@@ -26,9 +27,11 @@ COMPUTE = Compute(forward=1.0, backward=2.0)
 def test_by_hand(
     schedule: Schedule, megabytes: tuple[float, float], expected: float
 ) -> None:
-    wire = Wire(*(1e6 * part for part in megabytes))
-    assert limit_seconds(COMPUTE, wire, RATE, schedule) == pytest.approx(expected)
+    first, second = (1e6 * part for part in megabytes)
+    assert limit_seconds(COMPUTE, (first, second), RATE, schedule) == pytest.approx(
+        expected
+    )
 
 
 def test_no_rate_no_limit() -> None:
-    assert limit_seconds(COMPUTE, Wire(1.0, 1.0), None, WFBP) is None
+    assert limit_seconds(COMPUTE, (1.0, 1.0), None, WFBP) is None

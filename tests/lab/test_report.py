@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from tests.lab.samples import FACTS, outcome, record, row
 
-from gradtide.lab.limits import Compute
 from gradtide.lab.report import distance, table, write
 from gradtide.lab.summary import Facts
+from gradtide.lab.workloads.workload import Timing
 
 ROWS = (
     row("ddp", 3.0, speedup_over_ddp=1.0, limit_seconds=2.5),
@@ -28,7 +28,7 @@ def text(width: int = 160, facts: Facts = FACTS) -> str:
 
 def test_a_replay_is_never_taken_for_the_real_thing() -> None:
     assert "compute is a wait of 1000 ms" in text()
-    real = Facts(replayed=False, compute=Compute(1.0, 2.0))
+    real = Facts(replayed=False, compute=Timing(1.0, 2.0))
     assert "compute is real" in text(facts=real)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradtide.lab.spec import Spec, check, loads, split_schemes
+from gradtide.lab.spec import Spec, check, split_schemes
 
 SPEC = Spec(("ddp", "dear"), "replay:resnet50", 4, 1, 1e8, steps=10, rounds=3)
 
@@ -29,10 +29,6 @@ def test_empty_scheme(text: str) -> None:
         split_schemes(text)
 
 
-def test_survives_json() -> None:
-    assert loads(SPEC.dumps()) == SPEC
-
-
 def test_blocks_sum_to_the_steps() -> None:
     assert SPEC.blocks() == [4, 3, 3]
 
@@ -50,8 +46,8 @@ def test_a_good_spec_passes() -> None:
         ({"workload": "imagenet"}, "no workload 'imagenet': choose one of gpt"),
         ({"workload": "gpt", "step_ms": 5.0}, "really computes"),
         ({"step_ms": -1.0}, "step_ms is -1.0"),
-        ({"trace": "/nowhere.json"}, "cannot read the trace"),
-        ({"trace": "/nowhere.json", "step_ms": 5.0}, "give one"),
+        ({"trace": Path("/nowhere.json")}, "cannot read the trace"),
+        ({"trace": Path("/nowhere.json"), "step_ms": 5.0}, "give one"),
         ({"warmup": 0}, "--warmup 0"),
         ({"rounds": 0}, "--rounds 0"),
         ({"steps": 2}, "at least one step a round"),
@@ -66,4 +62,4 @@ def test_refusals_say_what_to_do(change: dict[str, Any], message: str) -> None:
 def test_a_trace_that_is_wrong_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text("[]")
     with pytest.raises(ValueError, match="no times for"):
-        check(replace(SPEC, trace=str(tmp_path / "trace.json")))
+        check(replace(SPEC, trace=tmp_path / "trace.json"))

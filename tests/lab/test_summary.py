@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,10 +10,9 @@ import pytest
 from tests.lab.samples import APPLIED, STEP, row
 from torch import nn
 
-from gradtide.engine import Engine
+from gradtide.core.schedule import DEAR, WFBP, Schedule
 from gradtide.kfac.stages import Stages
 from gradtide.lab.contestants import Contestant
-from gradtide.lab.limits import Compute
 from gradtide.lab.spec import Spec
 from gradtide.lab.summary import (
     Facts,
@@ -23,32 +23,25 @@ from gradtide.lab.summary import (
     with_speedups,
 )
 from gradtide.lab.trial import Mark, Step, Trial
-from gradtide.schedule import DEAR, WFBP, Schedule
+from gradtide.lab.workloads.workload import Timing
+from gradtide.replica import Replica
+from gradtide.scheme import parse
 
 SPEC = Spec(("ddp",), "gpt", hosts=2, ranks_per_host=2, rate=8e6, steps=3, rounds=1)
-COMPUTED = Facts(replayed=False, compute=Compute(1.0, 2.0))
+COMPUTED = Facts(replayed=False, compute=Timing(1.0, 2.0))
 
 
 def contestant(
     schedule: Schedule, engine: object = None, model: nn.Module | None = None
 ) -> Contestant:
     workload: Any = SimpleNamespace(
-        replayed=True,
-        forward_seconds=0.5,
-        backward_seconds=0.75,
+        waits=(0.5, 0.75),
         model=model or nn.Linear(1, 1),
     )
-    return Contestant(
-        name="it",
-        schedule=schedule,
-        workload=workload,
-        module=nn.Identity(),
-        scheduler=None,
-        clip=lambda norm: norm,
-        flush=lambda: None,
-        leave=lambda: None,
-        engine=cast("Engine | None", engine),
-    )
+    scheme = replace(parse("wfbp"), schedule=schedule)
+    replica = engine and SimpleNamespace(engine=engine, scheme=scheme)
+    name = "wfbp" if schedule == WFBP else "dear"
+    return Contestant(name, workload, nn.Identity(), cast("Replica | None", replica))
 
 
 def step(*phases: float) -> Step:
@@ -111,7 +104,7 @@ def test_traffic_is_per_rank_and_step() -> None:
 
 
 def test_what_does_not_apply_is_none() -> None:
-    known = Facts(replayed=True, compute=Compute(1.0, 2.0))
+    known = Facts(replayed=True, compute=Timing(1.0, 2.0))
     result = summarise(SPEC, contestant(WFBP), [trial(step(1, 2, 1))], known)
     assert result.interface_bytes is None
     assert result.final_loss is None
@@ -121,9 +114,9 @@ def test_what_does_not_apply_is_none() -> None:
 def test_compute_alone_is_known_or_measured() -> None:
     assert facts(contestant(WFBP), []).compute == (0.5, 0.75)
     computed = contestant(WFBP)
-    cast(Any, computed.workload).replayed = False
+    cast(Any, computed.workload).waits = None
     found = facts(computed, [trial(step(1, 2, 3)), trial(step(1, 1, 1))])
-    assert found == Facts(False, Compute(1, 1.5))
+    assert found == Facts(False, Timing(1, 1.5))
 
 
 def test_speedups_need_ddp() -> None:

@@ -8,15 +8,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from gradtide.lab.failure import LabError
-from gradtide.plan.fit import Fit, Point
-from gradtide.plan.measure import Row
-from gradtide.plan.network import Network, load
+from gradtide.planner.fit import Point
+from gradtide.planner.measure import Row
+from gradtide.planner.network import Network, Rate, load
 from gradtide.profile.cli import app
-from gradtide.profile.network.chart import draw
-from gradtide.profile.network.progress import follow, passed_on, without_progress
-from gradtide.profile.network.report import device, fits, notes
-from gradtide.profile.network.run import Found, _rows
+from gradtide.profile.network.report import device, draw, fits, notes
+from gradtide.profile.network.run import Found
 
 pytestmark = pytest.mark.alone
 
@@ -59,7 +56,7 @@ def _found() -> Found:
             Point("AllToAll", n, 3.0, n * 0.75, 1e-3 + 1e-8 * n) for n in sizes
         )
 
-    row = Row("direct", Fit(1e-3 / 3, 1.3e-8, 0.012), points(10**5, 10**6), points(50))
+    row = Row("direct", Rate(1e-3 / 3, 1.3e-8, 0.012), points(10**5, 10**6), points(50))
     return Found(Network.ideal(4, 1, 1e9), {"inter": [row], "intra": [row]})
 
 
@@ -76,22 +73,3 @@ def test_reports(tmp_path: Path) -> None:
     assert "1 points of 50 to 50 bytes were left out" in " ".join(notes(found))
     draw(found, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 1000
-
-
-def test_rows_travel_as_text() -> None:
-    found = _found()
-    assert _rows(found.rows_text()) == found.rows
-
-
-def test_progress_is_told_and_kept_out_of_failures(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    told: list[str] = []
-    passed_on("Swap of 1 MB")
-    line = capsys.readouterr().out.rstrip()
-    follow(told.append)(0, line)
-    follow(told.append)(3, "Traceback")
-    assert told == ["Swap of 1 MB"]
-    with pytest.raises(LabError) as raised, without_progress():
-        raise LabError("rank 0 failed", 0, 1, [line, "Traceback"])
-    assert list(raised.value.lines) == ["Traceback"]

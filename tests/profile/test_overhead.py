@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 from tests.ranks import run_ranks
 
-from gradtide.plan.network import TYPICAL, Line, Link, Network, Rate
+from gradtide.lab.job import silent
+from gradtide.planner.network import TYPICAL, Line, Link, Network, Rate
 from gradtide.profile.network import overhead
 from gradtide.profile.network.overhead import Made, with_overhead
-from gradtide.profile.network.progress import silent
 
 RATE = Rate(1e-4, 1e-9, 0.0, Line(1e-4, 1e-9))
 THERE = Network(

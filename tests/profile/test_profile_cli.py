@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from gradtide.profile.cli import app
 from gradtide.profile.selection import run as module
-from gradtide.select import SELECTORS
+from gradtide.selectors import SELECTORS
 
 
 def call(*words: str) -> Result:

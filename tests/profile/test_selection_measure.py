@@ -18,7 +18,7 @@ from gradtide.profile.selection.measure import (
     Gradients,
     measure,
 )
-from gradtide.select import Exact
+from gradtide.selectors import Exact
 
 CPU = torch.device("cpu")
 

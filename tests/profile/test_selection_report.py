@@ -8,17 +8,26 @@ from pathlib import Path
 import pytest
 from rich.console import Console, Group
 
-from gradtide.profile.selection.findings import Record, Result, dense_times, rows
 from gradtide.profile.selection.measure import COPY, TOPK, Timing
 from gradtide.profile.selection.report import show, table, write
-from gradtide.profile.selection.wire import break_even
+from gradtide.profile.selection.run import (
+    Record,
+    Result,
+    break_even,
+    dense_times,
+    row,
+)
 
 TIMINGS = {
-    "Threshold": Timing([0.004, 0.002, 0.003], [0.001, 0.002, 0.002], 10_500),
-    "Dear": Timing([0.5], [0.5], 400_000),
-    TOPK: Timing([0.08], [0.08], 10_000),
-    COPY: Timing([0.001], [0.001], 1_000_000),
+    "Threshold": Timing([0.004, 0.002, 0.003], [0.001, 0.002, 0.002], [10_500]),
+    "Dear": Timing([0.5], [0.5], [400_000]),
+    TOPK: Timing([0.08], [0.08], [10_000]),
+    COPY: Timing([0.001], [0.001], [1_000_000]),
 }
+
+
+def rows(n: int, density: float) -> list[Result]:
+    return [row(name, n, density, 8, timing) for name, timing in TIMINGS.items()]
 
 
 def record() -> Record:
@@ -32,7 +41,7 @@ def record() -> Record:
         threads=1,
         ranks=8,
         dense=dense_times(sizes, (1e8, 1e9), 8),
-        results=[r for n in sizes for d in densities for r in rows(n, d, 8, TIMINGS)],
+        results=[r for n in sizes for d in densities for r in rows(n, d)],
     )
 
 
@@ -47,20 +56,21 @@ def line(name: str) -> list[str]:
     shown = text(table(record().results[:8], record().dense))
     assert "…" not in shown
     assert "56 ms at 1gbit" in shown
-    return next(row.split() for row in shown.splitlines() if name in row.split()[:2])
+    return next(x.split() for x in shown.splitlines() if name in x.split()[:2])
 
 
 def test_rows_are_medians() -> None:
-    (row, *_) = rows(1_000_000, 0.01, 8, TIMINGS)
-    quartiles = (row.seconds_p25, row.seconds, row.seconds_p75)
+    (first, *_) = rows(1_000_000, 0.01)
+    quartiles = (first.seconds_p25, first.seconds, first.seconds_p75)
     assert quartiles == pytest.approx((0.0025, 0.003, 0.0035))
-    assert (row.rounds, row.realised_density) == (3, 0.0105)
-    assert row.break_even_bits_per_s == break_even(1_000_000, 10_500, 8, row.seconds)
+    assert (first.rounds, first.realised_density) == (3, 0.0105)
+    rate = break_even(1_000_000, 10_500, 8, first.seconds)
+    assert first.break_even_bits_per_s == rate
 
 
 def test_yardsticks_send_nothing() -> None:
-    for row in rows(1_000_000, 0.01, 8, TIMINGS)[2:]:
-        assert row.realised_density is row.break_even_bits_per_s is None
+    for found in rows(1_000_000, 0.01)[2:]:
+        assert found.realised_density is found.break_even_bits_per_s is None
 
 
 def test_table() -> None:

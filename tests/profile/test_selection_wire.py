@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradtide.profile.selection.wire import (
+from gradtide.profile.selection.run import (
     break_even,
     dense_bytes,
     dense_seconds,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradtide.plan.network import Device, Network, load
-from gradtide.plan.trace import StepTrace
-from gradtide.plan.virtual import simulate
-from gradtide.profile.network.curvature import with_curvature
+from gradtide.planner.network import Device, Network, load
+from gradtide.planner.trace import StepTrace
+from gradtide.planner.virtual import simulate
+from gradtide.profile.network.run import with_curvature
 from gradtide.profile.trace.run import Effort, trace
 from gradtide.profile.trace.subject import Subject
 from gradtide.scheme import parse

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from gradtide.cli import app
 from gradtide.lab.workloads.replay import STEP_MS
 from gradtide.lab.workloads.shapes import ARCHITECTURES, units
-from gradtide.plan.network import Network
-from gradtide.plan.trace import load
+from gradtide.planner.network import Network
+from gradtide.planner.trace import load
 from gradtide.scheme import parse
 from gradtide.simulate.grid import read_network, read_trace, run
 

@@ -1,5 +1,6 @@
 """The averaging algorithms; a new one is one file and one line here."""
 
+from gradtide.collectives._entries import Selecting as Selecting
 from gradtide.collectives.agreed import Agreed as Agreed
 from gradtide.collectives.auto import Auto as Auto
 from gradtide.collectives.corrected import Corrected as Corrected
@@ -14,7 +15,7 @@ from gradtide.collectives.partitions import Dynamic as Dynamic
 from gradtide.collectives.partitions import Even as Even
 from gradtide.collectives.topk import TopK as TopK
 from gradtide.collectives.topka2a import TopKA2A as TopKA2A
-from gradtide.collectives.topkdsa import TopkDSA as TopkDSA
+from gradtide.collectives.topka2a import TopkDSA as TopkDSA
 from gradtide.collectives.warmup import Warmup as Warmup
 
 COLLECTIVES = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 POINTS = 24  # of a curve: more => the winners are closer to the exact top k
 START = 1 << 15  # bytes that a slow wire carries while one more exchange starts
@@ -18,10 +18,9 @@ START = 1 << 15  # bytes that a slow wire carries while one more exchange starts
 def pays(numel: int, k: int, size: int) -> bool:
     """Whether k of `numel` entries cost less than all of them, for `size` ranks.
 
-    In words of 4 bytes that a rank sends: (P - 1) / P of 1.5 k (values, and indices of
-    16 bits) to the owners of the entries and again to all ranks, and two small messages
-    to every peer; against 2 n (P - 1) / P of the dense exchange. Fewer entries than
-    ranks are not worth the additional rounds either.
+    In words that a rank sends: (P - 1) / P of 1.5 k to the owners and again to all
+    ranks, and two small messages to every peer; against 2 n (P - 1) / P of the dense
+    exchange. Fewer entries than ranks are not worth the additional rounds either.
     """
     share = (size - 1) / size
     small = (size - 1) * (2 + 2 * (2 + POINTS))
@@ -110,13 +109,9 @@ def recut(lengths: Sequence[int], align: int) -> list[list[int]]:
     """
     size, total = len(lengths), sum(lengths)
     cuts = [total * j // size // align * align for j in range(size)] + [total]
-    ends = list(accumulate(lengths))
     return [
-        [
-            max(0, min(end, cuts[j + 1]) - max(end - length, cuts[j]))
-            for j in range(size)
-        ]
-        for end, length in zip(ends, lengths, strict=True)
+        [max(0, min(end, high) - max(begin, low)) for low, high in pairwise(cuts)]
+        for begin, end in pairwise(accumulate(lengths, initial=0))
     ]
 
 

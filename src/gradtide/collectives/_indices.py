@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtide.collectives._entries import ALIGN, BLOCK, Steps
+from gradtide.collectives._entries import ALIGN, Steps, decode, encode, num_blocks
 from gradtide.collectives.partitions import Plan, Report
-from gradtide.ops import AllGather, Group, ToHost
-from gradtide.select.kernels import index_dtype
+from gradtide.core.ops import AllGather, Group, ToHost
+from gradtide.selectors.kernels import index_dtype
 
 HEAD = 12  # bytes of a Report
 
@@ -33,11 +33,10 @@ class _Bin(NamedTuple):
 
     def sizes(self) -> list[int]:
         """Bytes of reports, block counts and lower halves."""
-        span = self.begins[-1]
-        blocks = -(-span // BLOCK) if span > BLOCK else 0
         head = HEAD * len(self.segments)
-        halves = -(-(head + 4 * blocks + 2 * self.room) // ALIGN) * ALIGN
-        return [head, 4 * blocks, halves - head - 4 * blocks]
+        blocks = 4 * num_blocks(self.begins[-1])
+        whole = -(-(head + blocks + 2 * self.room) // ALIGN) * ALIGN
+        return [head, blocks, whole - head - blocks]
 
 
 def gather_indices(
@@ -86,29 +85,21 @@ def _pack(
     message = torch.zeros(sum(kind.sizes()), dtype=torch.uint8, device=device)
     if not found:
         return message
-    head, blocks, low = torch.split(message, kind.sizes())
+    head, blocks, halves = torch.split(message, kind.sizes())
     numbers = torch.tensor([r[1:] for r in reports], dtype=torch.float32)
     counts = torch.tensor([[r.found] for r in reports], dtype=torch.int32)
     table = torch.cat([counts, numbers.view(torch.int32)], 1)
     head.copy_(table.view(torch.uint8).flatten())
     where = torch.cat([w + begin for w, begin in zip(found, kind.begins, strict=False)])
-    if len(blocks):
-        span = kind.begins[-1]
-        edges = torch.arange(0, span + BLOCK, BLOCK, device=device)
-        at = torch.searchsorted(where, edges.clamp_(max=span).to(where.dtype))
-        blocks.view(torch.int32).copy_(at[1:] - at[:-1])
-    low.view(torch.uint16)[: len(where)].copy_(where & (BLOCK - 1))
+    fields = blocks.view(torch.int32), halves.view(torch.uint16)
+    encode(where, kind.begins[-1], *fields)
     return message
 
 
 def _unpack(message: Tensor, kind: _Bin, counts: Sequence[int], n: int) -> Tensor:
-    _, blocks, low = torch.split(message, kind.sizes())
-    total = sum(counts)
-    where = low.view(torch.uint16)[:total].to(index_dtype(n))
-    if len(blocks):
-        numbers = blocks.view(torch.int32)
-        begins = torch.arange(len(numbers), device=where.device, dtype=where.dtype)
-        where += (begins * BLOCK).repeat_interleave(numbers, output_size=total)
+    _, blocks, halves = torch.split(message, kind.sizes())
+    own = halves.view(torch.uint16)[: sum(counts)]
+    where = decode(blocks.view(torch.int32), own, index_dtype(n))
     if len(counts) == 1:
         return where.add_(kind.shifts[0])
     shifts = torch.tensor(kind.shifts, dtype=where.dtype)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from gradtide.collectives._balance import Curve, curve_ranks, shares
-from gradtide.collectives._entries import Entries, Steps
-from gradtide.ops import AllToAll, Group, ToHost
-from gradtide.select.kernels import entries
+from gradtide.collectives._entries import Entries, Steps, tell
+from gradtide.core.ops import Group, ToHost
+from gradtide.selectors.kernels import entries
 
 SKEW = 2  # times the average that a region may receive before regions are cut anew
 SLACK = 1.0  # powers of 2 that the threshold may fall unnoticed in one step
@@ -18,14 +16,11 @@ LARGEST = 1025.0  # level (log2) of infinities and NaNs: above all finite number
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def tell(own: Tensor, group: Group) -> Steps:
-    """Everybody's `own` in rank order: in one hop, where a ring would take P - 1."""
-    ones = [1] * group.size
-    return (yield AllToAll(own.expand(group.size, *own.shape), ones, ones))
-
-
 def add_up(parts: list[Entries], dtype: torch.dtype) -> Entries:
-    """Sums, in `dtype`, of entries with the same index in the order of `parts`."""
+    """Sums, in `dtype`, of entries with the same index in the order of `parts`.
+
+    For an owner alone: on a GPU, other ranks' sums could have other last digits.
+    """
     # Sorting is stable, so that each sum is taken in the order of ranks.
     where, order = torch.cat([at for at, _ in parts]).sort(stable=True)
     values = torch.cat([there for _, there in parts]).to(dtype).index_select(0, order)
@@ -55,18 +50,16 @@ def rank_sums(
     told = yield from tell(torch.cat([head, levels]), group)
     told = yield ToHost(told)
     rows = told.tolist()
-    numbers, level = shares([_curve(int(n), levels) for n, _, *levels in rows], k)
+    curves = [
+        Curve([-level for level in levels if n], curve_ranks(int(n)) if n else [])
+        for n, _, *levels in rows
+    ]
+    numbers, level = shares(curves, k)
     state["level"] = torch.tensor(level, dtype=torch.float64)
     shared = [row[1] for row in rows]
     state["skewed"] = torch.tensor(max(shared) * group.size > SKEW * sum(shared))
     mine = order[len(order) - numbers[group.rank] :]
     return numbers, looked_at.index_select(0, mine).sort().values
-
-
-def _curve(count: int, levels: Sequence[float]) -> Curve:
-    if not count:
-        return Curve([], [])
-    return Curve([-level for level in levels], curve_ranks(count))
 
 
 def _candidates(values: Tensor, known: Tensor | None, least: int) -> Entries:
@@ -75,12 +68,10 @@ def _candidates(values: Tensor, known: Tensor | None, least: int) -> Entries:
     Places in `values` and the magnitudes there. The choice concerns this rank alone:
     what it tells is about what it looked at.
     """
-    if known is not None:
-        floor = float((known - SLACK).exp2())
-        found, there = entries(values, floor, len(values))
-        if len(found) >= least:
-            return found, there.abs()
-    found, there = entries(values, 0.0, len(values))
+    floor = 0.0 if known is None else float((known - SLACK).exp2())
+    found, there = entries(values, floor, len(values))
+    if known is not None and len(found) < least:
+        found, there = entries(values, 0.0, len(values))
     return found, there.abs()
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, Traits, count, rounded_off
-from gradtide.collectives._entries import Steps, Wire, check, wire_dtype
+from gradtide.collectives._entries import Steps, Wire, check, kept, wire_dtype
 from gradtide.collectives._indices import HEAD, gather_indices
-from gradtide.collectives.dense import Dense
+from gradtide.collectives.dense import Dense, first_half, padded, second_half
 from gradtide.collectives.partitions import Even, Partition, Plan, Report
-from gradtide.ops import Cut, Flow, Group
-from gradtide.select.follow import estimate
-from gradtide.select.kernels import above, everything, index_dtype
+from gradtide.core.ops import Cut, Flow, Group
+from gradtide.core.payload import Payload, Traits, next_step, round_off
+from gradtide.selectors.follow import estimate
+from gradtide.selectors.kernels import above, everything, index_dtype, top
 
 SMALL = 4096  # elements: up to here torch.topk is as fast as a threshold
 SAMPLE = 256  # sampled entries above a threshold that is estimated afresh
@@ -24,26 +23,40 @@ SAMPLE = 256  # sampled entries above a threshold that is estimated afresh
 
 @dataclass(frozen=True)
 class Agreed(Traits):
-    """The ranks agree on about k indices, and average their values there.
+    """Agree on about k indices, and average all ranks' values there: partitioned top-k.
 
-    Each rank looks for large entries in a bin of its own, (rank + step) mod P of
-    `partition`: MiCRO (`Even`), ExDyna (`Dynamic`) or DEFT (`ByNorm`), all by Yoon and
-    Oh. So a rank searches n/P elements, and no index is found twice: the union has k
-    indices whatever P is. One all-gather of messages whose lengths all ranks know, then
-    a reduce-scatter and an all-gather of the values: three rounds of P - 1 messages,
-    (2.5 k + n / 2^16) (P - 1) / P words a rank for float32.
+    In every step a rank looks for large entries in one bin of `partition`, (rank +
+    step) mod P: MiCRO, ExDyna or DEFT, all by Yoon and Oh. So a rank searches n/P
+    elements, and no index is found twice. A bin gives the largest entries of each of
+    its segments, as many as planned, or fewer if it has no more that are not zero.
+    Thresholds only say which entries to look at; one that fits no longer is drawn from
+    a sample again, within the step.
 
-    A bin gives the largest entries of each of its segments, exactly as many as planned,
-    or fewer if it has no more that are not zero: thresholds only say which entries to
-    look at, and are drawn from a sample again when they fit no longer, within the step.
+    Cost, with P ranks: three rounds of P - 1 messages: indices, and the two halves of a
+    dense exchange of the values. A rank sends (10 k + n / 16384) (P - 1) / P bytes for
+    float32, (6 k + n / 16384) (P - 1) / P with `wire`. A bucket for which this would
+    not send fewer bytes travels by `Dense`, and then the casts of `wire` are lost.
 
-    Leaves behind, on every rank, all that is outside the union; and where entries are
-    weighed, what counts for less here than the threshold of its segment: a chance find
-    of another rank would have all send what is mostly noise. With `wire` ("bf16",
-    "fp16") what values are rounded by stays behind, too. Every rank reads its whole
-    bucket once for values that are not finite; these raise the alarm at once, and
-    travel when their segment is next looked through. Buckets for which this does not
-    pay (`pays`) are sent by `Dense`.
+    Residual: on every rank, all that is outside the union. Where steps are exchanged
+    (LOCAL) an entry also stays if its selection score is below the threshold of its
+    segment here: what another rank found by chance is mostly noise. Every rank reads
+    its whole bucket once for values that are not finite: these reach the non-finite
+    guard at once, and travel when their segment is next searched.
+
+    Args:
+        density: The share k/n of the n entries of a bucket that travel, above 0 and at
+            most 1. Larger values cost more bytes and delay fewer entries. The default,
+            0.01, is a starting point; "Learning" in benchmarks/README.md shows what
+            densities do to a loss.
+        partition: Who searches where, and for how many entries: `Even()`, `Dynamic()`
+            or `ByNorm()`. The default is the one that learns nothing; the recipes
+            "micro", "exdyna" and "deft" stand for the three.
+        wire: What values are cast to when they travel: "bf16", "fp16", or None. None is
+            the default because it rounds nothing. What a cast takes off goes to the
+            residual, that of the mean to the part's owner's.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
 
     density: float = 0.01
@@ -53,75 +66,74 @@ class Agreed(Traits):
     searches_part = True
 
     def __post_init__(self) -> None:
-        check("Agreed", self.density, self.wire)
+        check("Agreed", self.wire, self.density)
         if isinstance(self.partition, type) or not hasattr(self.partition, "learn"):
             raise ValueError(
                 f"Agreed(partition={self.partition!r}): use Even(), Dynamic(), ByNorm()"
             )
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        x, size = load.flat, group.size
-        k = max(1, round(self.density * len(x)))
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        x, k = payload.flat, kept(self.density, len(payload.flat))
         dtype = wire_dtype(x.dtype, self.wire)
-        if not pays(len(x), k, size, dtype.itemsize):
-            return (yield from Dense(self.wire).reduce(load, group))
-        turn = count(load.state)
-        plan = self.partition.plan(load, k, size, turn)
-        load.check_all(dtype)
-        salience = load.salience
-        union = yield from self._agree(load, salience, plan, turn, group)
-        if salience is x:
-            values = load.take(union, dtype)
+        if not pays(len(x), k, group.size, dtype.itemsize):
+            return (yield from Dense(self.wire).reduce(payload, group))
+        turn = next_step(payload.state)
+        plan = self.partition.plan(payload, k, group.size, turn)
+        payload.check_all_finite(dtype)
+        scores = payload.selection_scores
+        union = yield from self._agree(payload, scores, plan, turn, group)
+        if scores is x:
+            values = payload.pop_entries(union, dtype)
         else:
-            values = _take_due(load, salience, union, plan, dtype)
-        mean = yield from average_at(union, values, load, self.wire, group)
-        return load.mean_at(union, mean)
+            values = _take_due(payload, scores, union, plan, dtype)
+        mean = yield from _average_at(union, values, payload, dtype, group)
+        return payload.sparse_mean(union, mean)
 
     def _agree(
-        self, load: Payload, salience: Tensor, plan: Plan, turn: int, group: Group
+        self, payload: Payload, scores: Tensor, plan: Plan, turn: int, group: Group
     ) -> Steps:
         """The union of what the ranks select; reports are learned from."""
-        known = load.state.get("thresholds")
-        if known is None or len(known) != len(plan.quotas):
-            known = torch.full((len(plan.quotas),), math.nan)
-        thresholds = known.tolist()
+        thresholds = payload.state.get("thresholds", torch.empty(0)).tolist()
+        if len(thresholds) != len(plan.quotas):
+            thresholds = [math.nan] * len(plan.quotas)
+        bins = [plan.bins[(turn + rank) % group.size] for rank in range(group.size)]
         found, reports = [], []
-        for s in plan.bins[(turn + group.rank) % group.size]:
-            segment = salience[plan.edges[s] : plan.edges[s + 1]]
+        for s in bins[group.rank]:
+            segment = scores[plan.edges[s] : plan.edges[s + 1]]
             norm = self.partition.measure(segment)
             where, threshold = pick(segment, plan.quotas[s], thresholds[s], turn)
             found.append(where)
             reports.append(Report(len(where), threshold, norm))
-        bins = [plan.bins[(turn + rank) % group.size] for rank in range(group.size)]
-        told = gather_indices(found, reports, plan, bins, load.flat.device, group)
+        told = gather_indices(found, reports, plan, bins, payload.flat.device, group)
         rows, everybody = yield from told
-        load.state["thresholds"] = torch.tensor([r.threshold for r in everybody])
-        self.partition.learn(load, plan, everybody)
+        payload.state["thresholds"] = torch.tensor([r.threshold for r in everybody])
+        self.partition.learn(payload, plan, everybody)
         first = -turn % group.size  # the rank with bin 0: segments in their order
         return torch.cat([*rows[first:], *rows[:first]])
 
 
 def _take_due(
-    load: Payload, salience: Tensor, union: Tensor, plan: Plan, dtype: torch.dtype
+    payload: Payload, scores: Tensor, union: Tensor, plan: Plan, dtype: torch.dtype
 ) -> Tensor:
     """The entries at `union` that count as much here as where they were found, taken
     out; and zeros for the others, which stay."""
     ends = torch.tensor(plan.edges[1:], dtype=union.dtype)
     segment = torch.bucketize(union, ends.to(union.device), right=True)
-    thresholds = load.state["thresholds"].to(salience)
+    thresholds = payload.state["thresholds"].to(scores)
     # Not where there is no threshold yet: NaN.
-    small = salience.index_select(0, union).abs() < thresholds.index_select(0, segment)
+    small = scores.index_select(0, union).abs() < thresholds.index_select(0, segment)
     due = (~small).nonzero().squeeze(1)
-    values = load.flat.new_zeros(len(union))
-    return values.index_copy_(0, due, load.take(union.index_select(0, due), dtype))
+    values = payload.flat.new_zeros(len(union))
+    return values.index_copy_(
+        0, due, payload.pop_entries(union.index_select(0, due), dtype)
+    )
 
 
 def pays(n: int, k: int, size: int, itemsize: int = 4) -> bool:
     """Whether agreeing on k of n elements moves fewer bytes than sending all.
 
-    Both are averaged by the same two rounds; what is saved, 2 (n - k) values, must be
-    more than the indices (2 bytes each), a report and the alignment from every rank.
-    One rank has nothing to save.
+    What is saved, 2 (n - k) values, must be more than the indices (2 bytes each), a
+    report and the alignment from every rank. One rank has nothing to save.
     """
     return size > 1 and 2 * itemsize * (n - k) > 2 * k + size * (HEAD + 8)
 
@@ -150,10 +162,7 @@ def pick(x: Tensor, quota: int, threshold: float, seed: int) -> tuple[Tensor, fl
     size = x.index_select(0, found).abs()  # faster than brackets
     following = _next(size, spare, threshold)
     if len(found) > quota:
-        best = torch.topk(size, quota, sorted=False).indices
-        # A mask keeps them in order: a sort takes longer than all the rest.
-        kept = torch.zeros_like(found, dtype=torch.bool).index_fill_(0, best, True)
-        found = found[kept]
+        found = found[top(size, quota)]
     return found, following
 
 
@@ -182,28 +191,20 @@ def _next(size: Tensor, spare: int, threshold: float) -> float:
     return threshold * math.exp(min(max(move, -1.0), 1.0))
 
 
-def average_at(
-    where: Tensor, values: Tensor, load: Payload, wire: Wire, group: Group
+def _average_at(
+    where: Tensor, values: Tensor, payload: Payload, dtype: torch.dtype, group: Group
 ) -> Flow:
-    """The mean of all ranks' `values` (1-D), which they took from `where`: by `Dense`.
+    """The mean of all ranks' `values` (1-D), which they took from `where`: as `Dense`.
 
-    What `wire` takes off the mean is given back by the owner of the part.
+    What `dtype` takes off the mean is given back by the owner of the part.
     """
-    length = -(-max(len(values), 1) // group.size) * group.size
-    padded = torch.nn.functional.pad(values, (0, length - len(values)))
-    dtype = wire_dtype(values.dtype, wire)
-    share = length // group.size
-    mine = where[group.rank * share : (group.rank + 1) * share]
-    flow = Dense(wire).reduce(Payload(padded, [padded]), group)
-    answer: Any = None
-    while True:
-        try:
-            request = flow.send(answer)
-        except StopIteration as stop:
-            mean: Tensor = stop.value
-            return mean[: len(where)]
-        if isinstance(request, Cut) and dtype != values.dtype:
-            rest = rounded_off(request.part, request.part.to(dtype))
-            request.part.sub_(rest)
-            load.give_back(mine, rest[: len(mine)] * group.size)
-        answer = yield request
+    x = padded(values, group.size)
+    part = yield from first_half(x, dtype, group)
+    if dtype != x.dtype:
+        rest = round_off(part, dtype)
+        begin = group.rank * len(part)
+        mine = where[begin : begin + len(part)]
+        payload.add_residual(mine, rest[: len(mine)] * group.size)
+    yield Cut(part)
+    mean = yield from second_half(x, part, dtype)
+    return mean[: len(where)]

@@ -4,22 +4,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradtide.bucket import Payload, Traits
 from gradtide.collectives.dense import Dense
-from gradtide.ops import Flow, Group
+from gradtide.core.ops import Flow, Group
+from gradtide.core.payload import Payload, Traits
 
 FEWEST = 4  # steps: two until buckets follow the real order, two to take times
 
 
 @dataclass(frozen=True)
 class Auto(Traits):
-    """Dense, until `gradtide.auto` has profiled `steps` steps and planned.
+    """Stand for what a plan will choose; average exactly until then.
 
-    It then chooses among exact means and such that are rounded on the wire; with
-    `lossy` also among methods that deliver part of the gradient later, if these are
-    faster even where they need the share `margin` more steps, with `warmup` steps at
-    higher densities, and `corrected` with the optimizer's momentum. Without `deferred`
-    parameters change at `step()` only.
+    The first `steps` steps are profiled. Then gradtide predicts schemes on its virtual
+    clock, and all ranks go on with the best. It chooses among schemes with exact means
+    and such that are rounded on the wire. It cannot be wrapped, takes the schedule
+    WFBP, and cannot be combined with K-FAC.
+
+    Cost and residual: those of `Dense` until then, afterwards those of what was chosen.
+
+    Args:
+        lossy: Whether sparse schemes may be chosen, which deliver a part of the
+            gradient later. The default is False, because they change what is learned.
+        deferred: Whether schedules that update in the next forward (DEAR) may be
+            chosen. False suits a loop that reads gradients between backward and step.
+        steps: How many steps to profile, 4 or more. The first two settle the order of
+            buckets. The default, 12, takes ten for the times: more are steadier, and
+            decide later.
+        margin: What share of additional steps a sparse scheme has to be able to afford
+            before it is chosen, 0 or more. The default asks for a quarter.
+        warmup: How many steps at higher densities a sparse scheme begins with, 0 or
+            more; needs `lossy`. The default is 0, as the length belongs to the
+            training.
+        corrected: Whether a sparse scheme computes the optimizer's momentum before
+            selection, see `Corrected`; needs `lossy`.
+
+    Raises:
+        ValueError: A field is outside its range, or `warmup` or `corrected` is given
+            without `lossy`.
     """
 
     lossy: bool = False
@@ -44,5 +65,5 @@ class Auto(Traits):
     def takes_momentum(self) -> bool:
         return self.corrected
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        return Dense().reduce(load, group)
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        return Dense().reduce(payload, group)

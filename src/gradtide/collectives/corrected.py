@@ -9,34 +9,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Collective, Payload, Traits, layers, traits
-from gradtide.ops import Cut, Flow, Group
-from gradtide.select.kernels import above
+from gradtide.core.ops import Cut, Flow, Group
+from gradtide.core.payload import Collective, Payload, Traits, layers, traits
+from gradtide.selectors.kernels import above
 
 VELOCITY, REMAINDER = "corrected.velocity", "corrected.remainder"
 
 
 @dataclass(frozen=True)
 class Corrected(Traits):
-    """Deep Gradient Compression's momentum correction (Lin et al., ICLR 2018).
+    """Compute momentum before selection, so that late entries arrive with theirs.
 
-    Every rank keeps a velocity u = a * u + b * g of its own gradients g and offers it
-    to `collective` instead of them, on top of what was left behind. Entries that were
-    delayed so arrive with the momentum that they have missed. Where entries were taken
+    This is the momentum correction of Deep Gradient Compression (Lin et al., ICLR
+    2018). Every rank keeps a velocity u = a u + b g of its own gradients g, and offers
+    it to the collective in their place, on top of the residual. Where entries are taken
     out, the velocity is set to zero (momentum factor masking), lest it push twice in an
-    old direction. The factors a and b are those of the optimizer's momentum, which
-    steps without it for as long (`gradtide.momentum`). A bucket that travels densely is
-    not masked: the mean is then the momentum buffer of SGD.
+    old direction. The factors a and b are those of the optimizer's momentum, without
+    which it steps for as long; so it needs `replicate`, with SGD, Adam or AdamW. A
+    bucket that travels densely is not masked: the mean is then the momentum buffer of
+    SGD.
 
-    With `clip`, a rank's fresh gradient is scaled to a 2-norm of at most clip / sqrt(P)
-    first; the norm is that of the bucket. Nothing stays behind of what is clipped.
+    Cost: the rounds and bytes of the collective. In memory, two tensors as long as the
+    bucket; in time, six passes over it, seven under Adam, and with `clip` three more
+    and a copy. Without momentum it is one tensor, and the passes of `clip` only.
 
-    The law holds for what is offered, which is `a * u` more than what was in the
-    buffer, and what was clipped less. In `state`: two tensors as long as the bucket
-    (the velocity, and the remainder that the fresh gradient is told from, to a rounding
-    of their sum). Six passes over memory; three more and a temporary copy with `clip`.
-    Adam's momentum takes one more. Without momentum, one tensor, and no pass but those
-    of `clip` and a copy; without either, nothing.
+    Residual: that of the collective. The conservation law holds for what is offered,
+    which is `a u` more than what was in the bucket, and less what was clipped. What is
+    clipped is lost.
+
+    Args:
+        collective: What selects entries.
+        momentum: No hyper-parameter. The training hands the factors (a, b) over in
+            every step, and a number here is refused.
+        clip: The 2-norm, above 0, that the gradients of all ranks of a bucket may have
+            together: a rank's fresh gradients are scaled to at most clip / sqrt(P).
+            None, the default, scales nothing, because `Replica.clip_grad_norm_` clips
+            the mean.
+
+    Raises:
+        ValueError: `momentum` is a number, or `clip` is not above 0 and finite.
     """
 
     collective: Collective
@@ -57,16 +68,16 @@ class Corrected(Traits):
             raise ValueError(f"Corrected(clip={self.clip}): a norm above 0, or None")
 
     def with_momentum(self, a: float, b: float) -> Corrected:
-        """The same with the factors of the optimizer's momentum, for one exchange."""
+        """Return the same with these factors of momentum, for one exchange."""
         return replace(self, momentum=(a, b))
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
+    def reduce(self, payload: Payload, group: Group) -> Flow:
         momentum, share = self.momentum
         # A schedule may come down to no momentum; what was remembered goes on.
-        if self.clip is None and not momentum and REMAINDER not in load.state:
-            return (yield from self.collective.reduce(load, group))
-        self._offer(load, group.size, momentum, share)
-        flow = self.collective.reduce(load, group)
+        if self.clip is None and not momentum and REMAINDER not in payload.state:
+            return (yield from self.collective.reduce(payload, group))
+        self._offer(payload, group.size, momentum, share)
+        flow = self.collective.reduce(payload, group)
         answer, result = None, None  # the result: as far as it is known
         try:
             while True:
@@ -79,39 +90,41 @@ class Corrected(Traits):
         finally:
             # Also if it is closed at its cut (a skipped step): what is gone was sent.
             flow.close()
-            self._settle(load, result is not None and _within(result, load))
+            self._settle(payload, result is not None and _within(result, payload))
 
-    def _offer(self, load: Payload, size: int, momentum: float, share: float) -> None:
+    def _offer(
+        self, payload: Payload, size: int, momentum: float, share: float
+    ) -> None:
         """Clip the fresh gradient, take `share` of it, and add what it continues."""
-        flat = load.flat
-        remainder = load.state.setdefault(REMAINDER, torch.zeros_like(flat))
+        flat = payload.flat
+        remainder = payload.state.setdefault(REMAINDER, torch.zeros_like(flat))
         if self.clip is not None:
             kept = share * _share(flat - remainder, self.clip / math.sqrt(size))
             torch.lerp(remainder, flat, kept.to(flat.dtype), out=flat)
         elif share != 1:
             torch.lerp(remainder, flat, share, out=flat)
-        if momentum or VELOCITY in load.state:
-            velocity = load.state.setdefault(VELOCITY, torch.zeros_like(flat))
+        if momentum or VELOCITY in payload.state:
+            velocity = payload.state.setdefault(VELOCITY, torch.zeros_like(flat))
             flat.add_(velocity, alpha=momentum)
             torch.sub(flat, remainder, out=velocity)
             remainder.copy_(flat)
 
-    def _settle(self, load: Payload, handed_out: bool) -> None:
+    def _settle(self, payload: Payload, handed_out: bool) -> None:
         """Remember what was left behind, and stop what was taken out."""
-        velocity = load.state.get(VELOCITY)
+        velocity = payload.state.get(VELOCITY)
         if handed_out:
-            load.state[REMAINDER].zero_()
+            payload.state[REMAINDER].zero_()
             if velocity is not None:
                 # A gradient that was not finite must not stay for the steps to come.
                 velocity.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             return
-        remainder = load.state[REMAINDER]
+        remainder = payload.state[REMAINDER]
         if velocity is not None:
             # Until now the remainder held what was offered; here, what of it is gone.
-            torch.sub(remainder, load.flat, out=remainder)
+            torch.sub(remainder, payload.flat, out=remainder)
             gone = above(remainder, 0.0, len(remainder))
             velocity.index_fill_(0, gone.long(), 0)
-        remainder.copy_(load.flat)
+        remainder.copy_(payload.flat)
 
 
 def _share(gradient: Tensor, limit: float) -> Tensor:
@@ -125,9 +138,9 @@ def _share(gradient: Tensor, limit: float) -> Tensor:
     return torch.where(norm.isfinite(), share, torch.ones_like(share))
 
 
-def _within(part: Tensor, load: Payload) -> bool:
+def _within(part: Tensor, payload: Payload) -> bool:
     """Whether memory is the bucket's own: it was handed out, and nothing is left."""
-    return 0 <= part.data_ptr() - load.flat.data_ptr() < load.flat.nbytes
+    return 0 <= part.data_ptr() - payload.flat.data_ptr() < payload.flat.nbytes
 
 
 def with_momentum(collective: Any, a: float, b: float) -> Any:

@@ -3,68 +3,69 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, Traits, rounded_off
+from gradtide.collectives import _entries
 from gradtide.collectives._entries import (
     Entries,
+    Selecting,
     Steps,
     Wire,
-    check,
-    entry_words,
-    length,
-    pack,
-    unpack,
+    kept,
     wire_dtype,
 )
 from gradtide.collectives.dense import Dense
-from gradtide.collectives.topk import kept, summed
-from gradtide.ops import AllToAll, Flow, Group, Swap
-from gradtide.select import Selector, Threshold
+from gradtide.core.ops import AllToAll, Flow, Group, Swap
+from gradtide.core.payload import Payload, rounded_off
 
 
 @dataclass(frozen=True)
-class GTopK(Traits):
-    """gTop-k (Shi et al., ICDCS 2019): a butterfly of swaps; of each sum of two
-    messages the k largest entries go on.
+class GTopK(Selecting):
+    """Merge entries of two ranks at a time, and keep the k largest of each sum.
 
-    log2(P) messages of k entries a rank (1.5 k words for float32, k for `wire`), all of
-    one length. If P is no power of two, the ranks beyond it hand their entries to a
-    partner first and are sent the result at the end: two messages more in a row.
+    This is gTop-k (Shi et al., A distributed synchronous SGD algorithm with global
+    top-k sparsification for low bandwidth networks, ICDCS 2019). Ranks swap messages
+    along a butterfly.
 
-    Leaves behind what was not selected, and what a merge dropped: every rank takes back
-    the stake that it had in a dropped sum, also if the same index survives in another
-    branch of the butterfly (the published rule loses it). The stakes of ranks beyond
-    the power of two, and what `wire` takes off sums, by rounding or as too large for
-    it, are kept by one of those who hold the sum. Buckets for which it does not pay
-    (`pays`) are exchanged by `Dense`.
+    Cost, with P ranks: log2(P) rounds of one message of k entries: 6 k bytes each for
+    float32, 4 k with `wire`. If P is no power of two, the ranks beyond it hand their
+    entries to a partner first and get the result at the end: two rounds more. A bucket
+    for which this would not send fewer bytes travels by `Dense`, and then the casts of
+    `wire` are lost.
+
+    Residual: what the rank did not select, and its stake in what a merge dropped. A
+    rank takes its stake back also if the same index survives in another branch of the
+    butterfly, where the published rule loses it. The stakes of ranks beyond the power
+    of two, and what `wire` takes off sums, are kept by one of those who hold the sum.
+
+    Args:
+        density: The share of a bucket's entries that a rank selects, see `Selecting`.
+        select: The selector that finds the entries, see `Selecting`.
+        wire: What values are cast to when they travel, see `Selecting`. What a cast
+            takes off goes to the residual; a sum that is too large for the cast is cut
+            to the largest number there is.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
-
-    density: float = 0.01
-    select: Selector = Threshold()  # noqa: RUF009  (frozen: not shared by mistake)
-    wire: Wire = None
-
-    def __post_init__(self) -> None:
-        check("GTopK", self.density, self.wire)
 
     def pays_below(self, size: int) -> float:
         dense = 2 * (size - 1) / size
-        return dense / (rounds(size) * entry_words(torch.float32, self.wire))
+        return dense / (rounds(size) * _entries.entry_words(torch.float32, self.wire))
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        n, k = len(load.flat), kept(self.density, len(load.flat))
-        dtype = load.flat.dtype
-        if not pays(n, k, group.size, dtype, self.wire):
-            return (yield from Dense(self.wire).reduce(load, group))
-        x = load.salience
-        where = at_most(k, self.select(x, k, load.state), x)
-        values = load.take(where, wire_dtype(dtype, self.wire))
-        merging = _Merging(load, k, self.wire, (where, values))
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        n, k = len(payload.flat), kept(self.density, len(payload.flat))
+        if not pays(n, k, group.size, payload.flat.dtype, self.wire):
+            return (yield from Dense(self.wire).reduce(payload, group))
+        x, dtype = payload.selection_scores, wire_dtype(payload.flat.dtype, self.wire)
+        where = at_most(k, self.select(x, k, payload.state), x)
+        own = where, payload.pop_entries(where, dtype)
+        merging = _Merging(payload, k, dtype, own, [own])
         where, sums = yield from _all_merged(merging, group)
-        return load.mean_at(where, sums / group.size)
+        return payload.sparse_mean(where, sums / group.size)
 
 
 def pays(n: int, k: int, size: int, dtype: torch.dtype, wire: Wire = None) -> bool:
@@ -74,7 +75,7 @@ def pays(n: int, k: int, size: int, dtype: torch.dtype, wire: Wire = None) -> bo
     """
     narrow = wire_dtype(dtype, wire)
     dense = 2 * n * (size - 1) * narrow.itemsize
-    return size > 1 and rounds(size) * length(k, n, narrow) * size < dense
+    return size > 1 and rounds(size) * _entries.length(k, n, narrow) * size < dense
 
 
 def rounds(size: int) -> int:
@@ -105,27 +106,21 @@ def largest(values: Tensor, k: int) -> Tensor:
 class _Merging:
     """A partial sum of some ranks' entries, and what this rank has at stake in it."""
 
-    load: Payload
+    payload: Payload
     k: int
-    wire: Wire
+    dtype: torch.dtype  # that travels
     total: Entries
-    stakes: list[Entries] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stakes = [self.total]
+    stakes: list[Entries]
 
     def message(self) -> Tensor:
-        """The sum as k entries: zeros at its last index make up for missing ones."""
-        where, values = self.total
-        missing = self.k - len(where)
-        if missing:
-            where = torch.cat([where, where[-1:].expand(missing)])
-            values = torch.cat([values, values.new_zeros(missing)])
-        return pack(where, values, len(self.load.flat), self._dtype)
+        """The sum, as k entries."""
+        entries = _entries.filled_up(self.total, self.k)
+        return _entries.pack(entries, len(self.payload.flat), self.dtype)
 
     def read(self, message: Tensor) -> Entries:
-        where, values = unpack(message, self.k, len(self.load.flat), self._dtype)
-        return where, values.to(self.load.flat.dtype)
+        flat = self.payload.flat
+        where, values = _entries.unpack(message, self.k, len(flat), self.dtype)
+        return where, values.to(flat.dtype)
 
     def merge(self, theirs: Entries, first: bool, keeper: bool) -> None:
         """Add `theirs` (in front of the own sum if not `first`), and keep k entries.
@@ -133,23 +128,19 @@ class _Merging:
         The `keeper` keeps what is rounded off: one of the ranks that hold the sum.
         """
         pair = (self.total, theirs) if first else (theirs, self.total)
-        where, sums = summed(pair, self.load.flat.dtype)
+        where, sums = _entries.summed(pair, self.payload.flat.dtype)
         keep = largest(sums, self.k)
         where, sums = where[keep], sums[keep]
         self._settle(where)
         self.total = where, sums
-        if self._dtype != sums.dtype:
-            narrow = _fitting(sums, self._dtype).to(sums.dtype)
+        if self.dtype != sums.dtype:
+            narrow = _fitting(sums, self.dtype).to(sums.dtype)
             self.total = where, narrow
             if keeper:
                 rest = rounded_off(sums, narrow)
-                self.load.give_back(where, rest)
+                self.payload.add_residual(where, rest)
                 # Whoever has a stake in this sum has one in the rest, too.
                 self.stakes.append((where, -rest))
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return wire_dtype(self.load.flat.dtype, self.wire)
 
     def _settle(self, survivors: Tensor) -> None:
         """Take back the stakes in what was dropped."""
@@ -157,7 +148,7 @@ class _Merging:
         for where, values in self.stakes:
             place = torch.searchsorted(survivors, where).clamp_(max=len(survivors) - 1)
             stays = survivors[place] == where
-            self.load.give_back(where[~stays], values[~stays])
+            self.payload.add_residual(where[~stays], values[~stays])
             remaining.append((where[stays], values[stays]))
         self.stakes = remaining
 

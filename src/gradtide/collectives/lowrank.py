@@ -20,88 +20,108 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, Traits, count
-from gradtide.collectives._entries import Steps
-from gradtide.collectives.dense import Dense
-from gradtide.ops import AllReduce, Flow, Group
+from gradtide.collectives.dense import Dense, averaged
+from gradtide.core.ops import AllReduce, Flow, Group
+from gradtide.core.payload import Payload, Traits, next_step
 
 SEED = 20190  # of the first factors, so that they are equal on all ranks
 
 
 @dataclass(frozen=True)
-class PowerSGD(Traits):
-    """One power iteration a step, from the last step's factor (Vogels, Karimireddy and
-    Jaggi, NeurIPS 2019, arXiv:1905.13727).
-
-    Every tensor of two or more dimensions is a matrix of its first dimension by the
-    others; it travels in `rank` (rows + columns) elements, if these are fewer than its
-    own. All else travels densely, with the second factor. An all-reduce of the first
-    factors, then a reduce-scatter and an all-gather: four rounds of P - 1 messages,
-    2 (P - 1) / P elements a rank for each that travels. Leaves behind what the basis
-    does not span; see [Note: projection].
-
-    If anything is not finite, the alarm is raised and the means of all matrices are
-    NaN; finite entries stay behind. A bucket without a matrix is sent by `Dense`.
-    """
+class _LowRank(Traits):
+    """What both methods have in common."""
 
     rank: int = 4  # more: closer to the mean, and more bytes
 
     depends_on = "shapes"
 
     def __post_init__(self) -> None:
-        _check("PowerSGD", self.rank)
-
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        places = matrices_of(load, self.rank)
-        if group.size == 1 or not places:
-            return (yield from Dense().reduce(load, group))
-        matrices = [place.of(load.flat) for place in places]
-        right = _recall(load, "right", [m.shape[1] for m in matrices], self.rank)
-        sketch = _flat(m @ q for m, q in zip(matrices, right, strict=True))
-        load.check(sketch)
-        for r in _rest(places, len(load.flat)):
-            load.check(load.flat[r])
-        yield AllReduce(sketch)
-        rows = [(m.shape[0], self.rank) for m in matrices]
-        left = orthonormal(_split(sketch, rows))
-        mean: Tensor
-        message = _message(load.flat, places, left, False)
-        mean, right = yield from _project(load, places, left, message, False, group)
-        _remember(load, "right", right)
-        return mean
+        if self.rank < 1:
+            name = type(self).__name__
+            raise ValueError(f"{name}(rank={self.rank}): a rank is at least 1")
 
 
 @dataclass(frozen=True)
-class ACPSGD(Traits):
-    """The two factors travel in alternate steps, each projected on the other of the
-    step before (ACP-SGD, ICDCS 2023).
+class PowerSGD(_LowRank):
+    """Send two thin factors of every matrix, by one power iteration a step.
 
-    Half the factors' bytes and half the rounds of `PowerSGD`, for a basis that is a
-    step older: one reduce-scatter and one all-gather. Everything else is as there.
+    The method is by Vogels, Karimireddy and Jaggi (PowerSGD: Practical low-rank
+    gradient compression for distributed optimization, NeurIPS 2019, arXiv:1905.13727).
+    The iteration starts from the factor of the last step. Every tensor of two or more
+    dimensions is a matrix of its first dimension by the others. It travels in rank
+    (rows + columns) elements, if these are fewer than its own; all else travels as it
+    is, with the second factor.
+
+    Cost, with P ranks: four rounds of P - 1 messages: an all-reduce of the first
+    factors, then a reduce-scatter and an all-gather. A rank sends 8 (P - 1) / P bytes
+    for each float32 element that travels. A bucket without a matrix travels by `Dense`.
+
+    Residual: what the factors do not span. If anything is not finite, the non-finite
+    guard is told, the means of all matrices are NaN, and finite entries stay.
+
+    Args:
+        rank: The number of columns of a factor, 1 or more. Larger ranks are closer to
+            the mean, and send more bytes in proportion. The default, 4, has a 256 x 256
+            matrix travel in a 64th of its elements for each factor.
+
+    Raises:
+        ValueError: `rank` is less than 1.
     """
 
-    rank: int = 4  # more: closer to the mean, and more bytes
-
-    depends_on = "shapes"
-
-    def __post_init__(self) -> None:
-        _check("ACPSGD", self.rank)
-
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        places = matrices_of(load, self.rank)
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        places = matrices_of(payload, self.rank)
         if group.size == 1 or not places:
-            return (yield from Dense().reduce(load, group))
-        turned = count(load.state) % 2 == 0
-        known, sought = ("right", "left") if turned else ("left", "right")
+            return (yield from Dense().reduce(payload, group))
+        matrices = [place.of(payload.flat) for place in places]
+        right = _recall(payload, "right", [m.shape[1] for m in matrices], self.rank)
+        sketch = _flat(m @ q for m, q in zip(matrices, right, strict=True))
+        payload.check_finite(sketch)
+        for r in _rest(places, len(payload.flat)):
+            payload.check_finite(payload.flat[r])
+        yield AllReduce(sketch)
+        rows = [(m.shape[0], self.rank) for m in matrices]
+        left = orthonormal(_split(sketch, rows))
+        message = _message(payload.flat, places, left, False)
+        return (yield from _project(payload, places, left, message, False, group))
+
+
+@dataclass(frozen=True)
+class ACPSGD(_LowRank):
+    """Send one of two thin factors of every matrix, the other in the next step.
+
+    A factor is the projection of the matrix on the other factor of the step before.
+    This is ACP-SGD (Zhang et al., Evaluation and optimization of gradient compression
+    for distributed deep learning, ICDCS 2023). Matrices are those of `PowerSGD`; the
+    basis is a step older.
+
+    Cost, with P ranks: two rounds of P - 1 messages, a reduce-scatter and an
+    all-gather: half of those of `PowerSGD`. A matrix travels in rank x rows elements in
+    one step and rank x columns in the next; a rank sends 8 (P - 1) / P bytes for each
+    float32 element that travels. A bucket without a matrix travels by `Dense`.
+
+    Residual: what the factors do not span. Values that are not finite are treated as by
+    `PowerSGD`.
+
+    Args:
+        rank: The number of columns of a factor, 1 or more. Larger ranks are closer to
+            the mean, and send more bytes in proportion. The default, 4, has a 256 x 256
+            matrix travel in a 64th of its elements for each factor.
+
+    Raises:
+        ValueError: `rank` is less than 1.
+    """
+
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        places = matrices_of(payload, self.rank)
+        if group.size == 1 or not places:
+            return (yield from Dense().reduce(payload, group))
+        turned = next_step(payload.state) % 2 == 0
         lengths = [p.columns if turned else p.rows for p in places]
-        basis = orthonormal(_recall(load, known, lengths, self.rank))
-        mean: Tensor
-        message = _message(load.flat, places, basis, turned)
-        load.check(message)
-        told = _project(load, places, basis, message, turned, group)
-        mean, factors = yield from told
-        _remember(load, sought, factors)
-        return mean
+        known = _recall(payload, "right" if turned else "left", lengths, self.rank)
+        basis = orthonormal(known)
+        message = _message(payload.flat, places, basis, turned)
+        payload.check_finite(message)
+        return (yield from _project(payload, places, basis, message, turned, group))
 
 
 class Place(NamedTuple):
@@ -120,13 +140,13 @@ class Place(NamedTuple):
         return flat[self.begin : self.end].view(self.rows, self.columns)
 
 
-def matrices_of(load: Payload, rank: int) -> list[Place]:
+def matrices_of(payload: Payload, rank: int) -> list[Place]:
     """The parts that take fewer elements as factors of `rank`, in memory order.
 
     Columns are in memory order, too, which in channels-last tensors is another one.
     """
-    origin, places = int(load.flat.storage_offset()), []
-    for part in load.parts:
+    origin, places = int(payload.flat.storage_offset()), []
+    for part in payload.parts:
         if part.dim() >= 2 and part.numel():
             rows, columns = part.shape[0], prod(part.shape[1:])
             if rank * (rows + columns) < rows * columns:
@@ -170,40 +190,42 @@ def _message(
 
 
 def _project(
-    load: Payload,
+    payload: Payload,
     places: Sequence[Place],
     bases: Sequence[Tensor],
     message: Tensor,
     turned: bool,
     group: Group,
-) -> Steps:
-    """The mean (1-D, like `flat`) of what `bases` span, and the mean coefficients.
+) -> Flow:
+    """The mean (1-D, like `flat`) of what `bases` span; see [Note: projection].
 
-    `message` is `_message`'s. See [Note: projection].
+    `message` is `_message`'s. Remembers the mean coefficients for the next step, unless
+    there is something wrong with them.
     """
-    own = _oriented(load.flat, places, turned)
-    rest = _rest(places, len(load.flat))
+    own = _oriented(payload.flat, places, turned)
+    rest = _rest(places, len(payload.flat))
     shapes = [(w.shape[1], b.shape[1]) for w, b in zip(own, bases, strict=True)]
-    factors, length = sum(map(prod, shapes)), len(message)
-    load.taken += length
+    factors = sum(map(prod, shapes))
+    payload.num_sent += len(message)
     for r in rest:
-        load.flat[r] = 0
+        payload.flat[r] = 0
     coefficients = message[:factors]
     if bool(coefficients.isfinite().all()):
         for w, b, c in zip(own, bases, _split(coefficients, shapes), strict=True):
             w.addmm_(b, c.T, alpha=-1)
     else:
-        load.flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    padded = torch.nn.functional.pad(message, (0, -length % group.size))
-    told = yield from Dense().reduce(Payload(padded, [padded]), group)
+        payload.flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    told = yield from averaged(message, None, group)
     means = _split(told[:factors], shapes)
-    mean = load.mean_memory()
+    mean = payload.mean_buffer()
     for w, b, c in zip(_oriented(mean, places, turned), bases, means, strict=True):
         torch.mm(b, c.T, out=w)
     sizes = [r.stop - r.start for r in rest]
-    for r, values in zip(rest, torch.split(told[factors:length], sizes), strict=True):
+    for r, values in zip(rest, torch.split(told[factors:], sizes), strict=True):
         mean[r] = values
-    return mean, means
+    if bool(told[:factors].isfinite().all()):
+        payload.state["left" if turned else "right"] = told[:factors].clone()
+    return mean
 
 
 def _oriented(flat: Tensor, places: Sequence[Place], turned: bool) -> list[Tensor]:
@@ -219,25 +241,18 @@ def _rest(places: Sequence[Place], n: int) -> list[slice]:
 
 
 def _recall(
-    load: Payload, name: str, lengths: Sequence[int], rank: int
+    payload: Payload, name: str, lengths: Sequence[int], rank: int
 ) -> list[Tensor]:
     """The factors of the last step; at first random ones, equal on all ranks."""
-    known = load.state.get(name)
+    known = payload.state.get(name)
     shapes = [(length, rank) for length in lengths]
     if known is None or len(known) != sum(map(prod, shapes)):
         draws = []
         for i, shape in enumerate(shapes):
             rng = torch.Generator().manual_seed(SEED + i)
             draws.append(torch.randn(shape, generator=rng))
-        known = _flat(draws).to(load.flat)
+        known = _flat(draws).to(payload.flat)
     return _split(known, shapes)
-
-
-def _remember(load: Payload, name: str, factors: Sequence[Tensor]) -> None:
-    """Keep factors for the next step, unless there is something wrong with them."""
-    flat = _flat(factors)
-    if bool(flat.isfinite().all()):
-        load.state[name] = flat
 
 
 def _flat(tensors: Any) -> Tensor:
@@ -247,8 +262,3 @@ def _flat(tensors: Any) -> Tensor:
 def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     pieces = torch.split(flat, [prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-def _check(name: str, rank: int) -> None:
-    if rank < 1:
-        raise ValueError(f"{name}(rank={rank}): a rank is at least 1")

@@ -1,8 +1,8 @@
 """Who looks for large entries where, and for how many: the partitions of `Agreed`.
 
 A partition cuts a bucket into segments, says how many entries each is to give, and
-deals the segments out into as many bins as there are ranks. What it learns for the next
-step comes from what all ranks were told, so every rank makes the same plan.
+deals them out into as many bins as there are ranks. It learns for the next step from
+what all ranks were told, so every rank makes the same plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
+from gradtide.core.payload import Payload
 
 BLOCKS = 1024  # in a bucket: the boundaries of `Dynamic` lie between them
 ENTRY = 32  # elements whose scan takes as long as the work on one entry
@@ -30,10 +30,6 @@ class Plan(NamedTuple):
     quotas: Sequence[int]
     bins: Sequence[Sequence[int]]  # the segments of each, ascending
 
-    def lengths(self) -> list[int]:
-        """Elements of every segment."""
-        return [end - begin for begin, end in pairwise(self.edges)]
-
 
 class Report(NamedTuple):
     """What all ranks are told of a segment by the one that looked through it."""
@@ -44,41 +40,50 @@ class Report(NamedTuple):
 
 
 class Partition(Protocol):
-    """A frozen dataclass; what it remembers is in `load.state`, equal on all ranks."""
+    """A frozen dataclass; its memory is in `payload.state`, equal on all ranks."""
 
-    def plan(self, load: Payload, k: int, size: int, turn: int) -> Plan: ...
-    def measure(self, segment: Tensor) -> float: ...
-    def learn(self, load: Payload, plan: Plan, reports: Sequence[Report]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Even:
-    """P equal contiguous parts (MiCRO: Yoon and Oh, HiPC 2023, arXiv:2310.00967).
-
-    Every part gives k/P entries, however large they are compared with the others'.
-    """
-
-    def plan(self, load: Payload, k: int, size: int, turn: int) -> Plan:
-        edges = [len(load.flat) * i // size for i in range(size + 1)]
-        return _one_each(edges, k, turn)
+    def plan(self, payload: Payload, k: int, size: int, turn: int) -> Plan: ...
 
     def measure(self, segment: Tensor) -> float:
+        """What is to be told of a segment, as its norm."""
         return 0.0
 
-    def learn(self, load: Payload, plan: Plan, reports: Sequence[Report]) -> None:
-        pass
+    def learn(self, payload: Payload, plan: Plan, reports: Sequence[Report]) -> None:
+        """Remember what the next plan goes by."""
+        return
 
 
 @dataclass(frozen=True)
-class Dynamic:
-    """P contiguous parts whose boundaries move until all have the same threshold
-    (ExDyna: Yoon and Oh, CCGrid 2024, arXiv:2402.13781).
+class Even(Partition):
+    """Cut a bucket into P equal contiguous parts, each of which gives k/P entries.
 
-    Every part gives k/P entries, and where thresholds are equal these are the largest
-    of the whole bucket. The published rule moves one block at a time to balance counts
-    at a given threshold; here all boundaries move at once, by `gain` times the
-    logarithm of the thresholds' ratio, to blocks of n/1024 elements. No part gets
-    shorter than n/(4 P).
+    This is MiCRO's partition (Yoon and Oh, HiPC 2023, arXiv:2310.00967). A part gives
+    as many entries however large they are compared with those of others. It remembers
+    nothing.
+    """
+
+    def plan(self, payload: Payload, k: int, size: int, turn: int) -> Plan:
+        edges = [len(payload.flat) * i // size for i in range(size + 1)]
+        return _one_each(edges, k, turn)
+
+
+@dataclass(frozen=True)
+class Dynamic(Partition):
+    """Cut a bucket into P parts, and move their boundaries until thresholds are equal.
+
+    This is ExDyna's partition (Yoon and Oh, CCGrid 2024, arXiv:2402.13781). Parts are
+    contiguous. Each gives k/P entries, and where thresholds are equal these are the
+    largest of the whole bucket. All boundaries move at once, to multiples of n/1024
+    elements; the published rule moves one block at a time. No part gets shorter than
+    n/(4 P).
+
+    Args:
+        gain: How far boundaries move, above 0 and at most 1: the power of a part's
+            threshold that stands for how many large entries it holds. Larger values
+            follow faster, and may swing. The default, 0.5, goes about half the way.
+
+    Raises:
+        ValueError: `gain` is outside its range.
     """
 
     gain: float = 0.5
@@ -87,56 +92,50 @@ class Dynamic:
         if not 0 < self.gain <= 1:
             raise ValueError(f"Dynamic(gain={self.gain}): 0 < gain <= 1")
 
-    def plan(self, load: Payload, k: int, size: int, turn: int) -> Plan:
-        edges = load.state.get("edges")
+    def plan(self, payload: Payload, k: int, size: int, turn: int) -> Plan:
+        edges = payload.state.get("edges")
         if edges is None or len(edges) != size + 1:
-            return Even().plan(load, k, size, turn)
+            return Even().plan(payload, k, size, turn)
         return _one_each(edges.tolist(), k, turn)
 
-    def measure(self, segment: Tensor) -> float:
-        return 0.0
-
-    def learn(self, load: Payload, plan: Plan, reports: Sequence[Report]) -> None:
+    def learn(self, payload: Payload, plan: Plan, reports: Sequence[Report]) -> None:
         moved = rebalance(plan.edges, [r.threshold for r in reports], self.gain)
-        load.state["edges"] = torch.tensor(moved, dtype=torch.int64)
+        payload.state["edges"] = torch.tensor(moved, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
-class ByNorm:
-    """The bucket's tensors, in P bins of about equal work, each giving entries in
-    proportion to its norm (DEFT: Yoon and Oh, ICPP 2023).
+class ByNorm(Partition):
+    """Have every tensor of a bucket give entries in proportion to its norm.
 
-    A tensor longer than n/P is cut into P pieces. Norms are those found in the last
-    step, each by the rank that looked through the tensor; so neither does every rank
-    read the whole bucket for them, nor does one have to tell the others its plan.
+    This is DEFT's partition (Yoon and Oh, ICPP 2023). The tensors are dealt out into P
+    bins of about equal work; one longer than n/P is cut into P pieces. Norms are those
+    of the last step, told by the rank that searched the tensor, so no rank reads the
+    whole bucket for them.
     """
 
-    def plan(self, load: Payload, k: int, size: int, turn: int) -> Plan:
-        edges = _edges_of_parts(load, size)
+    def plan(self, payload: Payload, k: int, size: int, turn: int) -> Plan:
+        edges = _edges_of_parts(payload, size)
         lengths = [end - begin for begin, end in pairwise(edges)]
-        norms = load.state.get("norms")
-        known = norms is not None and len(norms) == len(lengths)
-        quotas = shares(
-            k, lengths, norms.tolist() if known and norms is not None else []
-        )
+        norms = payload.state.get("norms", torch.empty(0)).tolist()
+        quotas = shares(k, lengths, norms if len(norms) == len(lengths) else [])
         work = [n + ENTRY * q for n, q in zip(lengths, quotas, strict=True)]
         return Plan(edges, quotas, deal(work, size))
 
     def measure(self, segment: Tensor) -> float:
         return float(torch.linalg.vector_norm(segment))
 
-    def learn(self, load: Payload, plan: Plan, reports: Sequence[Report]) -> None:
+    def learn(self, payload: Payload, plan: Plan, reports: Sequence[Report]) -> None:
         norms = [r.norm if isfinite(r.norm) else 0.0 for r in reports]
-        load.state["norms"] = torch.tensor(norms, dtype=torch.float64)
+        payload.state["norms"] = torch.tensor(norms, dtype=torch.float64)
 
 
 def _one_each(edges: Sequence[int], k: int, turn: int) -> Plan:
     """One segment a bin. Fewer entries than segments: these give them in turn."""
     size = len(edges) - 1
     places = [(i + turn) % size for i in range(size)]
-    quotas = [k * (j + 1) // size - k * j // size for j in places]
+    even = [k * (j + 1) // size - k * j // size for j in places]
     lengths = [end - begin for begin, end in pairwise(edges)]
-    quotas = [min(q, n) for q, n in zip(quotas, lengths, strict=True)]
+    quotas = [min(q, n) for q, n in zip(even, lengths, strict=True)]
     return Plan(edges, quotas, [[i] for i in range(size)])
 
 
@@ -168,10 +167,10 @@ def rebalance(
     return [*moved, n]
 
 
-def _edges_of_parts(load: Payload, size: int) -> list[int]:
+def _edges_of_parts(payload: Payload, size: int) -> list[int]:
     """Where the tensors of a bucket begin, and the pieces of too long ones."""
-    n, origin = len(load.flat), int(load.flat.storage_offset())
-    begins = {int(part.storage_offset() - origin) for part in load.parts}
+    n, origin = len(payload.flat), int(payload.flat.storage_offset())
+    begins = {int(part.storage_offset() - origin) for part in payload.parts}
     edges = sorted({0, *begins} - {n})
     fine = []
     for begin, end in pairwise([*edges, n]):
@@ -181,11 +180,9 @@ def _edges_of_parts(load: Payload, size: int) -> list[int]:
 
 
 def shares(k: int, lengths: Sequence[int], norms: Sequence[float]) -> list[int]:
-    """k (at most all) entries, dealt out in proportion to norms; none gets more than it
-    is long. Without norms, or if all are zero, as if all elements were alike.
-
-    The sum is exactly k: those that are filled up are served first.
-    """
+    """Exactly k (at most all) entries, dealt out in proportion to norms, to none more
+    than it is long: those that are filled up are served first. Without norms, or if all
+    are zero, as if all elements were alike."""
     if not sum(norms) > 0:
         norms = [sqrt(n) for n in lengths]
     quotas = [0] * len(lengths)

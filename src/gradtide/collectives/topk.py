@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from gradtide.bucket import Payload, Traits
-from gradtide.collectives._entries import (
-    Entries,
-    Wire,
-    check,
-    entry_words,
-    gather,
-    gather_known,
-    length,
-    wire_dtype,
-)
+from gradtide.collectives import _entries
+from gradtide.collectives._entries import Selecting, Wire, kept, wire_dtype
 from gradtide.collectives.dense import Dense
-from gradtide.ops import Flow, Group
-from gradtide.select import Exact, Selector, Threshold
+from gradtide.core.ops import Flow, Group
+from gradtide.core.payload import Payload
+from gradtide.selectors import Exact
 
 
 @dataclass(frozen=True)
-class TopK(Traits):
-    """All-gather of the k largest entries of every rank, summed where they are.
+class TopK(Selecting):
+    """Gather every rank's k largest entries on every rank, and add them up there.
 
-    (P - 1) k entries a rank in one round, after a small one for the numbers of entries
-    unless `select` finds exactly k. An entry is a value and an index of 16 bits: 1.5
-    words for float32, 1 for `wire`. The mean has between k and P k entries, which is
-    what makes the method slower the more ranks there are. Leaves behind what the rank
-    itself did not select, and what `wire` rounds off. Buckets for which it does not
-    pay (`pays`) are exchanged by `Dense`.
+    Deep Gradient Compression (Lin et al., ICLR 2018) exchanges its gradients in this
+    way.
+
+    Cost, with P ranks: one round of P - 1 messages, after a small one for the numbers
+    of entries unless `select` is `Exact()`. A rank sends 6 k (P - 1) bytes for float32
+    (4 for a value, 2 for its index), 4 k (P - 1) with `wire`. The mean has between k
+    and P k entries: so the bytes grow with the number of ranks. A bucket for which this
+    would not send fewer bytes travels by `Dense`, and then the casts of `wire` are
+    lost.
+
+    Residual: what the rank itself did not select.
+
+    Args:
+        density: The share of a bucket's entries that a rank selects, see `Selecting`.
+        select: The selector that finds the entries, see `Selecting`.
+        wire: What values are cast to when they travel, see `Selecting`. What a cast
+            takes off goes to the residual.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
 
-    density: float = 0.01
-    select: Selector = Threshold()  # noqa: RUF009  (frozen: not shared by mistake)
-    wire: Wire = None
-
-    def __post_init__(self) -> None:
-        check("TopK", self.density, self.wire)
-
     def pays_below(self, size: int) -> float:
-        return 2 / (size * entry_words(torch.float32, self.wire))
+        return 2 / (size * _entries.entry_words(torch.float32, self.wire))
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        n, dtype = len(load.flat), load.flat.dtype
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        n, dtype = len(payload.flat), payload.flat.dtype
         k = kept(self.density, n)
         if not pays(n, k, group.size, dtype, self.wire):
-            return (yield from Dense(self.wire).reduce(load, group))
-        where = self.select(load.salience, k, load.state)
-        values = load.take(where, wire_dtype(dtype, self.wire))
+            return (yield from Dense(self.wire).reduce(payload, group))
+        where = self.select(payload.selection_scores, k, payload.state)
+        values = payload.pop_entries(where, wire_dtype(dtype, self.wire))
         if isinstance(self.select, Exact):
             numbers = [k] * group.size
-            gathering = gather_known(where, values, n, self.wire, group, numbers)
         else:
-            gathering = gather(where, values, n, self.wire, group)
-        union, sums = summed((yield from gathering), dtype)
-        return load.mean_at(union, sums.div_(group.size))
+            numbers = yield from _entries.counts(where, group)
+        mine = where, values
+        found = yield from _entries.gather(mine, numbers, n, self.wire, group)
+        union, sums = _entries.summed(found, dtype)
+        return payload.sparse_mean(union, sums.div_(group.size))
 
 
 def pays(n: int, k: int, size: int, dtype: torch.dtype, wire: Wire = None) -> bool:
@@ -68,23 +67,4 @@ def pays(n: int, k: int, size: int, dtype: torch.dtype, wire: Wire = None) -> bo
     a density of 4 / (3 P) for float32, and 1 / P for a wire of 16 bits.
     """
     narrow = wire_dtype(dtype, wire)
-    return size > 1 and length(k, n, narrow) * size < 2 * n * narrow.itemsize
-
-
-def kept(density: float, n: int) -> int:
-    """How many of n entries a density stands for: at least one."""
-    return max(1, round(density * n))
-
-
-def summed(entries: Sequence[Entries], dtype: torch.dtype) -> Entries:
-    """The sum of entries: sorted unique indices, and values of `dtype`.
-
-    Added one rank after the other, so that the sums are the same everywhere.
-    """
-    everywhere = torch.cat([where for where, _ in entries])
-    union, inverse = torch.unique(everywhere, return_inverse=True)
-    sums = torch.zeros(len(union), dtype=dtype, device=union.device)
-    places = torch.split(inverse, [len(where) for where, _ in entries])
-    for place, (_, values) in zip(places, entries, strict=True):
-        sums.index_add_(0, place, values.to(dtype))
-    return union, sums
+    return size > 1 and _entries.length(k, n, narrow) * size < 2 * n * narrow.itemsize

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload, rounded_off
+from gradtide.collectives import _entries
 from gradtide.collectives._entries import (
-    Entries,
+    Selecting,
     Steps,
     Wire,
-    check,
     entry_words,
-    exchange,
     wire_dtype,
 )
 from gradtide.collectives.dense import Dense
-from gradtide.ops import AllGather, Cut, Flow, Group
-from gradtide.select import Exact, Selector, Threshold, largest
+from gradtide.core.ops import AllGather, Cut, Flow, Group
+from gradtide.core.payload import Payload, round_off
+from gradtide.selectors import Exact, Selector, largest
+from gradtide.selectors.kernels import index_dtype
 
 PART = "part"  # begins the keys of what a selector remembers of a part
 MARGIN = 1.25  # candidates asked of a selector, for each entry that is sent
@@ -28,39 +28,91 @@ STEP = 4096  # elements: what is left of a conversion in place is copied aside
 
 
 @dataclass(frozen=True)
-class TopKA2A:
-    """The k/P largest entries of each of P parts are sent to the part's owner, who adds
-    them up and sends the finished mean of its part to everybody (Li, ICPP 2024).
+class TopKA2A(Selecting):
+    """Send every part's largest entries to its owner, and the mean to everybody.
 
-    Two rounds of P - 1 messages, (1.5 k + n) (P - 1) / P words a rank (for float32: an
-    index takes half a word): never less than half of what `Dense` moves, but the same
-    amount at every step. Leaves behind what was not selected. Buckets for which this
-    does not pay (`pays`) are exchanged by `Dense`.
+    The method is by Li (ICPP 2024). A bucket has P equal parts, one for each rank to
+    own. A rank sends the k/P largest entries of each to the owner, who adds them up and
+    sends the finished mean of the part to all, densely.
 
-    `select` is asked for the entries of one part at a time, and for a quarter more than
-    are sent: of its candidates the largest go. If it finds too few, the message is
-    filled up with zeros.
+    Cost, with P ranks: two rounds of P - 1 messages. A rank sends (6 k + 4 n) (P - 1) /
+    P bytes for float32, (4 k + 2 n) (P - 1) / P with `wire`: the same amount in every
+    step, and never less than half of what `Dense` sends. A bucket for which this would
+    not send fewer bytes travels by `Dense`, and then the casts of `wire` are lost.
 
-    With `wire` ("bf16", "fp16") values are rounded when they leave: every contribution
-    once, the mean once. What is rounded off stays behind, with its sender and with the
-    owner of the part; only what somebody multiplies the part by at the `Cut` is rounded
-    for good. Buckets that travel by `Dense` lose their roundings.
+    Residual: what was not selected.
+
+    Args:
+        density: The share of a bucket's entries that a rank selects, see `Selecting`.
+        select: The selector that finds the entries. It is asked part by part, for a
+            quarter more than are sent: the largest of these go, and zeros where it
+            finds too few. See `Selecting`.
+        wire: What values are cast to when they travel, see `Selecting`. Every
+            contribution is rounded once and the mean once; what that takes off goes to
+            the residual of the sender and of the part's owner.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
 
-    density: float = 0.01
-    select: Selector = Threshold()  # noqa: RUF009  (frozen: not shared by mistake)
-    wire: Wire = None
-
-    def __post_init__(self) -> None:
-        check("TopKA2A", self.density, self.wire)
-
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        kept = kept_of_part(load.flat, self.density, self.wire, group)
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        kept = kept_of_part(payload.flat, self.density, self.wire, group)
         if not kept:
-            return (yield from Dense(self.wire).reduce(load, group))
-        part = load.mean_memory().view(group.size, -1)[group.rank].zero_()
-        yield from collect(part, load, kept, self.select, self.wire, group)
-        return (yield from spread(part, load, self.wire, group))
+            return (yield from Dense(self.wire).reduce(payload, group))
+        part = payload.mean_buffer().view(group.size, -1)[group.rank].zero_()
+        yield from collect(part, payload, kept, self.select, self.wire, group)
+        return (yield from spread(part, payload, self.wire, group))
+
+
+@dataclass(frozen=True)
+class TopkDSA(Selecting):
+    """Do as `TopKA2A`, but gather the mean as entries where they are few.
+
+    This is the split all-gather of SparCML (Renggli et al., SC 2019), with equal parts.
+    All ranks then learn how many entries every part's mean has, and by the same numbers
+    they gather either these entries or the whole mean.
+
+    Cost, with P ranks: three rounds of P - 1 messages. For float32 a rank sends from 12
+    k (P - 1) / P bytes, if all ranks select the same entries, to the (6 k + 4 n) (P -
+    1) / P of `TopKA2A`, and 8 (P - 1) bytes for the numbers. A bucket for which this
+    would not send fewer bytes travels by `Dense`, and then the casts of `wire` are
+    lost.
+
+    Residual: what was not selected.
+
+    Args:
+        density: The share of a bucket's entries that a rank selects, see `Selecting`.
+        select: The selector that finds the entries, see `Selecting`.
+        wire: What values are cast to when they travel, see `Selecting`. Every
+            contribution is rounded once and the mean once; what that takes off goes to
+            the residual of the sender and of the part's owner.
+
+    Raises:
+        ValueError: A field is outside its range.
+    """
+
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        flat, wire = payload.flat, self.wire
+        kept = kept_of_part(flat, self.density, wire, group)
+        if not kept:
+            return (yield from Dense(wire).reduce(payload, group))
+        span = len(flat) // group.size
+        part = flat.new_zeros(span)
+        yield from collect(part, payload, kept, self.select, wire, group)
+        where = part.nonzero().squeeze(1)
+        numbers = yield from _entries.counts(where, group)
+        if not tail_pays(sum(numbers), len(flat), entry=entry_words(flat.dtype, wire)):
+            return (yield from spread(part, payload, wire, group))
+        values = part[where]
+        narrow = wire_dtype(flat.dtype, wire)
+        if narrow != flat.dtype:
+            rest = round_off(values, narrow)
+            payload.add_residual(where + group.rank * span, rest * group.size)
+        yield Cut(values)
+        mine = where.to(torch.int32), values
+        found = yield from _entries.gather(mine, numbers, span, wire, group)
+        everywhere = in_whole([idx for idx, _ in found], span, len(flat))
+        return payload.sparse_mean(everywhere, torch.cat([row for _, row in found]))
 
 
 # - Conditions of use -----------------------------------------------------------------
@@ -69,12 +121,20 @@ class TopKA2A:
 def pays(n: int, k: int, size: int, *, entry: float = 2.0) -> bool:
     """Whether TopKA2A, sending k of n elements, beats a dense exchange among P = size.
 
-    Times are in words: the time that one element takes on the wire. An entry is `entry`
-    words long (2 for an index as long as a value, 1.5 for float32 and `_entries`).
-    TopKA2A moves (entry k + n) (P - 1) / P words and dense 2 n (P - 1) / P: it pays at
-    densities below 1 / entry, with a gain below 2.
+    It moves (entry k + n) (P - 1) / P words and dense 2 n (P - 1) / P, with an entry of
+    `entry` words (1.5 for float32): it pays at densities below 1 / entry, with a gain
+    below 2.
     """
     return entry * k + n < 2 * n and size > 1
+
+
+def tail_pays(union: int, n: int, *, entry: float = 2.0) -> bool:
+    """Whether gathering `union` entries of a mean of n elements beats the whole of it.
+
+    An entry is `entry` words long. If P ranks choose at random, with density rho, their
+    union's density is 1 - (1 - rho)^P: it pays below rho = 1 - (1 - 1/entry)^(1/P).
+    """
+    return entry * union < n
 
 
 def kept_of_part(flat: Tensor, density: float, wire: Wire, group: Group) -> int:
@@ -90,19 +150,27 @@ def kept_of_part(flat: Tensor, density: float, wire: Wire, group: Group) -> int:
 
 
 def collect(
-    part: Tensor, load: Payload, kept: int, select: Selector, wire: Wire, group: Group
+    part: Tensor,
+    payload: Payload,
+    kept: int,
+    select: Selector,
+    wire: Wire,
+    group: Group,
 ) -> Steps:
     """Add to `part` (zeros) the mean of what all ranks send of this rank's part."""
-    size, dtype = group.size, load.flat.dtype
-    found = largest_of_parts(load.salience.view(size, -1), kept, select, load.state)
-    where = in_whole(found, len(part), len(load.flat))
-    values = load.take(where, wire_dtype(dtype, wire))
+    size, dtype = group.size, payload.flat.dtype
+    found = largest_of_parts(
+        payload.selection_scores.view(size, -1), kept, select, payload.state
+    )
+    where = in_whole(found, len(part), len(payload.flat))
+    values = payload.pop_entries(where, wire_dtype(dtype, wire))
     lengths = [len(row) for row in found]
     rows = [
-        _fill_up(row, own, kept)
-        for row, own in zip(found, torch.split(values, lengths), strict=True)
+        _entries.filled_up(entries, kept)
+        for entries in zip(found, torch.split(values, lengths), strict=True)
     ]
-    received = yield from exchange(rows, [len(part)] * size, wire, group, [kept] * size)
+    numbers, spans = [kept] * size, [len(part)] * size
+    received = yield from _entries.exchange(rows, numbers, spans, wire, group)
     for idx, row in received:
         part.index_add_(0, idx, row.to(dtype))
     part.div_(size)
@@ -129,36 +197,26 @@ def largest_of_parts(
     return rows
 
 
-def _fill_up(where: Tensor, values: Tensor, kept: int) -> Entries:
-    """Entries with zeros at the last index, so that there are `kept` of them."""
-    missing = kept - len(where)
-    if not missing:
-        return where, values
-    where = torch.cat([where, where[-1:].expand(missing)])
-    return where, torch.cat([values, values.new_zeros(missing)])
-
-
 def in_whole(rows: Sequence[Tensor], span: int, n: int) -> Tensor:
     """Indices in the bucket (n elements) for those in each part (span elements)."""
-    dtype = torch.int32 if n < 1 << 31 else torch.int64
+    dtype = index_dtype(n)
     return torch.cat([row.to(dtype) + i * span for i, row in enumerate(rows)])
 
 
 # - The second half -------------------------------------------------------------------
 
 
-def spread(part: Tensor, load: Payload, wire: Wire, group: Group) -> Flow:
+def spread(part: Tensor, payload: Payload, wire: Wire, group: Group) -> Flow:
     """Give every rank all parts of the mean; the result lies in the mean's memory."""
-    mean = load.mean_memory()
+    mean = payload.mean_buffer()
     dtype = wire_dtype(mean.dtype, wire)
     if dtype == mean.dtype:
         yield Cut(part)
         whole: Tensor = yield AllGather(part, into=mean)
         return whole
     # Before the cut: what is cut out of a part later is not in the residual's units.
-    rest = rounded_off(part, part.to(dtype))
-    part.sub_(rest)
-    load.flat.view(group.size, -1)[group.rank].add_(rest, alpha=group.size)
+    rest = round_off(part, dtype)
+    payload.flat.view(group.size, -1)[group.rank].add_(rest, alpha=group.size)
     yield Cut(part)
     narrow = mean.view(dtype)[-len(mean) :]
     yield AllGather(part.to(dtype), into=narrow)

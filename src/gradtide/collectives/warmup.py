@@ -5,26 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradtide.bucket import Collective, Payload, Traits, count, layers
 from gradtide.collectives.corrected import takes_over
 from gradtide.collectives.dense import Dense
-from gradtide.ops import Flow, Group
+from gradtide.core.ops import Flow, Group
+from gradtide.core.payload import Collective, Payload, Traits, layers, next_step
+
+STEP = "warmup.step"
 
 
 @dataclass(frozen=True)
 class Warmup(Traits):
-    """`collective` with other densities for the first steps (Lin et al., ICLR 2018).
+    """Use other densities of a collective for the first steps, such as dense ones.
 
-    Each of `densities` holds for `steps` steps, then the collective's own does. 1 means
-    a dense exchange, which delivers what had been left behind as well. The densities of
-    Deep Gradient Compression are (0.25, 0.0625, 0.016, 0.004), an epoch each.
+    This is the warm-up of Deep Gradient Compression (Lin et al., ICLR 2018), whose
+    densities are 0.25, 0.0625, 0.016 and 0.004, for an epoch each. At the beginning of
+    a training gradients change fast, and what arrives late is wrong.
 
-    Around `Corrected` it sets the density of what is inside; in dense steps momentum
-    that is the optimizer's stays there. A collective that has no density can be
-    preceded by dense steps only.
+    Cost and residual: those of the collective with the density of the step. A dense
+    step sends what `Dense` sends, and delivers the residual as well.
+
+    Around `Corrected` it sets the density of what that wraps; in dense steps the
+    optimizer keeps its momentum.
+
+    Args:
+        collective: What holds after the warm-up, and, with other densities, during it.
+            One that has no density can be preceded by dense steps only.
+        steps: How many steps each of `densities` holds, 1 or more. The default, 100, is
+            a starting point for short trainings: more is safer, and sends more.
+        densities: The densities, in turn, each above 0 and at most 1, where 1 stands
+            for a dense step. The default is dense steps only, because every collective
+            can have them.
+
+    Raises:
+        ValueError: A field is outside its range, or the collective has no density to
+            change.
     """
 
     collective: Collective
@@ -43,12 +59,13 @@ class Warmup(Traits):
                 )
             _check_density(self.collective, density)
 
-    def reduce(self, load: Payload, group: Group) -> Flow:
-        density = self._density(count(_own(load.state)))
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        # A number of its own: what is inside may count, too.
+        density = self._density(next_step(payload.state, STEP))
         collective = self.collective
         if density is not None:
             collective = _with_density(collective, density)
-        return (yield from collective.reduce(load, group))
+        return (yield from collective.reduce(payload, group))
 
     def dense_next(self, state: dict[str, Tensor]) -> bool:
         return self._density(_done(state)) == 1
@@ -62,15 +79,9 @@ class Warmup(Traits):
         return self.densities[stage] if stage < len(self.densities) else None
 
 
-def _own(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state with a step number of its own: what is inside may count, too."""
-    zero = torch.zeros((), dtype=torch.int64)
-    return {"step": state.setdefault("warmup.step", zero)}
-
-
 def _done(state: dict[str, Tensor]) -> int:
     """The number of exchanges so far."""
-    return int(_own(state)["step"])
+    return int(state.get(STEP, 0))
 
 
 def _with_density(collective: Any, density: float) -> Collective:

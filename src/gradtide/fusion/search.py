@@ -1,25 +1,26 @@
 """Fusions that are searched for: which size of bucket is tried next.
 
-A search is a pure function of what was tried before: the same trials give the same next
-size, on every rank and after a restart. Sizes are searched on a logarithmic scale,
-between the smallest that is asked for and the whole model.
+A search is a pure function of the trials before, on every rank and after a restart.
+Sizes are searched on a logarithmic scale, from the smallest that is asked for to the
+whole model.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Callable, Generator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from gradtide.fusion.base import Cost, Fusion, Trace
-from gradtide.fusion.bayesian import require, suggest
-from gradtide.fusion.mgwfbp import overlapped
-from gradtide.fusion.sizes import BySize
+from gradtide.fusion.formulas import BySize, Cost, Fusion, Trace, overlapped
 
 FIRST = 25.0  # MB: what DDP and DeAR begin with
 SHIFT = 0.1  # of the interval: how far a binary search looks to either side
 DIGITS = 3  # of a size: more tell apart what makes no difference
+EXPLORE = 0.01  # improvement, in units of the targets, that is not worth a trial
+NOISE = 1e-3  # variance of a target beside the spread of all: jumps at bucket bounds
 
 
 class Trial(NamedTuple):
@@ -85,9 +86,11 @@ class _Sizes:
             raise ValueError(f"{self}: sizes of buckets are positive numbers")
 
     def at(self, megabytes: float) -> BySize:
+        """Return the fusion that is tried with buckets of this size, in MB."""
         return BySize(megabytes, ends=min(self.ends, megabytes), pieces=1)
 
     def propose(self, whole: int, tried: Sequence[Trial]) -> float | None:
+        """Return the next size in MB for a model of `whole` bytes; None at the end."""
         if len(tried) >= self.trials:
             return None
         # The sizes (MB) between which something changes.
@@ -98,7 +101,7 @@ class _Sizes:
         raise NotImplementedError
 
     def __call__(self, trace: Trace, cost: Cost) -> list[slice]:
-        """By formula; of the first size where nothing is known."""
+        """Cut by the best size of a formula; without times, by the first size."""
         whole = sum(trace.nbytes)
         tried: Sequence[Trial] = ()
         if trace.backward is not None and cost(1) > 0:
@@ -111,62 +114,89 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class BinarySearch(_Sizes):
-    """TopKA2A's search for the size of buckets (Li, ICPP 2024, algorithm 2).
+    """Search for the size of buckets by halving an interval, during training.
 
-    The interval is halved: a little to the left and to the right of its middle a step
-    is timed, and the half on the slower side is given up. What counts in the end is
-    the fastest of all trials. A trial that would repeat an earlier one is not made.
+    This is the search of TopKA2A (Li, ICPP 2024, algorithm 2), on a logarithmic scale.
+    A little to the left and to the right of the interval's middle a step is timed, and
+    the half on the slower side is given up. What counts in the end is the fastest of
+    all trials. A trial that would repeat an earlier one is not made.
 
-    Called without times to go by, as when training begins, it cuts at the first size.
+    Cost: 100 to 120 steps of the training that are slower or faster than the others;
+    its values stay the same, up to the order in which more than two ranks' numbers are
+    added.
+
+    Args:
+        trials: How many sizes are tried at most, 1 or more. The default, 12, halves the
+            interval six times.
+        steps: How many steps are measured for a trial, 1 or more. More lessen the
+            noise, and take longer. The default is 5, of which the median counts.
+        smallest: The smallest size that is tried, in MB (10^6 bytes), above 0. The
+            largest is the whole model. Below the default, 0.5, start-ups usually
+            outweigh all else.
+        ends: The size of the first and the last bucket in MB, above 0, as of `BySize`.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
 
     trials: int = 12
 
     def _next(self, low: float, high: float, tried: Sequence[Trial]) -> float | None:
         known = dict(tried)
-        asking = _halving(low, high)
-        size = next(asking, None)
-        while size is not None and size in known:
-            try:
-                size = asking.send(known[size])
-            except StopIteration:
+        a, b = math.log(low), math.log(high)
+        while True:
+            middle, shift = (a + b) / 2, SHIFT * (b - a)
+            left = _rounded(math.exp(middle - shift))
+            right = _rounded(math.exp(middle + shift))
+            for size in (left, right):
+                if size not in known:
+                    return size
+            if left == right:
                 return None
-        return size
-
-
-def _halving(low: float, high: float) -> Generator[float, float, None]:
-    """Yields sizes to time, and is sent their seconds."""
-    a, b = math.log(low), math.log(high)
-    while True:
-        middle, shift = (a + b) / 2, SHIFT * (b - a)
-        left = _rounded(math.exp(middle - shift))
-        right = _rounded(math.exp(middle + shift))
-        if left == right:
-            yield left
-            return
-        if (yield left) <= (yield right):
-            b = middle
-        else:
-            a = middle
+            if known[left] <= known[right]:
+                b = middle
+            else:
+                a = middle
 
 
 @dataclass(frozen=True)
 class Bayesian(_Sizes):
-    """DeAR's search for the size of buckets (Zhang et al., ICDCS 2023).
+    """Search for the size of buckets by Bayesian optimisation, during training.
 
-    A Gaussian process is fitted to the logarithm of the times; tried is next where it
-    expects the largest improvement. The first sizes are given: they span the range.
-    Needs the extra `tune` (the library bayesian-optimization).
+    This is the search of DeAR (Zhang et al., ICDCS 2023). A Gaussian process is fitted
+    to the logarithm of the times, and the size that is tried next is the one where it
+    expects the largest improvement. The first five sizes span the range.
 
-    Called without times to go by, as when training begins, it cuts at the first size.
+    Cost: 130 to 150 steps of the training that are slower or faster than the others;
+    its values stay the same, up to the order in which more than two ranks' numbers are
+    added. It needs the library bayesian-optimization, which the extra `tune` installs.
+
+    Args:
+        trials: How many sizes are tried at most, 1 or more. The default is 15: the five
+            that span the range and ten that are chosen.
+        steps: How many steps are measured for a trial, 1 or more. More lessen the
+            noise, and take longer. The default is 5, of which the median counts.
+        smallest: The smallest size that is tried, in MB (10^6 bytes), above 0. The
+            largest is the whole model. Below the default, 0.5, start-ups usually
+            outweigh all else.
+        ends: The size of the first and the last bucket in MB, above 0, as of `BySize`.
+        seed: The seed of the library's random numbers. Any will do; it is fixed so that
+            a search can be repeated.
+
+    Raises:
+        ValueError: A field is outside its range, or the library is missing.
     """
 
     trials: int = 15
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require()  # before a training begins
         super().__post_init__()
+        if importlib.util.find_spec("bayes_opt") is None:  # before a training begins
+            raise ValueError(
+                "Bayesian() needs the library bayesian-optimization: "
+                "pip install 'gradtide[tune]', or use BinarySearch()"
+            )
 
     def _next(self, low: float, high: float, tried: Sequence[Trial]) -> float | None:
         first = _spread(low, high)
@@ -186,7 +216,7 @@ def _expected(
     low: float, high: float, tried: Sequence[Trial], seed: int
 ) -> float | None:
     """Where the library expects most; if it was there already, beside the best."""
-    size = _rounded(math.exp(suggest(math.log(low), math.log(high), tried, seed)))
+    size = _rounded(math.exp(_suggested(math.log(low), math.log(high), tried, seed)))
     known = sorted(trial.megabytes for trial in tried)
     if size not in known:
         return size
@@ -195,6 +225,27 @@ def _expected(
     widest = max(beside, key=lambda x: abs(math.log(x / known[here])), default=size)
     size = _rounded(math.sqrt(widest * known[here]))
     return None if size in known else size
+
+
+def _suggested(low: float, high: float, tried: Sequence[Trial], seed: int) -> float:
+    """Where between `low` and `high` (logarithms of MB) to try next."""
+    from bayes_opt import BayesianOptimization, acquisition
+
+    optimizer = BayesianOptimization(
+        None,
+        {"size": (low, high)},
+        acquisition_function=acquisition.ExpectedImprovement(xi=EXPLORE),
+        random_state=seed + len(tried),
+        verbose=0,
+        allow_duplicate_points=True,
+    )
+    optimizer.set_gp_params(alpha=NOISE)
+    for megabytes, seconds in tried:
+        size = min(max(math.log(megabytes), low), high)  # it was rounded
+        optimizer.register({"size": size}, -math.log(seconds))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the fit: that a length scale is at a bound
+        return float(optimizer.suggest()["size"])
 
 
 def _rounded(megabytes: float) -> float:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # mypy: torch hides dist.GradBucket
 from torch.futures import Future
 
-from gradtide.agree import agree
-from gradtide.bucket import traits
 from gradtide.collectives.corrected import takes_over
-from gradtide.engine import Engine
+from gradtide.core.engine import Engine
+from gradtide.core.payload import traits
 from gradtide.fusion import BySize
-from gradtide.gradients import GradientBucket, Place
-from gradtide.layout import lay_out
+from gradtide.runtime.buckets import GradientBucket, Place
+from gradtide.runtime.placement import lay_out
+from gradtide.runtime.validation import check_ranks_agree
 from gradtide.scheme import Scheme, check, parse
 from gradtide.transport import ProcessGroup, connect
 
@@ -36,69 +36,66 @@ class State:
 
     def __init__(self, scheme: Scheme, engine: Engine) -> None:
         self.scheme, self.engine = scheme, engine
+        self._key = f"rank{engine.group.rank}"
         self.homes: dict[frozenset[nn.Parameter], GradientBucket] = {}
         self.waiting: list[tuple[GradientBucket, GradBucket, Future[Tensor]]] = []
         self._places: dict[nn.Parameter, Place] = {}
 
     def home(self, bucket: GradBucket) -> GradientBucket:
-        """This bucket's; laid out anew, with what was left behind, if DDP cut anew.
+        """The bucket of gradtide's own for one of DDP's.
 
-        Its slots keep their order if DDP has changed that alone.
+        It is laid out anew, with its residuals, if DDP cut anew. Its slots keep their
+        order if DDP has changed that alone.
         """
         params = cast(list[nn.Parameter], bucket.parameters())
         whole = frozenset(params)
         if whole not in self.homes:
-            self._move(params)
+            for p in params:
+                if p not in self._places:
+                    self._lay_out([p])
+            before = [self._places[p] for p in params]
+            self._lay_out(params).carry(before, same=True)
+            # An old bucket is of use as long as it is whole.
+            self.homes = {
+                key: home
+                for key, home in self.homes.items()
+                if all(self._places[p].bucket is home for p in key)
+            }
         return self.homes[whole]
 
     def remainders(self) -> dict[nn.Parameter, Tensor]:
-        """What was left behind, in the parameters' shapes; a view of it."""
+        """Views of the residuals, in the parameters' shapes."""
         return {
-            p: place.slot.of(place.bucket.load.flat)
+            p: place.slot.of(place.bucket.payload.flat)
             for p, place in self._places.items()
-            if not place.bucket.clean
+            if not place.bucket.residual_empty
         }
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """What was left behind on this rank, by parameter name and rank."""
+        """This rank's residuals by parameter name, under a key of its own."""
         names = {p: name for name, p in module.named_parameters()}
-        left = {names[p]: view.clone() for p, view in self.remainders().items()}
-        return {f"rank{self.engine.transport.group.rank}": left}
+        return {self._key: {names[p]: r.clone() for p, r in self.remainders().items()}}
 
     def load_state_dict(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Go on with what was left behind; algorithms find their thresholds anew.
+        """Go on with saved residuals; algorithms find their thresholds anew.
 
         Raises ValueError if the state has nothing of this rank.
         """
-        key = f"rank{self.engine.transport.group.rank}"
+        key = self._key
         if key not in state:
             raise ValueError(f"the state has no {key!r}: every rank saves its own")
         params = dict(module.named_parameters())
         self.homes.clear()
         self._places.clear()
-        for name, left in state[key].items():
-            home = self._lay_out((params[name],))
-            home.owe()
-            home.views[0].copy_(left)
-
-    def _move(self, params: Sequence[nn.Parameter]) -> None:
-        for p in params:
-            if p not in self._places:
-                self._lay_out([p])
-        before = [self._places[p] for p in params]
-        new = self._lay_out(params)
-        new.carry(before, same=True)
-        # An old bucket is of use as long as it is whole.
-        self.homes = {
-            key: home
-            for key, home in self.homes.items()
-            if all(self._places[p].bucket is home for p in key)
-        }
+        for name, residual in state[key].items():
+            home = self._lay_out([params[name]])
+            home.begin_residual()
+            home.views[0].copy_(residual)
 
     def _lay_out(self, params: Sequence[nn.Parameter]) -> GradientBucket:
         named = [(str(i), p) for i, p in enumerate(params)]
-        size = self.engine.transport.group.size
-        (home,) = lay_out(named, _WHOLE, self.scheme.collective, size)
+        size, collective = self.engine.group.size, self.scheme.collective
+        (home,) = lay_out(named, _WHOLE, collective, size)
         home.name = f"ddp{id(home)}"
         self.homes[frozenset(params)] = home
         self._places.update((slot.param, Place(home, slot)) for slot in home.slots)
@@ -136,49 +133,38 @@ def comm_hook(
         model = DistributedDataParallel(model)
         model.register_comm_hook(*gradtide.integrations.ddp.comm_hook("oktopk"))
 
-    A collective call, after `init_process_group`, with the group that DDP uses. Buckets
-    are DDP's (`bucket_cap_mb`): the scheme's fusion is not used. Raises ValueError on
-    every rank for a scheme that is not known, differs between ranks, or needs the next
-    forward.
+    This is a collective call, after `init_process_group`, with the group that DDP uses.
+    Buckets are DDP's (`bucket_cap_mb`), not the scheme's. Raises ValueError on every
+    rank for a scheme that is not known, differs between ranks, or needs more than
+    gradients.
     """
     parent = process_group or dist.group.WORLD
     cuda = dist.is_initialized() and "nccl" in str(dist.get_backend_config(parent))
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
-    transport = connect(process_group, device or torch.device("cpu"))
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
+    transport = connect(process_group, torch.device(device))
 
     def prepare() -> tuple[Scheme, dict[str, str]]:
         chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
-        if traits(chosen.collective).undecided:
-            raise ValueError(
-                "auto changes schemes, which a communication hook cannot: use "
-                "gradtide.replicate, or name the scheme"
-            )
-        if takes_over(chosen.collective):
-            raise ValueError(
-                "a communication hook does not see the optimizer, whose momentum is "
-                "to be computed before selection: use gradtide.replicate, or the "
-                "scheme without Corrected"
-            )
-        if chosen.preconditioner is not None:
-            raise ValueError(
-                "a communication hook sees gradients only, K-FAC needs the layers' "
-                "inputs: use gradtide.replicate"
-            )
-        if chosen.schedule.launch == "step":
-            raise ValueError(
-                "a communication hook does not see the optimizer, whose steps are to "
-                "be exchanged: use gradtide.replicate, or the scheme without 'local'"
-            )
-        if chosen.schedule.update == "forward":
-            raise ValueError(
-                "a communication hook ends with backward, so its second half cannot "
-                "hide in the next forward: use gradtide.replicate, or the scheme "
-                "without 'dear'"
-            )
+        collective, schedule = chosen.collective, chosen.schedule
+        momentum, kfac = takes_over(collective), chosen.preconditioner is not None
+        local, deferred = schedule.launch == "step", schedule.update == "forward"
+        reasons = {
+            "auto": ("cannot change schemes", traits(collective).undecided),
+            "Corrected": ("does not see the optimizer and its momentum", momentum),
+            "K-FAC": ("sees gradients, but not the inputs of layers", kfac),
+            "'local'": ("does not see the optimizer and its steps", local),
+            "'dear'": ("ends with backward, not in the next forward", deferred),
+        }
+        for name, (why, true) in reasons.items():
+            if true:
+                raise ValueError(
+                    f"a communication hook {why}: use gradtide.replicate, or a scheme "
+                    f"without {name}"
+                )
         return chosen, {"scheme": repr(chosen)}
 
     try:
-        chosen = agree(transport, prepare)
+        chosen = check_ranks_agree(transport, prepare)
     except (ValueError, TypeError):
         transport.close()
         raise

@@ -4,19 +4,17 @@ config.py          the hyper-parameters
 layers.py          which layers are preconditioned, and their gradients as matrices
 statistics.py      what they see in forward and backward, as factors
 packing.py         symmetric matrices as vectors
-invert.py          damped inverses, and what they cost
+invert.py          damped inverses
+costs.py           how long inversions and messages take, as all ranks agree on it
 assign.py          who inverts what
-timing.py          how long inversions take; costs.py: as all ranks agree on it
 distributions.py   mpd, spd, pad and dp as assignments
 buckets.py         factors on their way to being summed
 flows.py           how sums and inverses travel
 curvature.py       what a rank knows of one layer, and makes of it
 sharing.py         what is handed out of inverses, or of what these make
-worker.py          where inversions run
-parts.py           what of it computes, and can be replaced
+parts.py           what of it computes, and where; can be replaced
 preconditioner.py  all of it, in a model and an engine
 stages.py          where the time goes
-state.py           what has to be saved
 """
 
 from gradtide.kfac.config import DISTRIBUTIONS as DISTRIBUTIONS

@@ -1,8 +1,10 @@
 """Who inverts which factor, and who preconditions which layer: pure functions.
 
 [Note: sequence] Factors come in the order in which a step produces them: A_0 ... A_L-1
-in the forward, then G_L-1 ... G_0 in the backward. All costs are seconds. Equal
-arguments give equal results, so ranks need to agree on the measured costs only.
+in the forward, then G_L-1 ... G_0 in the backward (`layers.sequence`). All costs are
+seconds. Equal arguments give equal results, so ranks need to agree on the measured
+costs only. A `Send` tells the seconds that the factors from `begin` up to `end` take in
+one message.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
-from gradtide.kfac.layers import Kind
-from gradtide.kfac.partition import Send, arrivals, contiguous, finish, fusions
+import numpy as np
 
+Send: TypeAlias = Callable[[int, int], float]  # (begin, end)
 EVERYWHERE = -1  # as an owner: every rank inverts the factor, and nobody sends it
 
 
@@ -27,34 +30,14 @@ class Assignment:
     (KAISA's COMM-OPT). One: the reverse (MEM-OPT, DP-KFAC).
     """
 
-    size: int  # ranks
     owners: tuple[int, ...]  # of factors, [Note: sequence]
     workers: tuple[range, ...]  # of layers
     messages: tuple[int, ...] = ()  # by factor, which it travels in; (): not decided
 
-    def owner(self, layer: int, kind: Kind) -> int:
-        return self.owners[position(layer, kind, len(self.workers))]
-
-    def message(self, layer: int, kind: Kind) -> int:
-        """The number of the message in which a factor travels, where it is decided."""
-        return self.messages[position(layer, kind, len(self.workers))]
-
-
-def sequence(num_layers: int) -> list[tuple[int, Kind]]:
-    """(layer, kind) of each factor, [Note: sequence]."""
-    forward: list[tuple[int, Kind]] = [(i, "A") for i in range(num_layers)]
-    return [*forward, *((i, "G") for i in reversed(range(num_layers)))]
-
-
-def position(layer: int, kind: Kind, num_layers: int) -> int:
-    """A factor's place in the `sequence`."""
-    return layer if kind == "A" else 2 * num_layers - 1 - layer
-
 
 def round_robin(num_layers: int, size: int) -> Assignment:
     """MPD-KFAC: factor i belongs to rank i mod size (Pauloski et al., 2020)."""
-    owners = tuple(i % size for i in range(2 * num_layers))
-    return Assignment(size, owners, _everybody(num_layers, size))
+    return _all_work(tuple(i % size for i in range(2 * num_layers)), size)
 
 
 def balanced(
@@ -65,37 +48,36 @@ def balanced(
 ) -> Assignment:
     """SPD-KFAC's load balancing (Shi et al., 2021), by measured costs and jointly.
 
-    The longest inversion goes to the least loaded rank. The m cheapest are inverted
-    everywhere, with the m that minimises what all have done together at last: those m,
+    The longest inversion goes to the least loaded rank. The cheapest are inverted
+    everywhere, as many of them as minimise what all have done together at last: those,
     the longest load of the others, and `send(numel)`, the seconds to gather the others'
     inverses. (The paper compares each inversion with its own broadcast, whose start-ups
     fused messages share.)
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    best: tuple[float, int] | None = None
-    for m in range(len(order), -1, -1):
-        shared, own = order[: len(order) - m], order[len(order) - m :]
-        loads, _ = _longest_first([costs[i] for i in shared], [1.0] * size)
+    found: list[tuple[float, dict[int, int]]] = []
+    for count in range(len(order) + 1):
+        shared, own = order[:count], order[count:]
+        loads, ranks = _longest_first([costs[i] for i in shared], [1.0] * size)
         seconds = sum(costs[i] for i in own) + max(loads)
         if shared:
             seconds += send(sum(numels[i] for i in shared))
-        if best is None or seconds < best[0]:
-            best = (seconds, m)
-    assert best is not None
-    shared = order[: len(order) - best[1]]
-    _, ranks = _longest_first([costs[i] for i in shared], [1.0] * size)
-    owners = [EVERYWHERE] * len(order)
-    for i, rank in zip(shared, ranks, strict=True):
-        owners[i] = rank
-    return Assignment(size, tuple(owners), _everybody(len(costs) // 2, size))
+        found.append((seconds, dict(zip(shared, ranks, strict=True))))
+    _, best = min(found, key=lambda one: one[0])
+    return _all_work(tuple(best.get(i, EVERYWHERE) for i in range(len(order))), size)
+
+
+def divided(costs: Sequence[float], size: int) -> Assignment:
+    """PAD-KFAC: contiguous runs of factors, balanced by their inversions alone."""
+    return _all_work(numbered(contiguous(costs, size)), size)
 
 
 def partitioned(
     costs: Sequence[float],
     numels: Sequence[int],
     size: int,
-    ready: Sequence[float] | None = None,
-    reduce: Callable[[Sequence[int]], Send] | None = None,
+    ready: Sequence[float],
+    reduce: Callable[[Sequence[int]], Send],
     start: float = 0.0,
 ) -> Assignment:
     """PAD-KFAC: contiguous runs of factors, reduced to their owners, and their fusion.
@@ -104,33 +86,24 @@ def partitioned(
     seconds of a reduce to these owners. Of several ways to fuse the reduces, the one is
     taken with which, after the best partition (`contiguous`) for its arrivals, the last
     rank has inverted its run the earliest, if each message counts as `start` seconds
-    more (`earliest`). Without `ready` and `reduce` inversions alone are balanced, and
-    fusion is not decided.
+    more (`earliest`).
     """
-    workers = _everybody(len(costs) // 2, size)
-    blocks = contiguous(costs, size)
-    if ready is None or reduce is None:
-        return Assignment(size, _owners(blocks), workers)
-    found: list[tuple[float, tuple[int, ...], list[slice]]] = []
-    send = reduce(_owners(blocks))  # of owners that are not yet the last word
+    found: list[tuple[float, Assignment]] = []
+    # Of owners that are not yet the last word.
+    send = reduce(divided(costs, size).owners)
     for cuts in fusions(numels, ready, send, start):
         blocks = contiguous(costs, size, arrivals(cuts, ready, send))
-        owners = _owners(blocks)
+        owners = numbered(blocks)
         arriving = arrivals(cuts, ready, reduce(owners))
         end = max(finish(costs[block], arriving[block]) for block in blocks)
-        found.append((end + start * len(cuts), owners, cuts))
-    _, owners, cuts = min(found, key=lambda one: one[0])
-    return Assignment(size, owners, workers, numbered(cuts))
+        placed = _all_work(owners, size, numbered(cuts))
+        found.append((end + start * len(cuts), placed))
+    return min(found, key=lambda one: one[0])[1]
 
 
 def numbered(cuts: Sequence[slice]) -> tuple[int, ...]:
-    """By factor, the number of the cut that it is in."""
+    """By factor, the number of the cut that it is in: a message, or an owner."""
     return tuple(i for i, cut in enumerate(cuts) for _ in range(cut.stop - cut.start))
-
-
-def whole_layers(costs: Sequence[float], size: int) -> Assignment:
-    """DP-KFAC: one owner for all of a layer (Zhang et al., 2022), by measured costs."""
-    return grid(costs, size, 1 / size)
 
 
 def grid(costs: Sequence[float], size: int, fraction: float) -> Assignment:
@@ -139,12 +112,8 @@ def grid(costs: Sequence[float], size: int, fraction: float) -> Assignment:
     Ranks are divided into groups as even as can be, whatever their number is; layers go
     to the groups and a layer's factors to ranks of its group, the longest first. 1.0
     needs the least communication in a step, 1 / size the least memory (Pauloski et al.,
-    2021). Raises ValueError for a fraction outside of (0, 1].
+    2021) and one owner for all of a layer, as in DP-KFAC (Zhang et al., 2022).
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(
-            f"a fraction of {fraction} gradient workers: more than 0, at most 1"
-        )
     num_layers = len(costs) // 2
     num_groups = -(-size // max(1, round(fraction * size)))
     bounds = [size * i // num_groups for i in range(num_groups + 1)]
@@ -155,11 +124,13 @@ def grid(costs: Sequence[float], size: int, fraction: float) -> Assignment:
     workers = [range(0)] * num_layers
     for i, group in zip(order, chosen, strict=True):
         workers[i] = groups[group]
-    owners = _within(costs, workers, size)
-    return Assignment(size, tuple(owners), tuple(workers))
-
-
-# - Parts ------------------------------------------------------------------------------
+    # Owners of factors among their layer's workers, the longest factor first.
+    loads, owners = [0.0] * size, [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        layer = i if i < num_layers else len(costs) - 1 - i
+        owners[i] = min(workers[layer], key=lambda rank: (loads[rank], rank))
+        loads[owners[i]] += costs[i]
+    return Assignment(tuple(owners), tuple(workers))
 
 
 def _longest_first(
@@ -175,24 +146,107 @@ def _longest_first(
     return [load for load, _ in heap], bins
 
 
-def _within(
-    costs: Sequence[float], workers: Sequence[range], size: int
-) -> Sequence[int]:
-    """Owners of factors among their layer's workers, the longest factor first."""
-    num_layers = len(workers)
-    loads, owners = [0.0] * size, [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        layer = i if i < num_layers else len(costs) - 1 - i
-        owner = min(workers[layer], key=lambda rank: (loads[rank], rank))
-        loads[owner] += costs[i]
-        owners[i] = owner
-    return owners
+def _all_work(
+    owners: tuple[int, ...], size: int, messages: tuple[int, ...] = ()
+) -> Assignment:
+    """With all ranks as every layer's gradient workers."""
+    return Assignment(owners, (range(size),) * (len(owners) // 2), messages)
 
 
-def _owners(blocks: Sequence[slice]) -> tuple[int, ...]:
-    """Of factors, where each rank has a block."""
-    return tuple(r for r, b in enumerate(blocks) for _ in range(b.start, b.stop))
+# - Contiguous runs of factors, for ranks and for messages: exact ----------------------
 
 
-def _everybody(num_layers: int, size: int) -> tuple[range, ...]:
-    return (range(size),) * num_layers
+def contiguous(
+    costs: Sequence[float], size: int, ready: Sequence[float] | None = None
+) -> list[slice]:
+    """min(size, n) non-empty runs of n factors with the earliest latest `finish`.
+
+    Exact, by dynamic programming over the ends of runs: O(size n^2).
+    """
+    n = len(costs)
+    before = np.concatenate([[0.0], np.cumsum(costs)])
+    wait = np.asarray(ready if ready is not None else np.zeros(n)) - before[:-1]
+    # until[j, i]: when the run of factors j ... i - 1 is finished
+    until = np.full((n + 1, n + 1), np.inf)
+    for j in range(n):
+        until[j, j + 1 :] = np.maximum.accumulate(wait[j:]) + before[j + 1 :]
+    best = np.full(n + 1, np.inf)
+    best[0] = 0.0
+    choices = []
+    for _ in range(min(size, n)):
+        last = np.maximum(best[:, None], until)
+        choices.append(last.argmin(0))
+        best = last.min(0)
+    return _runs(n, choices)
+
+
+def finish(costs: Sequence[float], ready: Sequence[float]) -> float:
+    """When a rank that takes factors in turn has inverted them all."""
+    clock = 0.0
+    for cost, start in zip(costs, ready, strict=True):
+        clock = max(clock, start) + cost
+    return clock
+
+
+def arrivals(cuts: Sequence[slice], ready: Sequence[float], send: Send) -> list[float]:
+    """When each factor has been reduced, if the cuts travel one after the other."""
+    clock, times = 0.0, []
+    for cut in cuts:
+        clock = max(clock, *ready[cut]) + send(cut.start, cut.stop)
+        times += [clock] * len(ready[cut])
+    return times
+
+
+def fusions(
+    numels: Sequence[int], ready: Sequence[float], send: Send, start: float = 0.0
+) -> list[list[slice]]:
+    """Ways to cut the sequence: the earliest last arrival, and sizes in powers of 2.
+
+    No run spans the middle: factors of forward and of backward travel apart.
+    """
+    found = [earliest(ready, send, start)]
+    limit, middle = max(numels), len(numels) // 2
+    while limit < 2 * sum(numels):
+        cuts, begin, filled = [], 0, 0
+        for i, numel in enumerate(numels):
+            if i and (i == middle or filled + numel > limit):
+                cuts.append(slice(begin, i))
+                begin, filled = i, 0
+            filled += numel
+        found.append([*cuts, slice(begin, len(numels))])
+        limit *= 2
+    return found
+
+
+def earliest(ready: Sequence[float], send: Send, start: float = 0.0) -> list[slice]:
+    """The cuts with which the last factor arrives the earliest, exactly.
+
+    Each message counts as `start` seconds more: what it takes to start one is work for
+    processors, which have other work, also where the message itself hides. No run spans
+    the middle of the sequence.
+    """
+    n, middle = len(ready), len(ready) // 2
+    seconds = np.full((n + 1, n + 1), np.inf)  # of a message [begin, end]
+    for end in range(1, n + 1):
+        for begin in range(middle if end > middle else 0, end):
+            seconds[begin, end] = send(begin, end)
+    complete = np.maximum.accumulate([0.0, *ready])
+    arrival = np.full(n + 1, np.inf)  # of the first factors, in so many messages
+    arrival[0] = 0.0
+    least, fewest = np.inf, 0
+    choices: list[np.ndarray] = []
+    while len(choices) < n and start * len(choices) < least:
+        last = np.maximum(arrival[:, None], complete) + seconds
+        choices.append(last.argmin(0))
+        arrival = last.min(0)
+        if arrival[n] + start * len(choices) < least:
+            least, fewest = arrival[n] + start * len(choices), len(choices)
+    return _runs(n, choices[:fewest])
+
+
+def _runs(n: int, choices: Sequence[np.ndarray]) -> list[slice]:
+    """Runs of n, by where each begins that ends somewhere: the first choices first."""
+    ends = [n]
+    for choice in reversed(choices):
+        ends.append(int(choice[ends[-1]]))
+    return [slice(begin, end) for begin, end in pairwise(reversed(ends))]

@@ -10,104 +10,92 @@ layers, in float64 and from the same numbers: all agree on every damping.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradtide.kfac import invert
 from gradtide.kfac.config import KFAC
-from gradtide.kfac.factors import RunningFactor
-from gradtide.kfac.invert import Eigen
+from gradtide.kfac.invert import Eigen, Inverses
 from gradtide.kfac.layers import KINDS, Kind, Layer
 from gradtide.kfac.packing import pack, traces, unpack
 
 
 class Curvature:
-    """The curvature of `layer`; `kinds` are the factors that this rank inverts."""
+    """The curvature of `layer`; `kinds` are the factors that this rank inverts.
+
+    `running` are their averages, packed: half the memory, half the pass over it, and
+    half the checkpoint. The first factor is the average: nothing is biased to zero or
+    to the identity.
+    """
 
     def __init__(self, layer: Layer, config: KFAC, kinds: Sequence[Kind]) -> None:
         self.layer, self.config = layer, config
-        self.running = {kind: RunningFactor(layer, kind) for kind in kinds}
+        self.running: dict[Kind, Tensor | None] = dict.fromkeys(kinds)
         self.traces: dict[Kind, Tensor] = {}  # [Note: traces]; none before any factor
-        self.current: invert.Preconditioner | None = None  # None: the identity
-        # New inverses: as they are made; together; and then current.
-        self._fresh: dict[Kind, Tensor | Eigen] = {}
-        self._next: invert.Preconditioner | None = None
-
-    @property
-    def known(self) -> bool:
-        """Whether there ever was a factor on any rank that took part."""
-        return bool(self.traces)
-
-    @property
-    def name(self) -> str:
-        return self.layer.name or "the model"
+        # Inverses as they are made; all new ones; and those in use, none: the identity.
+        self._fresh: Inverses = {}
+        self._next: Inverses = {}
+        self.current: Inverses = {}
 
     # - Factors ------------------------------------------------------------------------
 
-    def numbers(self) -> int:
-        """Length of what ranks tell each other of a layer: see `take`."""
-        return 2 * (1 + self.layer.groups)
-
     def take(self, kind: Kind, factor: Tensor, packed: Tensor, out: Tensor) -> None:
-        """Pack a factor [groups, d, d] of this rank to `packed`.
-
-        And write to `out` [numbers()] in float64 that this rank has it: a 1 and the
-        traces.
+        """Pack a factor [groups, d, d] of this rank to `packed`, and write to `out`
+        [layer.numbers], in float64, that this rank has it: a 1 and the traces.
         """
         pack(factor, packed)
-        begin = KINDS.index(kind) * (1 + self.layer.groups)
-        own = out[begin : begin + 1 + self.layer.groups]
+        own = out.view(len(KINDS), -1)[KINDS.index(kind)]
         own[0] = 1
-        own[1:] = traces(packed, self.layer.groups, self.layer.dim(kind))
+        own[1:] = traces(packed, *self.layer.shape(kind)[:2])
 
-    def average(self, numbers: Tensor, sums: dict[Kind, Tensor], size: int) -> None:
+    def average(self, numbers: Tensor, sums: Mapping[Kind, Tensor], size: int) -> None:
         """Take the sums of `size` ranks' factors into the running averages.
 
         A is the mean over the ranks that used the layer, G over all: where nobody used
         it, gradients are zero. `sums` (packed) has at least what this rank inverts.
-        Nothing changes where nobody has both factors, or where one is not finite.
+        Nothing changes where nobody has both factors, or where one is not finite (a
+        GradScaler that tries a scale): the square of what is not finite is on the
+        diagonal, so that the trace tells.
         """
-        counts_a, traces_a, counts_g, traces_g = torch.split(
-            numbers.cpu(), [1, self.layer.groups] * 2
-        )
-        if not (counts_a > 0 and counts_g > 0 and numbers.isfinite().all()):
+        told = numbers.cpu().view(len(KINDS), -1)
+        if not ((told[:, 0] > 0).all() and told.isfinite().all()):
             return
-        counts = {"A": float(counts_a), "G": float(size)}
-        for kind, new in zip(KINDS, (traces_a, traces_g), strict=True):
-            mean = new / counts[kind]
+        rest, counts = 1 - self.config.decay, (float(told[0, 0]), float(size))
+        for kind, count, new in zip(KINDS, counts, told[:, 1:], strict=True):
+            mean = new / count
             if kind in self.traces:
-                mean = self.traces[kind].lerp(mean, 1 - self.config.decay)
+                mean = self.traces[kind].lerp(mean, rest)
             self.traces[kind] = mean
             if kind in self.running:
-                new_mean = sums[kind].div_(counts[kind])
-                self.running[kind].update(new_mean, self.config.decay)
+                factor, old = sums[kind].div_(count), self.running[kind]
+                if not traces(factor, *self.layer.shape(kind)[:2]).isfinite().all():
+                    continue  # ranks' factors were, but not their sum
+                average = factor.clone() if old is None else old.lerp_(factor, rest)
+                self.running[kind] = average
 
     # - Inverses -----------------------------------------------------------------------
 
     def invert(self) -> None:
         """Make new inverses of what this rank inverts, to be used from `adopt` on."""
-        if not self.known:
+        if not self.traces:
             return
-        for kind, running in self.running.items():
-            name = f"{kind} of {self.name}"
-            if self.config.form == "eigen":
-                self._fresh[kind] = invert.eigen(running.full(), name)
-            else:
-                damping = self._dampings()[kind].to(self.layer.weight.device)
-                self._fresh[kind] = invert.inverse(running.full(), damping, name)
-
-    def _dampings(self) -> dict[Kind, Tensor]:
         layer = self.layer
-        both = invert.dampings(
-            self.traces["A"],
-            self.traces["G"],
-            layer.a_dim,
-            layer.g_dim,
-            self.config.damping,
-        )
-        return {kind: d.float() for kind, d in zip(KINDS, both, strict=True)}
+        mean_a, mean_g = (self.traces[kind] / layer.dim(kind) for kind in KINDS)
+        dampings = invert.dampings(mean_a, mean_g, self.config.damping)
+        for kind, damping in zip(KINDS, dampings, strict=True):
+            if kind in self.running:
+                average = self.running[kind]
+                assert average is not None
+                name = f"{kind} of {layer.name or 'the model'}"
+                full = unpack(average, average.new_empty(layer.shape(kind)))
+                if self.config.form == "eigen":
+                    self._fresh[kind] = invert.eigen(full, name)
+                else:
+                    added = damping.float().to(full.device)
+                    self._fresh[kind] = invert.inverse(full, added, name)
 
     def numel(self, kind: Kind) -> int:
         """Elements of an inverse as it travels."""
@@ -115,16 +103,15 @@ class Curvature:
 
     def encode(self, kind: Kind, out: Tensor) -> None:
         """Write a new inverse to `out` [numel(kind)]; nothing before there is any."""
-        match self._fresh.get(kind):
-            case Eigen(values=values, vectors=vectors):
-                out[: values.numel()] = values.flatten()
-                out[values.numel() :] = vectors.flatten()
-            case Tensor() as full:
-                pack(full, out)
+        made = self._fresh.get(kind)
+        if isinstance(made, Eigen):
+            torch.cat([made.values.flatten(), made.vectors.flatten()], out=out)
+        elif made is not None:
+            pack(made, out)
 
     def decode(self, kind: Kind, flat: Tensor) -> None:
         """Take a new inverse as it travelled."""
-        if not self.known:
+        if not self.traces:
             return
         groups, d, _ = shape = self.layer.shape(kind)
         if self.config.form == "eigen":
@@ -136,19 +123,44 @@ class Curvature:
 
     def complete(self) -> None:
         """All new inverses are there that will be: the next ones may be made."""
-        a, g = self._fresh.get("A"), self._fresh.get("G")
-        if isinstance(a, Eigen) and isinstance(g, Eigen):
-            self._next = invert.Eigens(a, g, self.config.damping)
-        elif isinstance(a, Tensor) and isinstance(g, Tensor):
-            self._next = invert.Inverses(a, g)
+        if len(self._fresh) == len(KINDS):
+            self._next = {kind: self._fresh[kind] for kind in KINDS}
         self._fresh = {}
 
     def adopt(self) -> None:
         """Precondition with the new inverses from now on, if there are any."""
-        if self._next is not None:
-            self.current, self._next = self._next, None
+        if self._next:
+            self.current, self._next = self._next, {}
 
     @torch.no_grad()
     def precondition(self, gradient: Tensor) -> Tensor:
-        """Of a gradient [groups, g_dim, a_dim]; itself before any factor."""
-        return gradient if self.current is None else self.current(gradient)
+        """Of a gradient [groups, rows of G, of A]; itself before any factor."""
+        if not self.current:
+            return gradient
+        return invert.precondition(gradient, self.current, self.config.damping)
+
+    # - State --------------------------------------------------------------------------
+
+    def save(self, due: bool) -> dict[str, Any]:
+        """What this rank has; inverses unless the next step makes new ones (`due`)."""
+        made = {} if due else self.current
+        return {
+            "traces": dict(self.traces),
+            "running": {k: x for k, x in self.running.items() if x is not None},
+            "inverses": {
+                k: tuple(x) if isinstance(x, Eigen) else x for k, x in made.items()
+            },
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take of what a rank has saved that which this one needs."""
+        device = self.layer.weight.device
+        self.traces.update(saved["traces"])
+        for kind, value in saved["running"].items():
+            if kind in self.running:
+                self.running[kind] = value.to(device)
+        for kind, made in saved["inverses"].items():
+            if isinstance(made, tuple) and self.config.form == "eigen":
+                self.current[kind] = Eigen(*(x.to(device) for x in made))
+            elif isinstance(made, Tensor) and self.config.form == "inverse":
+                self.current[kind] = made.to(device)

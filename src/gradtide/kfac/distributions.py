@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, cycle
+from math import prod
 from typing import TypeVar
 
 import numpy as np
 
 from gradtide.kfac import assign, invert
-from gradtide.kfac.assign import Assignment
+from gradtide.kfac.assign import Assignment, Send, earliest
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.costs import Carried, Costs
-from gradtide.kfac.layers import KINDS, Layer
-from gradtide.kfac.partition import Send, earliest
+from gradtide.kfac.layers import KINDS, Layer, sequence
 
 T = TypeVar("T")
 
@@ -26,79 +26,83 @@ def assignment(
     config: KFAC, layers: Sequence[Layer], size: int, known: Costs, carried: Carried
 ) -> Assignment:
     """Owners and workers for a configuration, and messages if `known.ready` is."""
-    if not known.ready:
-        return _placed(config, layers, size, known)
-    sequence = assign.sequence(len(layers))
-    ready = [known.ready[i + (k == "G") * len(layers)] for i, k in sequence]
-    factors = [(layers[i], kind) for i, kind in sequence]
-    numels = [layer.numel(kind) for layer, kind in factors]
+    seconds, workers = _seconds(layers, known), share(config, layers, size, known)
+    # By the costs of inversions and of their results alone.
+    if config.distribution == "dp" or workers < 1:
+        placed = assign.grid(seconds, size, workers)
+    elif config.distribution == "mpd":
+        placed = assign.round_robin(len(layers), size)
+    elif config.distribution == "spd":
+        numels = [invert.numel(la, kind, config.form) for la, kind in sequence(layers)]
+        placed = assign.balanced(seconds, numels, size, known.send)
+    else:
+        placed = assign.divided(seconds, size)
+    if known.ready:
+        return _timed(placed, config, layers, size, known, carried)
+    return placed
+
+
+def _timed(
+    placed: Assignment,
+    config: KFAC,
+    layers: Sequence[Layer],
+    size: int,
+    known: Costs,
+    carried: Carried,
+) -> Assignment:
+    """With messages, and for "pad" with owners, by when factors are ready."""
+    count = len(layers)
+    ready = [*known.ready[:count], *reversed(known.ready[count:])]
     # Messages and runs are of neighbours in time, whatever the layers' order is.
-    order = sorted(range(len(ready)), key=lambda i: (i >= len(layers), ready[i], i))
-    times, sizes = _at(ready, order), _at(numels, order)
+    order = sorted(range(len(ready)), key=lambda i: (i >= count, ready[i], i))
+
+    def at(values: Sequence[T]) -> list[T]:
+        return [values[i] for i in order]
+
+    def back(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(value for _, value in sorted(zip(order, values, strict=True)))
+
+    times, sizes = at(ready), at([la.numel(kind) for la, kind in sequence(layers)])
+    before = [0, *accumulate(sizes)]
 
     def reduce(owners: Sequence[int]) -> Send:
-        return _reduce(known, sizes, owners, size, carried)
+        """A sum of factors, in the order of time, for their owners."""
+        parts = np.zeros((len(sizes) + 1, size))
+        parts[np.arange(len(sizes)) + 1, owners] = sizes
+        sums = parts.cumsum(0)
+        return lambda begin, end: known.reduce(sums[end] - sums[begin], carried)
 
-    if config.distribution == "pad" and share(config, layers, size, known) == 1:
-        seconds = _at(_seconds(layers, known), order)
-        found = assign.partitioned(seconds, sizes, size, times, reduce, known.start)
-        owners = _back(found.owners, order)
-        return replace(found, owners=owners, messages=_back(found.messages, order))
-    placed = _placed(config, layers, size, known)
-    if config.distribution == "pad":
-        cuts = earliest(times, reduce(_at(placed.owners, order)), known.start)
+    def all_reduce(begin: int, end: int) -> float:
+        """A sum for everybody is a sum for the owners of even parts, and a gather."""
+        return 2 * known.send(before[end] - before[begin])
+
+    start = known.start
+    if config.distribution != "pad":
+        cuts = earliest(times, all_reduce, 2 * start)
+    elif share(config, layers, size, known) < 1:
+        cuts = earliest(times, reduce(at(placed.owners)), start)
     else:
-        cuts = earliest(times, _all_reduce(known, sizes), 2 * known.start)
-    return replace(placed, messages=_back(assign.numbered(cuts), order))
+        seconds = at(_seconds(layers, known))
+        found = assign.partitioned(seconds, sizes, size, times, reduce, start)
+        owners, messages = back(found.owners), back(found.messages)
+        return replace(found, owners=owners, messages=messages)
+    return replace(placed, messages=back(assign.numbered(cuts)))
 
 
-def _reduce(
-    known: Costs,
-    sizes: Sequence[int],
-    owners: Sequence[int],
-    size: int,
-    carried: Carried,
-) -> Send:
-    """A sum of factors, in the order of time, for their owners."""
-    parts = np.zeros((len(sizes) + 1, size))
-    parts[np.arange(len(sizes)) + 1, owners] = sizes
-    before = parts.cumsum(0)
-    return lambda begin, end: known.reduce(before[end] - before[begin], carried)
-
-
-def _all_reduce(known: Costs, sizes: Sequence[int]) -> Send:
-    """A sum for everybody is a sum for the owners of even parts, and a gather."""
-    before = [0, *accumulate(sizes)]
-    return lambda begin, end: 2 * known.send(before[end] - before[begin])
-
-
-def _placed(
-    config: KFAC, layers: Sequence[Layer], size: int, known: Costs
-) -> Assignment:
-    """By the costs of inversions and of their results alone."""
-    seconds = _seconds(layers, known)
-    if config.distribution == "dp":
-        return assign.whole_layers(seconds, size)
-    if (workers := share(config, layers, size, known)) < 1:
-        return assign.grid(seconds, size, workers)
-    numels = [
-        invert.numel(layers[i], kind, config.form)
-        for i, kind in assign.sequence(len(layers))
-    ]
-    if config.distribution == "mpd":
-        return assign.round_robin(len(layers), size)
-    if config.distribution == "spd":
-        return assign.balanced(seconds, numels, size, known.send)
-    return assign.partitioned(seconds, numels, size)
+def _seconds(layers: Sequence[Layer], known: Costs) -> list[float]:
+    """Of the inversion of each factor in the sequence."""
+    return [la.groups * known.inverses[la.dim(kind)] for la, kind in sequence(layers)]
 
 
 def share(config: KFAC, layers: Sequence[Layer], size: int, known: Costs) -> float:
-    """The share of ranks that are gradient workers of a layer.
+    """The share of ranks that are gradient workers of a layer; under "dp" its owner is.
 
     Where it is open: all if inverses, handed out every `inverse_every` steps, take less
     time than preconditioned gradients in every step, otherwise one. What lies between
     takes part of both, and is not quicker than the better of the two.
     """
+    if config.distribution == "dp":
+        return 1 / size
     if config.workers is not None:
         return config.workers
     if config.distribution != "pad":
@@ -106,27 +110,9 @@ def share(config: KFAC, layers: Sequence[Layer], size: int, known: Costs) -> flo
     inverses = sum(
         invert.numel(layer, kind, config.form) for layer in layers for kind in KINDS
     )
-    gradients = sum(layer.gradient_numel for layer in layers)
+    gradients = sum(prod(layer.gradient_shape) for layer in layers)
     every = known.send(inverses) / config.inverse_every
     return 1.0 if every <= known.send(gradients) else 1 / size
-
-
-def _seconds(layers: Sequence[Layer], known: Costs) -> list[float]:
-    """Of the inversion of each factor in the sequence."""
-    return [
-        layers[i].groups * known.inverse(layers[i].dim(kind))
-        for i, kind in assign.sequence(len(layers))
-    ]
-
-
-def _at(values: Sequence[T], order: Sequence[int]) -> list[T]:
-    return [values[i] for i in order]
-
-
-def _back(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Undo `_at`."""
-    found = dict(zip(order, values, strict=True))
-    return tuple(found[i] for i in range(len(found)))
 
 
 def servers(workers: range, size: int) -> list[int]:
@@ -134,6 +120,5 @@ def servers(workers: range, size: int) -> list[int]:
 
     The others are dealt out, so that each worker serves as many as the next.
     """
-    others = [rank for rank in range(size) if rank not in workers]
-    served = {rank: workers[i % len(workers)] for i, rank in enumerate(others)}
-    return [served.get(rank, rank) for rank in range(size)]
+    turns = cycle(workers)
+    return [rank if rank in workers else next(turns) for rank in range(size)]

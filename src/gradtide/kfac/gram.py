@@ -25,16 +25,12 @@ def add_gram(
         rows = rows.float()
         width = rows.shape[2]
         _add_products(out[:, :width, :width], rows, alpha, beta)
-        if bias:
-            _add_sums(out[..., width], rows, alpha, beta)
+        if bias:  # the products [groups, d] of all rows with the 1 at their end
+            column = out[..., width]
+            sums = alpha * F.pad(rows.sum(1), (0, 1), value=rows.shape[1])
+            # With beta = 0 the column may hold NaNs.
+            column.copy_(sums + beta * column if beta else sums)
         beta = 1.0
-
-
-def _add_sums(column: Tensor, rows: Tensor, alpha: float, beta: float) -> None:
-    """The products [groups, d] of all rows with the 1 at their end."""
-    sums = alpha * F.pad(rows.sum(1), (0, 1), value=rows.shape[1])
-    # With beta = 0 the column may hold NaNs.
-    column.copy_(sums + beta * column if beta else sums)
 
 
 def _add_products(out: Tensor, rows: Tensor, alpha: float, beta: float) -> None:

@@ -13,9 +13,8 @@ Nothing here waits for a device, but for the check of a factorisation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,43 +24,27 @@ from gradtide.kfac.layers import Kind, Layer
 ATTEMPTS = 4  # each with ten times the damping of the one before
 
 
-@dataclass(frozen=True)
-class Eigen:
+class Eigen(NamedTuple):
     """An eigendecomposition: values [groups, d], none negative, and vectors."""
 
     values: Tensor
     vectors: Tensor  # [groups, d, d], in columns
 
 
-class Preconditioner(Protocol):
-    """Both sides of a layer, ready to be applied to its gradient."""
-
-    def __call__(self, gradient: Tensor) -> Tensor: ...
+# Of A and G, in one form: damped inverses [groups, d, d], or decompositions.
+Inverses: TypeAlias = dict[Kind, Tensor | Eigen]
 
 
-@dataclass(frozen=True)
-class Inverses:
-    """The form "inverse": damped inverses [groups, d, d] of A and G."""
-
-    a: Tensor
-    g: Tensor
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        return self.g @ gradient @ self.a
-
-
-@dataclass(frozen=True)
-class Eigens:
-    """The form "eigen"."""
-
-    a: Eigen
-    g: Eigen
-    damping: float
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        inner = self.g.vectors.mT @ gradient @ self.a.vectors
-        inner /= self.g.values[:, :, None] * self.a.values[:, None, :] + self.damping
-        return self.g.vectors @ inner @ self.a.vectors.mT
+def precondition(gradient: Tensor, inverses: Inverses, damping: float) -> Tensor:
+    """V [groups, g, a] between both sides of its layer."""
+    a, g = inverses["A"], inverses["G"]
+    if isinstance(a, Eigen) and isinstance(g, Eigen):
+        inner = g.vectors.mT @ gradient @ a.vectors
+        inner /= g.values[:, :, None] * a.values[:, None, :] + damping
+        return g.vectors @ inner @ a.vectors.mT
+    assert isinstance(a, Tensor)
+    assert isinstance(g, Tensor)
+    return g @ gradient @ a
 
 
 def numel(layer: Layer, kind: Kind, form: str) -> int:
@@ -70,14 +53,13 @@ def numel(layer: Layer, kind: Kind, form: str) -> int:
     return groups * d * (d + 1) if form == "eigen" else layer.numel(kind)
 
 
-def dampings(
-    trace_a: Tensor, trace_g: Tensor, a_dim: int, g_dim: int, damping: float
-) -> tuple[Tensor, Tensor]:
+def dampings(mean_a: Tensor, mean_g: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """What to add to the diagonals: pi sqrt(damping) of A, sqrt(damping) / pi of G.
 
-    Traces and results are [groups]. pi is 1 where a factor is all zeros.
+    Of the means of the diagonals, [groups] as the results. pi is 1 where a factor is
+    all zeros.
     """
-    ratio = (trace_a / a_dim) / (trace_g / g_dim)
+    ratio = mean_a / mean_g
     usable = torch.isfinite(ratio) & (ratio > 0)
     pi = torch.where(usable, ratio, torch.ones_like(ratio)).sqrt()
     root = damping**0.5
@@ -121,29 +103,21 @@ def eigen(factor: Tensor, name: str) -> Eigen:
 
 
 def kl_part(gradient: Tensor, preconditioned: Tensor, lr: float) -> Tensor:
-    """A layer's part of the sum for `kl_scale`: lr^2 <P, V>, a scalar; parts add up."""
+    """A layer's part of the sum for `kl_scale`: lr^2 <P, V>, a scalar."""
     return torch.dot(gradient.flatten(), preconditioned.flatten()) * lr**2
 
 
-def kl_scale(total: Tensor, kl_clip: float) -> Tensor:
-    """nu = min(1, sqrt(kl_clip / |total|)) (Ba et al., 2017)."""
-    return (kl_clip / total.abs()).sqrt().clamp(max=1.0)
+def kl_scale(parts: list[Tensor], kl_clip: float) -> Tensor:
+    """nu = min(1, sqrt(kl_clip / |sum of parts|)) (Ba et al., 2017)."""
+    return (kl_clip / torch.stack(parts).sum().abs()).sqrt().clamp(max=1.0)
 
 
 def write_back(
     layer: Layer,
     preconditioned: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    gradients: Sequence[Tensor],
     scale: Tensor | float = 1.0,
 ) -> None:
     """Overwrite a layer's gradients with `scale` times the preconditioned ones."""
-    for new, old in zip(layer.tensors(preconditioned), (weight, bias), strict=True):
-        if new is not None and old is not None:
-            old.copy_(new * scale)
-
-
-def total(parts: Iterable[Tensor]) -> Tensor:
-    """The sum of `kl_part`s of this rank, a scalar; with none of them zero."""
-    found = list(parts)
-    return torch.stack(found).sum() if found else torch.zeros(())
+    for new, old in zip(layer.tensors(preconditioned), gradients, strict=True):
+        old.copy_(new * scale)

@@ -7,10 +7,10 @@ pair of factors per group. All other layers have one group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -48,18 +48,11 @@ class Layer:
         """Inputs of one output, without the bias."""
         return prod(self.weight.shape[1:])
 
-    @property
-    def a_dim(self) -> int:
-        """Rows of a group's A: its inputs, and the constant 1 that the bias sees."""
-        return self.fan_in + (self.bias is not None)
-
-    @property
-    def g_dim(self) -> int:
-        """Rows of a group's G: its outputs."""
-        return self.weight.shape[0] // self.groups
-
     def dim(self, kind: Kind) -> int:
-        return self.a_dim if kind == "A" else self.g_dim
+        """Rows of a group's A: inputs, and the 1 that the bias sees. Of G: outputs."""
+        if kind == "A":
+            return self.fan_in + (self.bias is not None)
+        return self.weight.shape[0] // self.groups
 
     def shape(self, kind: Kind) -> tuple[int, int, int]:
         """Of a factor: (groups, d, d)."""
@@ -70,14 +63,14 @@ class Layer:
         return packed_numel(self.groups, self.dim(kind))
 
     @property
-    def gradient_numel(self) -> int:
-        """Elements of its gradient as a matrix."""
-        return self.groups * self.g_dim * self.a_dim
+    def numbers(self) -> int:
+        """Length of what ranks tell each other of it: see `Curvature.take`."""
+        return 2 * (1 + self.groups)
 
     @property
-    def factor_numel(self) -> int:
-        """Elements of both packed factors."""
-        return self.numel("A") + self.numel("G")
+    def gradient_shape(self) -> tuple[int, int, int]:
+        """Of its gradient as a matrix: (groups, rows of G, rows of A)."""
+        return (self.groups, self.dim("G"), self.dim("A"))
 
     # - Tensors as matrices ------------------------------------------------------------
 
@@ -92,7 +85,7 @@ class Layer:
             yield x.reshape(1, -1, self.fan_in)
 
     def outputs(self, g: Tensor) -> Tensor:
-        """Gradients of the outputs as rows [groups, positions, g_dim]."""
+        """Gradients of the outputs as rows [groups, positions, rows of G]."""
         channels, spatial = self.weight.shape[0], self.weight.dim() - 2
         if spatial == 0:
             return g.reshape(1, -1, channels)
@@ -100,23 +93,33 @@ class Layer:
         last = batched.movedim(1, -1)
         if self.groups == 1 and last.is_contiguous():
             return last.view(1, -1, channels)
-        columns = batched.transpose(0, 1).reshape(self.groups, self.g_dim, -1)
+        columns = batched.transpose(0, 1).reshape(self.groups, self.dim("G"), -1)
         return columns.transpose(1, 2)
 
-    def matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Tensors like the weight and the bias as a new fp32 [groups, g_dim, a_dim]."""
-        out = weight.new_empty(self.groups, self.g_dim, self.a_dim, dtype=torch.float32)
-        out[..., : self.fan_in] = weight.reshape(self.groups, self.g_dim, self.fan_in)
-        if self.bias is not None:
-            assert bias is not None
-            out[..., -1] = bias.view(self.groups, self.g_dim)
+    def matrix(self, *like_params: Tensor) -> Tensor:
+        """Tensors like `params` as a new fp32 matrix of `gradient_shape`."""
+        weight, *bias = like_params
+        out = weight.new_empty(self.gradient_shape, dtype=torch.float32)
+        out[..., : self.fan_in] = weight.reshape(*out.shape[:2], self.fan_in)
+        if bias:
+            out[..., -1] = bias[0].view(out.shape[:2])
         return out
 
-    def tensors(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`matrix` undone: in the shapes of the weight and the bias, without a copy."""
+    def tensors(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """`matrix` undone: in the shapes of `params`, without a copy."""
         weight = matrix[..., : self.fan_in].reshape(self.weight.shape)
-        bias = matrix[..., -1].reshape(-1) if self.bias is not None else None
-        return weight, bias
+        if self.bias is None:
+            return (weight,)
+        return weight, matrix[..., -1].reshape(-1)
+
+
+Factor: TypeAlias = tuple[Layer, Kind]
+
+
+def sequence(layers: Sequence[Layer]) -> list[Factor]:
+    """Factors as a step produces them: A in the forward, then G in reverse order."""
+    a, g = KINDS
+    return [*((layer, a) for layer in layers), *((layer, g) for layer in layers[::-1])]
 
 
 def supported(model: nn.Module, max_dim: int | None = None) -> list[Layer]:
@@ -133,11 +136,12 @@ def left_out(model: nn.Module, max_dim: int | None = None) -> dict[str, str]:
     """Why a trainable parameter, by name, is left to the optimizer alone."""
     layers, reasons = _examine(model, max_dim)
     taken = {p for layer in layers for p in layer.params}
-    return {
-        name: reasons.get(p, f"{type(_owner(model, name)).__name__} is not supported")
-        for name, p in model.named_parameters()
-        if p.requires_grad and p not in taken
-    }
+    found = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad and p not in taken:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            found[name] = reasons.get(p, f"{type(owner).__name__} is not supported")
+    return found
 
 
 def _examine(
@@ -147,21 +151,24 @@ def _examine(
     reasons, holders = _bypassed(model), _holders(model)
     layers = []
     for weight, users in holders.items():
-        if not any(_is_kind(m) and m._parameters["weight"] is weight for _, m in users):
+        if not any(_applies(user, weight) for _, user in users):
             continue
-        bias = users[0][1]._parameters.get("bias")
+        name, module = users[0]
+        bias = module._parameters.get("bias")
         why = reasons.get(weight) or _against(weight, users)
         if why is None and bias is not None and holders[bias] != users:
             why = "its bias is shared with " + _names(holders[bias])
         if why is None:
-            layer = _layer(users)
-            if max_dim is None or max(layer.a_dim, layer.g_dim) <= max_dim:
+            modules, groups = tuple(m for _, m in users), getattr(module, "groups", 1)
+            trained = bias if bias is not None and bias.requires_grad else None
+            layer = Layer(name, modules, weight, trained, groups)
+            rows = max(layer.dim(kind) for kind in KINDS)
+            if max_dim is None or rows <= max_dim:
                 layers.append(layer)
                 continue
-            rows = max(layer.a_dim, layer.g_dim)
             why = f"its factor would have {rows} rows, more than {max_dim}"
-        for _, module in users:
-            reasons.update((p, why) for p in module.parameters(recurse=False))
+        for _, user in users:
+            reasons.update((p, why) for p in user.parameters(recurse=False))
     return layers, reasons
 
 
@@ -174,18 +181,18 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, Users]:
     return holders
 
 
-def _is_kind(module: nn.Module) -> bool:
-    return isinstance(module, KINDS_OF_MODULE) and "weight" in module._parameters
+def _applies(module: nn.Module, weight: nn.Parameter) -> bool:
+    ours = isinstance(module, KINDS_OF_MODULE)
+    return ours and module._parameters.get("weight") is weight
 
 
 def _plain(module: nn.Module) -> bool:
     """Whether the module computes what its base does, and not what a subclass likes."""
-    kind = type(module)
-    return any(
-        kind.forward is base.forward
-        and getattr(kind, "_conv_forward", None) is getattr(base, "_conv_forward", None)
-        for base in KINDS_OF_MODULE
-    )
+
+    def computes(kind: Any) -> tuple[Any, Any]:
+        return kind.forward, getattr(kind, "_conv_forward", None)
+
+    return computes(type(module)) in map(computes, KINDS_OF_MODULE)
 
 
 def _names(users: Users) -> str:
@@ -195,7 +202,7 @@ def _names(users: Users) -> str:
 def _against(weight: nn.Parameter, users: Users) -> str | None:
     """Why a layer cannot be preconditioned, or None."""
     module, names = users[0][1], _names(users)
-    if not all(_is_kind(m) and m._parameters["weight"] is weight for _, m in users):
+    if not all(_applies(user, weight) for _, user in users):
         return f"it is shared by {names} in different roles"
     if len({(type(m), id(m._parameters.get("bias"))) for _, m in users}) > 1:
         return f"it is shared by {names}, which differ in type or bias"
@@ -210,19 +217,6 @@ def _against(weight: nn.Parameter, users: Users) -> str | None:
     return None
 
 
-def _layer(users: Users) -> Layer:
-    name, module = users[0]
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
-    assert weight is not None
-    return Layer(
-        name=name,
-        modules=tuple(m for _, m in users),
-        weight=weight,
-        bias=bias if bias is not None and bias.requires_grad else None,
-        groups=getattr(module, "groups", 1),
-    )
-
-
 def _bypassed(model: nn.Module) -> dict[nn.Parameter, str]:
     """Parameters that torch's MultiheadAttention reads without calling a Linear."""
     return {
@@ -232,7 +226,3 @@ def _bypassed(model: nn.Module) -> dict[nn.Parameter, str]:
         if isinstance(module, nn.MultiheadAttention)
         for p in module.parameters()
     }
-
-
-def _owner(model: nn.Module, parameter: str) -> nn.Module:
-    return model.get_submodule(parameter.rpartition(".")[0])

@@ -27,33 +27,21 @@ def pack(full: Tensor, out: Tensor) -> Tensor:
     One pass over the upper half; the lower is not read. `out` may be of another float
     type. Returns `out`.
     """
-    groups, d, _ = full.shape
-    flat = out.view(groups, -1)
-    for (begin, end), place in _rectangles(d):
-        block = full[:, begin:end, end:]
-        flat[:, place : place + block[0].numel()].view(block.shape).copy_(block)
-    for blocks, place in _diagonals(full):
-        upper = _triangle(blocks.shape[2], full.device)
-        length = blocks.shape[1] * len(upper)
-        triangles = blocks.flatten(2)[..., upper]
-        flat[:, place : place + length].copy_(triangles.flatten(1))
+    for block, packed in _rectangles(full, out):
+        packed.copy_(block)
+    for blocks, packed in _diagonals(full, out):
+        packed.copy_(blocks.flatten(2)[..., _triangle(blocks.shape[2], full.device)])
     return out
 
 
 def unpack(flat: Tensor, out: Tensor) -> Tensor:
     """`pack` undone: `out` [groups, d, d] with both halves filled. Returns `out`."""
-    groups, d, _ = out.shape
-    packed = flat.view(groups, -1)
-    for (begin, end), place in _rectangles(d):
-        block = out[:, begin:end, end:]
-        block.copy_(packed[:, place : place + block[0].numel()].view(block.shape))
-        out[:, end:, begin:end].copy_(block.mT)
-    for blocks, place in _diagonals(out):
-        count, h = blocks.shape[1:3]
-        both = _square(h, out.device)
-        length = count * h * (h + 1) // 2
-        triangles = packed[:, place : place + length].view(groups, count, -1)
-        blocks.copy_(triangles[..., both].view(blocks.shape))
+    for half in (out, out.mT):
+        for block, packed in _rectangles(half, flat):
+            block.copy_(packed)
+    for blocks, packed in _diagonals(out, flat):
+        both = _square(blocks.shape[2], out.device)
+        blocks.copy_(packed[..., both].view(blocks.shape))
     return out
 
 
@@ -63,29 +51,39 @@ def traces(flat: Tensor, groups: int, d: int) -> Tensor:
     return packed[:, _diagonal(d, flat.device)].float().sum(1)
 
 
-def _rectangles(d: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Rows (begin, end) of what is right of a diagonal block, and its place."""
-    place = 0
+def _rectangles(full: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of what is right of each diagonal block, and of its place in `flat`."""
+    groups, d, _ = full.shape
+    place, packed = 0, flat.view(groups, -1)
     for begin in range(0, d, BLOCK):
         end = min(begin + BLOCK, d)
-        yield (begin, end), place
-        place += (end - begin) * (d - end)
+        block = full[:, begin:end, end:]
+        length = (end - begin) * (d - end)
+        yield block, packed[:, place : place + length].view(block.shape)
+        place += length
 
 
-def _diagonals(full: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Views [groups, count, h, h] of the diagonal blocks, and their places: the whole
-    ones together, then what is left."""
+def _diagonals(full: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views [groups, count, h, h] of the diagonal blocks, and of their places in `flat`
+    [groups, count, h (h + 1) / 2]: the whole ones together, then what is left."""
     groups, d, _ = full.shape
     step, row, column = full.stride()
     whole, rest = divmod(d, BLOCK)
-    place = sum((end - begin) * (d - end) for (begin, end), _ in _rectangles(d))
+    packed = flat.view(groups, -1)[:, -_diagonal_numel(d) :]
+    first, last = packed.tensor_split([whole * packed_numel(1, BLOCK)], 1)
     if whole:
         shape = (groups, whole, BLOCK, BLOCK)
         strides = (step, BLOCK * (row + column), row, column)
-        yield full.as_strided(shape, strides, full.storage_offset()), place
-        place += whole * BLOCK * (BLOCK + 1) // 2
+        blocks = full.as_strided(shape, strides, full.storage_offset())
+        yield blocks, first.view(groups, whole, -1)
     if rest:
-        yield full[:, None, d - rest :, d - rest :], place
+        yield full[:, None, d - rest :, d - rest :], last[:, None]
+
+
+def _diagonal_numel(d: int) -> int:
+    """Elements of the packed diagonal blocks, which come last."""
+    whole, rest = divmod(d, BLOCK)
+    return whole * packed_numel(1, BLOCK) + packed_numel(1, rest)
 
 
 @lru_cache
@@ -109,8 +107,7 @@ def _square(h: int, device: torch.device) -> Tensor:
 @lru_cache
 def _diagonal(d: int, device: torch.device) -> Tensor:
     """Places of the diagonal in a packed matrix."""
-    place = sum((end - begin) * (d - end) for (begin, end), _ in _rectangles(d))
-    places: list[int] = []
+    place, places = packed_numel(1, d) - _diagonal_numel(d), []
     for begin in range(0, d, BLOCK):
         h = min(BLOCK, d - begin)
         places += [place + i * h - i * (i - 1) // 2 for i in range(h)]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 PIECE = 1 << 24  # elements unfolded at once; more => fewer products, more memory
+
+
+Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def patches(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
@@ -20,7 +23,7 @@ def patches(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
     the order of the weight's (channel, *kernel). Each piece is copied once, from a
     strided view of the padded input.
     """
-    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    assert isinstance(module, Convolution)
     kernel: Any = module.kernel_size
     x = _padded(module, x if x.dim() == len(kernel) + 2 else x.unsqueeze(0))
     size = [
@@ -31,36 +34,29 @@ def patches(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
     ]
     inputs = module.in_channels * prod(kernel)
     batch = max(1, PIECE // max(1, inputs * prod(size)))
+    dense = inputs == module.in_channels and module.groups == prod(module.stride) == 1
     for piece in torch.split(x, batch):
-        if inputs == module.in_channels and _rowwise(module, piece):
-            yield piece.movedim(1, -1).view(1, -1, inputs)
+        last = piece.movedim(1, -1)
+        if dense and last.is_contiguous():  # a 1x1 convolution's rows are there already
+            yield last.view(1, -1, inputs)
             continue
         windows = _windows(module, piece, size)
         columns = windows.reshape(module.groups, inputs // module.groups, -1)
         yield columns.transpose(1, 2)
 
 
-def _rowwise(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> bool:
-    """Whether the input of a 1x1 convolution is its rows already."""
-    dense = module.groups == 1 and prod(module.stride) == 1
-    return dense and x.movedim(1, -1).is_contiguous()
-
-
-def _windows(
-    module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, size: list[int]
-) -> Tensor:
+def _windows(module: Convolution, x: Tensor, size: list[int]) -> Tensor:
     """A view [channels, *kernel, batch, *positions]: each offset's inputs."""
     batch, channels, *steps = x.stride()
     dilated = [n * step for n, step in zip(module.dilation, steps, strict=True)]
     strided = [n * step for n, step in zip(module.stride, steps, strict=True)]
     kernel: Any = module.kernel_size
     return x.as_strided(
-        (x.shape[1], *kernel, x.shape[0], *size),
-        (channels, *dilated, batch, *strided),
+        (x.shape[1], *kernel, x.shape[0], *size), (channels, *dilated, batch, *strided)
     )
 
 
-def _padded(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
+def _padded(module: Convolution, x: Tensor) -> Tensor:
     """`x` with the padding that the convolution adds, in its padding mode."""
     if module.padding == "valid":
         return x

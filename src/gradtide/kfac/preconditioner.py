@@ -3,7 +3,7 @@
 Factors get ready in forward and backward and are packed into buckets, which the
 backward pass launches between those of gradients. When a layer's factors have been
 summed, those who own it average and invert them, beside the training thread and the
-lane. Inverses (or preconditioned gradients) are handed out in groups of layers, which
+queue. Inverses (or preconditioned gradients) are handed out in groups of layers, which
 follow the buckets of gradients. Knows nothing of how gradients are averaged, nor of
 when the optimizer steps.
 
@@ -18,30 +18,34 @@ the times at which they were there, where the configuration wants that: nothing 
 be moved, as no rank knows any curvature yet.
 
 [Note: new inverses] New inverses are used from the moment at which the training thread
-takes delivery of them (or on the lane, where they are used there), not from when they
+takes delivery of them (or on the queue, where they are used there), not from when they
 are made: what is still to be updated with the old ones would otherwise depend on the
-clock. And new ones are only made when the last have been completed on the lane, whether
-or not anybody took that step (guard: test_loss_scaling_changes_nothing_...).
+clock. And new ones are only made when the last are complete on the queue, whether or
+not anybody took that step (guard: test_loss_scaling_changes_nothing_...).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
-from gradtide.engine import Engine
-from gradtide.kfac import assign, buckets, costs, invert
-from gradtide.kfac.buckets import Factor, FactorBucket
+from gradtide.core.engine import Engine
+from gradtide.core.step import Stage
+from gradtide.kfac import costs
+from gradtide.kfac.assign import EVERYWHERE, Assignment
+from gradtide.kfac.buckets import FactorBucket, lay_out
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.costs import Costs
+from gradtide.kfac.curvature import Curvature
 from gradtide.kfac.distributions import servers
-from gradtide.kfac.layers import KINDS, Kind, Layer
+from gradtide.kfac.layers import KINDS, Factor, Kind, Layer, sequence
 from gradtide.kfac.parts import Parts, Trained
-from gradtide.kfac.sharing import LayerGroup, Read, Roles, gradients, matrix
+from gradtide.kfac.sharing import LayerGroup
 from gradtide.kfac.stages import Stages, stages
-from gradtide.step import Stage
 
 
 class Preconditioner:
@@ -51,7 +55,8 @@ class Preconditioner:
 
     A step, as the training thread sees it: factors arrive by hooks; `collect` when
     backward has ended; all buckets of `factors` are launched by whoever launches;
-    `invert`; then `release` if inverses are held back, and `apply`.
+    `invert`; then groups are released, and `sharing.precondition`ed with. Before the
+    first one, and after `place`, comes `lay_out`.
     """
 
     def __init__(
@@ -64,70 +69,52 @@ class Preconditioner:
         scale: Callable[[], float] | None = None,
         parts: Parts | None = None,
     ) -> None:
-        layers = costs.admitted(model, config)
-        self.config, self.layers, self.engine = config, list(layers), engine
+        self.config, self.engine = config, engine
+        self.layers = costs.admitted(model, config)
         self.step = 0  # backward passes that were exchanged
         self.groups: list[LayerGroup] = []
         self.factors: list[FactorBucket] = []
         self._begin_backward, self._launch = begin, launch
         self._collecting = False
         self._local = config.distribution == "dp"
-        self._rank, self._size = engine.transport.group
-        self.device = layers[0].weight.device
-        self._parts = parts or Trained(model, config, self.device, scale)
+        device = self.layers[0].weight.device
+        self._parts = parts or Trained(model, config, device, scale)
         self.worker = self._parts.worker
-        self._absent: set[Factor] = set()  # in the last step, on this rank
-        self._arrived: set[Factor] = set()
-        self._open = False  # buffers are in use by this step
-        self._inverting = False  # what is summed now is to be inverted
         self._homes: dict[Factor, FactorBucket] = {}
+        self._inverting = False  # what is summed now is to be inverted
         self.statistics = self._parts.statistics([], self._ready)
-        self.place(costs.measure(config, layers, engine, self._parts.inverses))
+        known = costs.measure(config, self.layers, engine, self._parts.inverses)
+        self.place(known)
+
+    # - Layout -------------------------------------------------------------------------
 
     def place(self, known: Costs) -> None:
         """Place factors by their costs, and begin with no curvature at all."""
         self._assign(known)
-        self._absent, self._arrived, self._open = set(), set(), False
+        self._absent: set[Factor] = set()  # in the last step, on this rank
+        self._arrived: set[Factor] = set()
+        self._open = False  # buffers are in use by this step
         self.statistics.disarm()
-        measured = [layer for layer in self.layers if self._measures(layer)]
-        self.statistics = self._parts.statistics(measured, self._ready)
+        self._measured = [
+            la for la in self.layers if self.curvatures[la].running or not self._local
+        ]
+        self.statistics = self._parts.statistics(self._measured, self._ready)
         self._arm()
-        self.lay_out(self.layers[::-1], [self.layers])
 
     def _assign(self, known: Costs) -> None:
-        self.costs = known
-        self.placed = self._parts.assignment(
-            self.config, self.layers, self._size, known, self.engine.transport.carried
-        )
-        self.curvatures = {
-            layer: self._parts.curvature(layer, self._inverted(layer))
-            for layer in self.layers
-        }
-
-    def _plan(self) -> None:
-        """Place factors anew, by when they were ready: see [Note: first step]."""
-        times = self.statistics.times()
-        self._assign(costs.watched(self.costs, times, self.layers, self.engine))
-        self.lay_out(self.layers[::-1], [self.layers])
+        self.costs, rank, size = known, self.engine.group.rank, self.engine.group.size
+        assign, carried = self._parts.assignment, self.engine.transport.carried
+        self.placed: Assignment = assign(self.config, self.layers, size, known, carried)
+        factors = sequence(self.layers)
+        self.owners = dict(zip(factors, self.placed.owners, strict=True))
+        self.curvatures: dict[Layer, Curvature] = {}
+        for layer in self.layers:
+            kinds = [k for k in KINDS if self.owners[layer, k] in (rank, EVERYWHERE)]
+            self.curvatures[layer] = self._parts.curvature(layer, kinds)
 
     def _arm(self) -> None:
-        if self.measuring and any(map(self._measures, self.layers)):
+        if self.measuring and self._measured:
             self.statistics.arm()
-
-    def _inverted(self, layer: Layer) -> list[Kind]:
-        everywhere = (self._rank, assign.EVERYWHERE)
-        return [kind for kind in KINDS if self._owner((layer, kind)) in everywhere]
-
-    def _owner(self, factor: Factor) -> int:
-        return self.placed.owner(self.layers.index(factor[0]), factor[1])
-
-    def _message(self, factor: Factor) -> int:
-        return self.placed.message(self.layers.index(factor[0]), factor[1])
-
-    def _measures(self, layer: Layer) -> bool:
-        return not self._local or bool(self.curvatures[layer].running)
-
-    # - Layout -------------------------------------------------------------------------
 
     def lay_out(
         self, ready: Sequence[Layer], groups: Sequence[Sequence[Layer]]
@@ -137,57 +124,37 @@ class Preconditioner:
         `groups` are the layers whose inverses travel together, in the same order. What
         has arrived in this step comes along; nothing may be on its way.
         """
-        before, count = self._homes, lambda layer: self.curvatures[layer].numbers()
+        before, size = self._homes, self.engine.group.size
         self.finish()
+        how = self.config, self.owners, size
         if self._local:
-            mine = [layer for layer in ready if self._measures(layer)]
-            self.factors, kept = [], buckets.local(mine, count)
+            own = product(self._measured, KINDS)
+            homes = [FactorBucket("", kind, [layer], *how) for layer, kind in own]
         else:
-            # With an owner for each factor sums need not go to everybody.
-            owned = self.config.distribution == "pad"
-            self.factors = kept = [
-                bucket
-                for kind, layers in (("A", ready[::-1]), ("G", ready))
-                for bucket in buckets.lay_out(
-                    kind,  # type: ignore[arg-type]
-                    layers,
-                    self.config,
-                    self._owner if owned else None,
-                    self._size,
-                    count,
-                    self._summed,
-                    self._message if self.placed.messages else None,
-                )
+            factors, messages = sequence(self.layers), self.placed.messages
+            together = dict(zip(factors, messages, strict=True)) if messages else {}
+            homes = self.factors = [
+                *lay_out("A", ready[::-1], *how, together, self._average),
+                *lay_out("G", ready, *how, together, self._average),
             ]
-        self._homes = {(la, home.kind): home for home in kept for la in home.views}
-        for factor in self._arrived:
-            self._carry(factor, before)
-        self._rearm()
-        roles = {layer: self._roles(layer) for layer in self.layers}
-        group = self.engine.transport.group
-        self.groups = [
-            LayerGroup(i, members, roles, self.curvatures, self._parts, group)
-            for i, members in enumerate(groups)
-            if members
-        ]
+        self._homes = {(la, home.kind): home for home in homes for la in home.views}
+        for layer, kind in self._arrived:
+            old = before[layer, kind].views[layer]
+            self._homes[layer, kind].views[layer].copy_(old)
+            old = before[layer, "G"].rows[layer]
+            self._homes[layer, "G"].rows[layer].copy_(old)
+        self._expect()
+        workers = zip(self.layers, self.placed.workers, strict=True)
+        served = {layer: servers(ranks, size) for layer, ranks in workers}
+        who = self.owners, served, self.curvatures, self._parts, self.engine
+        self.groups = [LayerGroup(i, group, *who) for i, group in enumerate(groups)]
         self._group_of = {la: group for group in self.groups for la in group.layers}
 
-    def _roles(self, layer: Layer) -> Roles:
-        a, g = (self._owner((layer, kind)) for kind in KINDS)
-        workers = self.placed.workers[self.layers.index(layer)]
-        return Roles((a, g), servers(workers, self._size))
-
-    def _carry(self, factor: Factor, before: Mapping[Factor, FactorBucket]) -> None:
-        layer = factor[0]
-        self._homes[factor].views[layer].copy_(before[factor].views[layer])
-        row = self._homes[layer, "G"].rows[layer]
-        row.copy_(before[layer, "G"].rows[layer])
-
-    def _rearm(self) -> None:
-        for home in set(self._homes.values()):
-            home.expect(self._absent)
-        for layer, kind in self._arrived - self._absent:
-            self._homes[layer, kind].missing -= 1
+    def _expect(self) -> None:
+        """Wait for every factor anew, but those that are there, or will not come."""
+        there = self._absent | self._arrived
+        for home in self._homes.values():
+            home.missing = sum((la, home.kind) not in there for la in home.views)
 
     # - Factors ------------------------------------------------------------------------
 
@@ -210,9 +177,9 @@ class Preconditioner:
         home.missing -= (layer, kind) not in self._absent
         if self._local:
             if {(layer, "A"), (layer, "G")} <= self._arrived:
-                # Its last inverses may be on the lane still, if nobody took that step.
-                self._group_of[layer].inverses.finish(self.engine)
-                self._average([layer], 1)
+                # Its last inverses may be on the queue still, if nobody took that step.
+                self._group_of[layer].finish()
+                self._average([layer])
         elif not home.missing:
             self._launch()
 
@@ -220,34 +187,41 @@ class Preconditioner:
         """The first factor of a step: buffers may be used again."""
         if self._open:
             return
-        self._open, self._inverting = True, self._inverts
+        self._open, self._inverting = True, self.inverting
         for home in self._homes.values():
             home.finish(self.engine)
             if home.flow.numbers is not None:
                 home.flow.numbers.zero_()
 
     def leave(self, home: FactorBucket) -> None:
-        """A bucket is about to be launched: called by whoever launches it."""
+        """A bucket is about to be launched: called by whoever launches it.
+
+        This rank adds nothing to the sums of what it has nothing for.
+        """
         self._begin()
-        home.clear_absent(self._arrived)
+        for layer, view in home.views.items():
+            if (layer, home.kind) not in self._arrived:
+                view.zero_()
 
     def collect(self) -> None:
         """Backward has ended: take what hooks have not handed out yet."""
-        if self.statistics.armed:
-            first = self.step == 0 and not self.costs.ready
-            if first and self.config.planned and self._size > 1:
-                self._plan()
-            self._collecting = True
-            self._absent = set(self.statistics.finish())
-            self._collecting = False
-
-    def _summed(self, layers: Sequence[Layer]) -> None:
-        """The sums of both factors of some layers are there (on the lane)."""
-        self._average(layers, self._size)
+        if not self.statistics.armed:
+            return
+        first = self.step == 0 and not self.costs.ready
+        if first and self.config.planned and self.engine.group.size > 1:
+            # Placed anew, by when rank 0's factors were ready: see [Note: first step].
+            times = self.statistics.times()
+            ready = tuple(times[la, kind] for kind in KINDS for la in self.layers)
+            ready = self.engine.transport.gather_objects(ready)[0]
+            self._assign(replace(self.costs, ready=ready))
+        self._collecting = True
+        self._absent = set(self.statistics.finish())
+        self._collecting = False
 
     @torch.no_grad()
-    def _average(self, layers: Sequence[Layer], size: int) -> None:
-        """Take sums into the averages, and have new inverses made if it is time."""
+    def _average(self, layers: Sequence[Layer]) -> None:
+        """On the queue: average the sums of both factors; invert them if it is time."""
+        size = 1 if self._local else self.engine.group.size
         for layer in layers:
             curvature = self.curvatures[layer]
             sums = {kind: self._homes[layer, kind].views[layer] for kind in KINDS}
@@ -259,7 +233,8 @@ class Preconditioner:
     # - Inverses -----------------------------------------------------------------------
 
     @property
-    def _inverts(self) -> bool:
+    def inverting(self) -> bool:
+        """Whether this step makes new inverses."""
         return self.step % self.config.inverse_every == 0
 
     def invert(self, hold: bool) -> None:
@@ -267,21 +242,20 @@ class Preconditioner:
 
         The step is over for factors; the next one is prepared for.
         """
-        if self._inverts:
+        if self.inverting:
             for group in self.groups:
-                group.inverses.finish(self.engine)
-                group.inverses.launch(self.engine, hold)
+                group.launch(hold)
         if self.measuring:
-            # From what is launched on the lane: after the flags of this step were read.
+            # From what the queue launches: after the flags of this step were read.
             self._open, self._arrived = False, set()
-            self._rearm()
+            self._expect()
         self.step += 1
         self._arm()
 
     def settle(self) -> None:
         """Let go of what was held for a step that nobody took."""
         for group in self.groups:
-            group.inverses.release(self.engine)
+            group.settle()
 
     def finish(self) -> None:
         """Wait for all that is on its way."""
@@ -289,54 +263,9 @@ class Preconditioner:
         for home in self.factors:
             home.finish(self.engine)
         for group in self.groups:
-            group.inverses.finish(self.engine)
+            group.finish()
 
-    # - Gradients ----------------------------------------------------------------------
-
-    def release(self, group: LayerGroup, read: Read) -> None:
-        """Let a group's inverses travel, and what is made of its gradients.
-
-        `read` gives gradients on the lane when it comes to that.
-        """
-        group.inverses.release(self.engine)
-        if group.products is not None:
-            group.products.finish(self.engine)
-            group.read = read
-            group.products.launch(self.engine)
-
-    @torch.no_grad()
-    def apply(
-        self,
-        groups: Sequence[LayerGroup],
-        read: Read,
-        rate: Callable[[nn.Parameter], float],
-    ) -> None:
-        """Precondition the gradients of some released groups in place.
-
-        `rate` is a parameter's learning rate. With `kl_clip` these are all groups.
-        """
-        made: list[tuple[Layer, Tensor]] = []
-        parts: list[Tensor] = []
-        for group in groups:
-            group.inverses.finish(self.engine)  # see [Note: new inverses]
-            if group.products is not None:
-                group.products.finish(self.engine)
-            for layer in group.layers:
-                gradient = matrix(layer, read)
-                if gradient is None:
-                    continue
-                product = group.product(layer, gradient)
-                made.append((layer, product))
-                if self.config.kl_clip is not None:
-                    lr = rate(layer.weight)
-                    parts.append(invert.kl_part(gradient, product, lr))
-        scale: Tensor | float = 1.0
-        if parts and self.config.kl_clip is not None:
-            scale = invert.kl_scale(invert.total(parts), self.config.kl_clip)
-        for layer, product in made:
-            weight, bias = gradients(layer, read)
-            assert weight is not None
-            invert.write_back(layer, product, weight, bias, scale)
+    # - A run --------------------------------------------------------------------------
 
     def jump(self, step: int) -> None:
         """Go on as if so many steps had been taken."""
@@ -345,11 +274,9 @@ class Preconditioner:
         self._arm()
 
     def stages(self) -> Stages:
-        """Busy seconds of this rank since the engine's records were last cleared, and
-        of its own since `clear`."""
-        return stages(
-            self.engine.telemetry.records, self.statistics.seconds, self.worker.seconds
-        )
+        """Busy seconds of this rank since `clear`."""
+        records = self.engine.telemetry.records
+        return stages(records, self.statistics.seconds, self.worker.seconds)
 
     def clear(self) -> None:
         """Forget the seconds that `stages` tells of, with the engine's records."""

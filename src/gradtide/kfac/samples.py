@@ -31,3 +31,6 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         "the model's forward was given no tensor to count samples by: pass KFAC a "
         "function samples=(args, kwargs) -> int"
     )
+
+
+SAMPLES = {"batch": batch, "tokens": tokens}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gradtide.telemetry import Record
+from gradtide.core.telemetry import Record
 
 # By the beginning of a bucket's name.
 _COMMUNICATION = {
@@ -46,7 +46,5 @@ def stages(
 
 def stage_of(bucket: str) -> str | None:
     """The stage that a bucket's requests belong to; None where it is no stage's."""
-    for prefix, stage in _COMMUNICATION.items():
-        if bucket.startswith(prefix):
-            return stage
-    return None
+    found = (to for name, to in _COMMUNICATION.items() if bucket.startswith(name))
+    return next(found, None)

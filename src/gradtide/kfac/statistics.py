@@ -18,30 +18,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from gradtide.autograd import Hook, in_backward
-from gradtide.kfac.autograd import hookable
+from gradtide.core.autograd import Hook, in_backward
 from gradtide.kfac.gram import add_gram
-from gradtide.kfac.layers import KINDS, Kind, Layer
-from gradtide.kfac.samples import batch as batch
-from gradtide.kfac.samples import tokens as tokens
+from gradtide.kfac.layers import Factor, Kind, Layer, sequence
+from gradtide.kfac.samples import batch
 
-
-class Ready(Protocol):
-    """Told of a factor as soon as it is complete.
-
-    `factor` is fp32 [groups, d, d], of which only the upper triangle counts; it is
-    valid during the call, and may be overwritten.
-    """
-
-    def __call__(self, layer: Layer, kind: Kind, factor: Tensor) -> None: ...
+# Told of a factor as soon as it is complete: fp32 [groups, d, d], of which only the
+# upper triangle counts; it is valid during the call, and may be overwritten.
+Ready: TypeAlias = Callable[[Layer, Kind, Tensor], None]
 
 
 @dataclass
@@ -55,15 +47,6 @@ class _Sum:
     done: bool = False
     at: float = 0.0  # when something was added last, of time.perf_counter()
     seconds: float = 0.0  # that it took in this step
-
-
-@dataclass(eq=False)
-class _Watch:
-    layer: Layer
-    sums: dict[Kind, _Sum] = field(default_factory=lambda: {k: _Sum() for k in KINDS})
-    seen: bool = (
-        False  # in a forward of this step: what is computed again is not counted
-    )
 
 
 class Statistics:
@@ -93,7 +76,6 @@ class Statistics:
         model: nn.Module,
         layers: Sequence[Layer],
         ready: Ready,
-        *,
         samples: Callable[[tuple[Any, ...], dict[str, Any]], int] = batch,
         scale: Callable[[], float] | None = None,
     ) -> None:
@@ -101,7 +83,8 @@ class Statistics:
         self.seconds = 0.0  # that factors took, with what `ready` did with them
         self._model, self._ready = model, ready
         self._ask_samples, self._ask_scale = samples, scale
-        self._watches = [_Watch(layer) for layer in layers]
+        self._sums = {factor: _Sum() for factor in sequence(layers)}
+        self._seen: set[Layer] = set()  # in a forward of this step
         self._samples = 0  # in all forwards of this step
         self._counted = False  # the forward under way has been added to `_samples`
         self._scale: float | None = None
@@ -118,9 +101,9 @@ class Statistics:
         """Collect from now on; what an unfinished step has collected is dropped."""
         self.disarm()
         keep = self._handles.append
-        for watch in self._watches:
-            for module in watch.layer.modules:
-                hook = Hook(partial(self._after_layer, watch))
+        for layer, kind in self._sums:
+            for module in layer.modules if kind == "A" else ():
+                hook = Hook(partial(self._after_layer, layer))
                 keep(module.register_forward_hook(hook, with_kwargs=True))
         before = Hook(self._before_model)
         keep(self._model.register_forward_pre_hook(before, with_kwargs=True))
@@ -130,47 +113,37 @@ class Statistics:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._seen.clear()
         self._samples, self._counted, self._scale = 0, False, None
-        for watch in self._watches:
-            watch.seen = False
-            for kind in KINDS:
-                watch.sums[kind] = _Sum(expected=watch.sums[kind].expected)
+        for factor, part in self._sums.items():
+            self._sums[factor] = _Sum(expected=part.expected)
 
-    def times(self) -> dict[tuple[Layer, Kind], float]:
+    def times(self) -> dict[Factor, float]:
         """When each factor of this step was last added to, seconds since the first.
 
         What this rank had nothing for comes last. Before `finish`.
         """
-        parts = {
-            (w.layer, k): part.at for w in self._watches for k, part in w.sums.items()
-        }
-        seen = [at for at in parts.values() if at] or [0.0]
-        return {key: (at or max(seen)) - min(seen) for key, at in parts.items()}
+        moments = {factor: part.at for factor, part in self._sums.items()}
+        seen = [at for at in moments.values() if at] or [0.0]
+        return {f: (at or max(seen)) - min(seen) for f, at in moments.items()}
 
-    def spent(self) -> dict[tuple[Layer, Kind], float]:
+    def spent(self) -> dict[Factor, float]:
         """Seconds that each factor of this step took. Before `finish`."""
-        return {
-            (w.layer, k): part.seconds
-            for w in self._watches
-            for k, part in w.sums.items()
-        }
+        return {factor: part.seconds for factor, part in self._sums.items()}
 
-    def finish(self) -> list[tuple[Layer, Kind]]:
+    def finish(self) -> list[Factor]:
         """Hand out what is left, A in order of the layers and G in reverse; disarm.
 
         Returns the factors that this step has nothing for: of layers that were not
         used, or whose output got no gradient.
         """
-        missing: list[tuple[Layer, Kind]] = []
-        for kind in KINDS:
-            in_turn = self._watches if kind == "A" else reversed(self._watches)
-            for watch in in_turn:
-                part = watch.sums[kind]
-                part.expected = part.calls or part.expected
-                if part.factor is not None:
-                    self._hand_out(watch.layer, kind, part)
-                elif not part.done:
-                    missing.append((watch.layer, kind))
+        missing = []
+        for factor, part in self._sums.items():
+            part.expected = part.calls or part.expected
+            if part.factor is not None:
+                self._hand_out(factor, part)
+            elif not part.done:
+                missing.append(factor)
         self.disarm()
         return missing
 
@@ -182,7 +155,7 @@ class Statistics:
             self._counted = True
 
     def _after_layer(
-        self, watch: _Watch, module: nn.Module, args: Any, kwargs: Any, output: Tensor
+        self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor
     ) -> None:
         """A forward of the module is over: take A, and wait for its gradient."""
         if not (module.training and output.requires_grad and output.numel()):
@@ -190,35 +163,37 @@ class Statistics:
         if output.dtype is torch.float16:  # which underflows unless losses are scaled
             self.check_scale()
         again = in_backward()
-        if again and watch.seen:
-            return
-        watch.seen = watch.seen or not again
+        if again and layer in self._seen:
+            return  # what is computed again is not counted
+        if not again:
+            self._seen.add(layer)
         x: Tensor = args[0] if args else kwargs["input"]
         if not (self._counted or (again and self._samples)):
             self._samples += x.shape[0]
             self._counted = True
-        rows = output.numel() // watch.layer.weight.shape[0]
-        self._add(watch, "A", rows, lambda: watch.layer.inputs(module, x.detach()))
-        hook = partial(self._after_gradient, watch)
-        hookable(output).register_hook(hook)  # type: ignore[no-untyped-call]
+        rows = output.numel() // layer.weight.shape[0]
+        self._add((layer, "A"), rows, lambda: layer.inputs(module, x.detach()))
+        # Of an input with more than two dimensions Linear returns a view, whose node an
+        # operation in place behind it (ReLU) cuts out of the graph; not so the base's.
+        base = output._base
+        if base is not None and base.numel() == output.numel() and base.requires_grad:
+            output = base
+        hook = partial(self._after_gradient, layer)
+        output.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _after_gradient(self, watch: _Watch, g: Tensor) -> None:
+    def _after_gradient(self, layer: Layer, g: Tensor) -> None:
         if not self.armed:
             return  # a backward through the graph of a step that is over
         self._counted = False
-        self._add(watch, "G", self._samples, lambda: [watch.layer.outputs(g.detach())])
+        self._add((layer, "G"), self._samples, lambda: [layer.outputs(g.detach())])
 
     # - Sums ---------------------------------------------------------------------------
 
     def _add(
-        self,
-        watch: _Watch,
-        kind: Kind,
-        weight: int,
-        rows: Callable[[], Iterable[Tensor]],
+        self, factor: Factor, weight: int, rows: Callable[[], Iterable[Tensor]]
     ) -> None:
         """Add rows to a factor. `weight`: rows of A, or all samples so far for G."""
-        layer, part = watch.layer, watch.sums[kind]
+        (layer, kind), part = factor, self._sums[factor]
         part.calls += not self.quiet
         if part.done:
             return
@@ -233,29 +208,30 @@ class Statistics:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             if part.factor is None:
                 beta = 0.0
-                part.factor = self._matrix(layer, kind, temporary=complete)
+                part.factor = self._matrix(factor, temporary=complete)
             bias = kind == "A" and layer.bias is not None
             add_gram(part.factor, rows(), alpha, beta, bias)
             if complete:
-                self._hand_out(layer, kind, part)
+                self._hand_out(factor, part)
         if not self.quiet:
             part.at = time.perf_counter()
         spent = time.perf_counter() - start
         part.seconds += spent
         self.seconds += spent
 
-    def _hand_out(self, layer: Layer, kind: Kind, part: _Sum) -> None:
-        factor, part.factor, part.done = part.factor, None, True
-        assert factor is not None
-        self._ready(layer, kind, factor)
+    def _hand_out(self, factor: Factor, part: _Sum) -> None:
+        made, part.factor, part.done = part.factor, None, True
+        assert made is not None
+        self._ready(*factor, made)
 
-    def _matrix(self, layer: Layer, kind: Kind, temporary: bool) -> Tensor:
+    def _matrix(self, factor: Factor, temporary: bool) -> Tensor:
         """Memory for a factor: its own, or what all share that leave at once."""
+        layer, kind = factor
         shape, device = layer.shape(kind), layer.weight.device
         if not temporary:
             return torch.empty(shape, device=device)
         if device not in self._scratch:
-            length = max(prod(w.layer.shape(k)) for w in self._watches for k in KINDS)
+            length = max(prod(other.shape(k)) for other, k in self._sums)
             self._scratch[device] = torch.empty(length, device=device)
         return self._scratch[device][: prod(shape)].view(shape)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +10,11 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.launch import LabError, launch
+from gradtide.lab.options import RanksPerHost, told
 from gradtide.lab.probe import probe as measure
 from gradtide.lab.probe import table
 from gradtide.lab.rate import parse_rate
@@ -20,30 +23,32 @@ app = typer.Typer(
     help="A slow cluster, emulated on this machine.", no_args_is_help=True
 )
 
-Hosts = Annotated[int, typer.Option(help="Hosts, each a network namespace.")]
+Hosts = Annotated[int, Option(help="Hosts, each a network namespace.")]
 Rate = Annotated[
-    str, typer.Option(help="Of each host's link, each way: 100mbit; none: loopback.")
+    str, Option(help="Of each host's link, each way: 100mbit; none: loopback.")
 ]
-Mtu = Annotated[int, typer.Option(help="Largest packet of the links, in bytes.")]
+Mtu = Annotated[int, Option(help="Largest packet of the links, in bytes.")]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[
         list[str],
-        typer.Argument(help="What every rank runs, after --.", metavar="-- COMMAND"),
+        Argument(help="What every rank runs, after --.", metavar="-- COMMAND"),
     ],
     hosts: Hosts,
     rate: Rate,
-    ranks_per_host: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
+    ranks_per_host: RanksPerHost = 1,
     mtu: Mtu = 9000,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which the run is ended.")
+        float | None, Option(help="Seconds after which the run is ended.")
     ] = None,
 ) -> None:
     """Run a command on every rank of an emulated cluster, as torchrun would."""
     with _ending():
         cluster = Cluster(hosts, ranks_per_host, parse_rate(rate), mtu)
+        if timeout is not None and not 0 < timeout < math.inf:
+            raise ValueError(f"--timeout {timeout}: seconds, above 0")
         launch(cluster, command, timeout=timeout)
 
 
@@ -52,7 +57,7 @@ def probe(
     hosts: Hosts,
     rate: Rate,
     mtu: Mtu = 9000,
-    seconds: Annotated[float, typer.Option(help="For each measurement.")] = 1.0,
+    seconds: Annotated[float, Option(help="For each measurement.")] = 1.0,
 ) -> None:
     """Measure what an emulated cluster really delivers."""
     with _ending():
@@ -69,15 +74,12 @@ def _ending() -> Iterator[None]:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, leave)
-    try:
-        yield
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from None
-    except LabError as error:
-        for line in error.lines:
-            typer.echo(line, err=True)
-        typer.echo(f"error: {error.what}", err=True)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(128 + signal.SIGINT) from None
+    with told():
+        try:
+            yield
+        except LabError as error:
+            for line in error.lines:
+                typer.echo(line, err=True)
+            raise LabError(error.what) from None
+        except KeyboardInterrupt:
+            raise SystemExit(128 + signal.SIGINT) from None

@@ -1,4 +1,4 @@
-"""The plan of an emulated cluster: its addresses and each rank's environment.
+"""The plan of an emulated cluster: addresses, each rank's environment, and failure.
 
 Pure functions of a `Cluster`; `wiring` writes the plan down, `namespaces` carries it
 out, `launch` starts the ranks.
@@ -6,7 +6,9 @@ out, `launch` starts the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import final
 
 INTERFACE = "eth0"  # the link's name inside every host
 PORT = 29500  # free by construction in a namespace that was just made
@@ -27,8 +29,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= 250:
             raise ValueError(f"{self.hosts} hosts: choose 1 to 250")
-        if self.ranks_per_host < 1:
-            raise ValueError(f"{self.ranks_per_host} ranks per host: choose 1 or more")
+        if not 1 <= self.ranks_per_host <= 250:
+            raise ValueError(f"{self.ranks_per_host} ranks per host: choose 1 to 250")
         if not 1280 <= self.mtu <= 65000:
             raise ValueError(f"an MTU of {self.mtu}: choose 1280 to 65000 bytes")
         if self.rate is not None and not 1e5 <= self.rate <= 1e11:
@@ -38,8 +40,25 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
         return self.hosts * self.ranks_per_host
+
+
+@final
+class LabError(RuntimeError):
+    """A rank failed; or, with `rank` and `code` None, the lab or the time ran out.
+
+    `what` says it in one line, `lines` are the last ones that the rank wrote.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        rank: int | None = None,
+        code: int | None = None,
+        lines: Sequence[str] = (),
+    ) -> None:
+        super().__init__("\n".join([what, *lines]))
+        self.what, self.rank, self.code, self.lines = what, rank, code, tuple(lines)
 
 
 def host_name(host: int) -> str:

@@ -6,22 +6,18 @@ Knows how each is set up and asked; knows nothing of timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler
 
-from gradtide.bucket import traits
-from gradtide.engine import Engine
-from gradtide.kfac.preconditioner import Preconditioner
+from gradtide.core.engine import Engine
+from gradtide.core.payload import traits
+from gradtide.core.schedule import WFBP, Schedule
 from gradtide.lab.hooks import casting
 from gradtide.lab.workloads import Workload
-from gradtide.replicate import replicate
-from gradtide.schedule import WFBP, Schedule
+from gradtide.replica import Replica, replicate
 from gradtide.scheme import RECIPES, Scheme, parse
 
 # Name: what it is, and the type in which its gradients travel (None: their own).
@@ -37,40 +33,54 @@ class Contestant:
     """One way of training one copy of the workload."""
 
     name: str
-    schedule: Schedule  # when its exchanges leave and end: what bounds its step
     workload: Workload
     module: nn.Module  # called in place of `workload.model`
-    scheduler: LRScheduler | None
-    clip: Callable[[float], object]
-    flush: Callable[[], None]  # afterwards nothing travels and no update is due
-    leave: Callable[[], None]  # give back what was opened; every rank must call this
-    engine: Engine | None = None  # None: what was sent and waited for is not counted
-    sparse: bool = False  # some of the gradient stays behind
-    scheme: Callable[[], Scheme] | None = None  # of now: `auto` becomes another one
-    payload_bytes: float = 0.0  # sent per rank and step, where there is no engine
-    kfac: Preconditioner | None = None
+    replica: Replica | None = None  # None: what is sent and waited for is not counted
+    payload_bytes: float = 0.0  # sent per rank and step, where there is no replica
 
-    def settled(self) -> Contestant:
-        """The same contestant as it is now, after its warm-up."""
-        if self.scheme is None:
-            return self
-        now = self.scheme()
-        sparse = not traits(now.collective).dense
-        return replace(self, schedule=now.schedule, sparse=sparse)
+    @property
+    def engine(self) -> Engine | None:
+        return None if self.replica is None else self.replica.engine
+
+    @property
+    def schedule(self) -> Schedule:
+        """When its exchanges leave and end: what bounds its step."""
+        return WFBP if self.replica is None else self.replica.scheme.schedule
+
+    @property
+    def sparse(self) -> bool:
+        """Whether some of the gradient stays behind."""
+        found = self.replica
+        return found is not None and not traits(found.scheme.collective).dense
 
     @property
     def became(self) -> str | None:
-        """What it trains with now, if that is not what it was called."""
-        now = self.scheme and self.scheme()
-        return None if not now or parse(self.name) == now else repr(now)
+        """What it trains with now, as `auto` decided, if not what it was called."""
+        if self.replica is None or parse(self.name) == self.replica.scheme:
+            return None
+        return repr(self.replica.scheme)
+
+    def clip(self, max_norm: float) -> None:
+        if self.replica is None:
+            nn.utils.clip_grad_norm_(self.workload.model.parameters(), max_norm)
+        else:
+            self.replica.clip_grad_norm_(max_norm)
+
+    def flush(self) -> None:
+        """Afterwards nothing travels and no update is due."""
+        if self.replica is not None:
+            self.replica.flush()
+
+    def leave(self) -> None:
+        """Give back what was opened; every rank must call this."""
+        if self.replica is not None:
+            self.replica.remove()
 
 
-def check_scheme(name: str) -> None:
-    """`ValueError` unless `name` is a baseline, a recipe or a scheme's constructor."""
-    if name in BASELINES:
-        return
+def named(name: str) -> Scheme | None:
+    """The scheme, None for a baseline; `ValueError` for what is neither."""
     try:
-        parse(name)
+        return None if name in BASELINES else parse(name)
     except ValueError as error:
         known = ", ".join([*BASELINES, *RECIPES])
         raise ValueError(
@@ -81,28 +91,17 @@ def check_scheme(name: str) -> None:
 
 def enter(name: str, workload: Workload, size: int) -> Contestant:
     """The contestant called `name`, on a fresh workload; every rank must call this."""
-    if name in BASELINES:
-        return _ddp(name, workload, size)
-    sync = replicate(workload.model, workload.optimizer, name)
-    return Contestant(
-        name=name,
-        schedule=sync.scheme.schedule,
-        workload=workload,
-        module=workload.model,
-        scheduler=_scheduler(workload),
-        clip=sync.clip_grad_norm_,
-        flush=sync.flush,
-        leave=sync.remove,
-        engine=sync.engine,
-        sparse=not traits(sync.scheme.collective).dense,
-        scheme=lambda: sync.scheme,
-        kfac=sync.kfac,
+    if name not in BASELINES:
+        replica = replicate(workload.model, workload.optimizer, name)
+        return Contestant(name, workload, workload.model, replica)
+    module = DistributedDataParallel(
+        workload.model, gradient_as_bucket_view=True, static_graph=True
     )
-
-
-def alone(workload: Workload) -> Contestant:
-    """Nobody to average with: the compute that the others are held against."""
-    return _plain("compute alone", workload, workload.model, 0.0)
+    dtype = BASELINES[name][1]
+    if dtype is not None:
+        module.register_comm_hook(None, casting(dtype))
+    sent = ring_bytes(workload, size, dtype)
+    return Contestant(name, workload, module, payload_bytes=sent)
 
 
 def ring_bytes(workload: Workload, size: int, dtype: torch.dtype | None) -> float:
@@ -113,34 +112,3 @@ def ring_bytes(workload: Workload, size: int, dtype: torch.dtype | None) -> floa
     gradients = [p for p in workload.model.parameters() if p.requires_grad]
     wire = sum(p.numel() * (dtype or p.dtype).itemsize for p in gradients)
     return 2 * (size - 1) / size * wire
-
-
-def _ddp(name: str, workload: Workload, size: int) -> Contestant:
-    module = DistributedDataParallel(
-        workload.model, gradient_as_bucket_view=True, static_graph=True
-    )
-    dtype = BASELINES[name][1]
-    if dtype is not None:
-        module.register_comm_hook(None, casting(dtype))
-    return _plain(name, workload, module, ring_bytes(workload, size, dtype))
-
-
-def _plain(
-    name: str, workload: Workload, module: nn.Module, payload_bytes: float
-) -> Contestant:
-    parameters = list(workload.model.parameters())
-    return Contestant(
-        name=name,
-        schedule=WFBP,
-        workload=workload,
-        module=module,
-        scheduler=_scheduler(workload),
-        clip=partial(nn.utils.clip_grad_norm_, parameters),
-        flush=lambda: None,
-        leave=lambda: None,
-        payload_bytes=payload_bytes,
-    )
-
-
-def _scheduler(workload: Workload) -> LRScheduler | None:
-    return workload.scheduler and workload.scheduler(workload.optimizer)

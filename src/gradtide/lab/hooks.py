@@ -6,7 +6,6 @@ compares the hook's annotations with classes, not with strings.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # mypy: torch hides dist.GradBucket
 from torch.futures import Future
 
-Hook: TypeAlias = Callable[[object, GradBucket], Future[Tensor]]
 
-
-def casting(dtype: torch.dtype) -> Hook:
+def casting(dtype: torch.dtype) -> Callable[[object, GradBucket], Future[Tensor]]:
     """Average in `dtype`: the casts' rounding, and that of the sum, are lost."""
 
     def cast_and_all_reduce(

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradtide.lab.cluster import PORT, Cluster, rank_environment
-from gradtide.lab.failure import LabError as LabError
+from gradtide.lab.cluster import LabError as LabError
 from gradtide.lab.namespaces import Enter, networks
 
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
@@ -36,23 +36,14 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 _GUARD = 'while read -r group; do all="$all -$group"; done; kill -s KILL -- $all'
 
 
-class _Line(NamedTuple):
-    rank: int
-    text: str
-
-
-class _Exit(NamedTuple):
-    rank: int
-    code: int
-
-
 class _Rank(NamedTuple):
     process: subprocess.Popen[str]
     reader: threading.Thread
     waiter: threading.Thread
 
 
-_Events: TypeAlias = "queue.SimpleQueue[_Line | _Exit]"
+# A rank, and a line of its output or its exit code.
+_Events: TypeAlias = "queue.SimpleQueue[tuple[int, str | int]]"
 
 
 def launch(
@@ -75,22 +66,25 @@ def launch(
     show = on_line or line_printer()
     tails = [deque[str](maxlen=_TAIL) for _ in range(cluster.size)]
 
-    def follow(line: _Line) -> None:
-        tails[line.rank].append(line.text)
-        show(*line)
+    def follow(rank: int, event: str | int) -> None:
+        if isinstance(event, str):
+            tails[rank].append(event)
+            show(rank, event)
 
     events: _Events = queue.SimpleQueue()
-    with _hosts(cluster) as enter:
+    with networks(cluster) as enter:
         with _ranks(cluster, enter, command, env, events):
             end = _until_first_failure(events, cluster.size, follow, timeout)
-        for event in _rest(events):
-            if isinstance(event, _Line):
-                follow(event)
+        while not events.empty():
+            follow(*events.get())
     if end is None:
         raise LabError(f"the run did not end within {timeout:g} seconds")
-    if end.code:
-        what = f"rank {end.rank} {_told(end.code)}"
-        raise LabError(what, end.rank, end.code, _last_words(tails[end.rank]))
+    rank, code = end
+    if code:
+        ending = f"failed with exit code {code}"
+        if code < 0:
+            ending = f"was killed by {signal.Signals(-code).name}"
+        raise LabError(f"rank {rank} {ending}", rank, code, _last_words(tails[rank]))
 
 
 def line_printer() -> Callable[[int, str], None]:
@@ -102,15 +96,6 @@ def line_printer() -> Callable[[int, str], None]:
         console.print(Text.assemble(prefix, Text.from_ansi(text)))
 
     return show
-
-
-@contextmanager
-def _hosts(cluster: Cluster) -> Iterator[Enter]:
-    if cluster.rate is None:
-        yield lambda host: []
-    else:
-        with networks(cluster) as enter:
-            yield enter
 
 
 @contextmanager
@@ -163,15 +148,13 @@ DEFAULTS = {
 
 
 def _environments(cluster: Cluster, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    port = _free_port() if cluster.rate is None else PORT
+    port = PORT
+    if cluster.rate is None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
     base = {**DEFAULTS, **os.environ}
     for rank in range(cluster.size):
         yield {**base, **rank_environment(cluster, rank, port), **env}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _start(
@@ -192,13 +175,13 @@ def _start(
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
-                events.put(_Line(rank, line.rstrip("\n")))
+                events.put((rank, line.rstrip("\n")))
 
     def wait() -> None:
         end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert end is not None
         sign = 1 if end.si_code == os.CLD_EXITED else -1
-        events.put(_Exit(rank, sign * end.si_status))
+        events.put((rank, sign * end.si_status))
 
     threads = [threading.Thread(target=work, daemon=True) for work in (read, wait)]
     for thread in threads:
@@ -209,29 +192,22 @@ def _start(
 def _until_first_failure(
     events: _Events,
     size: int,
-    follow: Callable[[_Line], None],
+    follow: Callable[[int, str | int], None],
     timeout: float | None,
-) -> _Exit | None:
-    """The first exit that is not 0, else the last exit; None when time ran out."""
+) -> tuple[int, int] | None:
+    """The first rank whose exit is not 0, else the last; None when time ran out."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         try:
-            event = events.get(timeout=left)
+            rank, event = events.get(timeout=left)
         except queue.Empty:
             return None
-        if isinstance(event, _Line):
-            follow(event)
-            continue
-        size -= 1
-        if event.code or size == 0:
-            return event
-
-
-def _rest(events: _Events) -> Iterator[_Line | _Exit]:
-    with suppress(queue.Empty):
-        while True:
-            yield events.get_nowait()
+        follow(rank, event)
+        if isinstance(event, int):
+            size -= 1
+            if event or size == 0:
+                return rank, event
 
 
 def _terminate(ranks: Sequence[_Rank]) -> None:
@@ -243,12 +219,6 @@ def _terminate(ranks: Sequence[_Rank]) -> None:
     # command itself may outlive the process that stands for it here.
     for _, reader, _ in ranks:
         reader.join(max(deadline - time.monotonic(), 0.0))
-
-
-def _told(code: int) -> str:
-    if code > 0:
-        return f"failed with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
 
 
 def _last_words(tail: Sequence[str]) -> list[str]:

@@ -20,29 +20,20 @@ what one rank sends. The limit takes that for granted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from gradtide.schedule import Schedule
-
-
-class Compute(NamedTuple):
-    """Seconds of one step of compute alone."""
-
-    forward: float
-    backward: float
-
-
-class Wire(NamedTuple):
-    """Payload bytes per rank and step, before and after the turn of an exchange."""
-
-    first: float
-    second: float
+from gradtide.core.schedule import Schedule
+from gradtide.lab.workloads.workload import Timing
 
 
 def limit_seconds(
-    compute: Compute, wire: Wire, rate: float | None, schedule: Schedule
+    compute: Timing,
+    wire: tuple[float, float],
+    rate: float | None,
+    schedule: Schedule,
 ) -> float | None:
-    """The shortest step, see [Note: Limits]; None where `rate` (bits/s) is None."""
+    """The shortest step, see [Note: Limits]; None where `rate` (bits/s) is None.
+
+    `wire` is payload bytes per rank and step, before and after the turn of an exchange.
+    """
     if rate is None:
         return None
     first, second = (8 * part / rate for part in wire)

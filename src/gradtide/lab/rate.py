@@ -5,6 +5,7 @@ Units are decimal, as network rates and `tc` have them: 1 gbit is 1e9 bits per s
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -17,7 +18,7 @@ def parse_rate(text: str) -> float | None:
         return None
     match = _SYNTAX.fullmatch(text.strip())
     bits = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
-    if bits < 1:
+    if not 1 <= bits < math.inf:
         raise ValueError(
             f"{text!r} is not a rate: write a number and a unit (kbit, mbit or gbit),"
             ' such as "100mbit" or "2.5gbit", or "none" for a link without a limit'

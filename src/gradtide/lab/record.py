@@ -11,12 +11,11 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,16 @@ class Record:
         return json.dumps(fields, indent=2) + "\n"
 
 
+def origin(argv: Sequence[str], *optional: str) -> dict[str, Any]:
+    """What every record says first; `optional` packages, where they are installed."""
+    return {
+        "command": command_line(argv),
+        "commit": commit(),
+        "versions": versions(*optional),
+        "machine": machine(),
+    }
+
+
 def milliseconds(seconds: float) -> str:
     """A number for people: whole from 100 ms on, three digits below."""
     return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
@@ -79,14 +88,20 @@ def command_line(argv: Sequence[str]) -> str:
     return " ".join(["gradtide", *map(_word, argv[1:])])
 
 
-def versions() -> dict[str, str]:
+def versions(*optional: str) -> dict[str, str]:
     """Of what the numbers depend on."""
     packages = {name: version(name) for name in ("gradtide", "torch", "numpy")}
-    return {**packages, "python": platform.python_version()}
+    packages["python"] = platform.python_version()
+    for name in optional:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    return packages
 
 
 def machine() -> dict[str, str | int]:
     """The hardware and the kernel; nothing that names the machine or its owner."""
+    import psutil  # of an extra, which not all who write a number for people need
+
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count() or 1,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.measure import Measurement
+from rich.table import Column as TableColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,18 +19,23 @@ from gradtide.lab.chart import draw
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import Record, Result, milliseconds
 from gradtide.lab.summary import Facts
+from gradtide.lab.tables import grid, number
 from gradtide.lab.timeline import trace
 from gradtide.lab.worker import Outcome
 
 WIDTH = 160  # columns of table.txt
-_NOTHING = "-"
 
 
 class Column(NamedTuple):
-    """A heading, and what a row says there; None where it has nothing to say."""
+    """A heading, what a row has to say there (None: nothing), and how it is written."""
 
     heading: str
-    cell: Callable[[Result], str | None]
+    value: Callable[[Result], Any]
+    text: Callable[[Any], str]
+
+    def cell(self, row: Result) -> str:
+        value = self.value(row)
+        return "-" if value is None else self.text(value)
 
 
 def distance(row: Result) -> float | None:
@@ -38,42 +45,44 @@ def distance(row: Result) -> float | None:
     return row.step_seconds / row.limit_seconds - 1
 
 
-def _stage(row: Result, name: str) -> str | None:
-    return None if row.stages is None else _milliseconds(row.stages[name])
+def _quartiles(seconds: tuple[float, float]) -> str:
+    return "-".join(map(milliseconds, seconds))
 
 
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:.3g}"
+
+
+def _part(field: str, name: str, row: Result) -> float | None:
+    """One of several numbers in a field; of evaluation or stages."""
+    return (getattr(row, field) or {}).get(name)
+
+
+_STAGES = {
+    "FF&BP": "forward_backward",
+    "grad comm": "gradient_comm",
+    "factor comp": "factor_comp",
+    "factor comm": "factor_comm",
+    "inverse comp": "inverse_comp",
+    "inverse comm": "inverse_comm",
+}
 _COLUMNS = (
-    Column("step ms", lambda row: _milliseconds(row.step_seconds)),
-    Column(
-        "quartiles",
-        lambda row: (
-            f"{milliseconds(row.step_seconds_p25)}-{milliseconds(row.step_seconds_p75)}"
-        ),
-    ),
-    Column("x ddp", lambda row: _format(row.speedup_over_ddp, ".2f")),
-    Column("limit ms", lambda row: _milliseconds(row.limit_seconds)),
-    Column("over it", lambda row: _format(distance(row), "+.0%")),
-    Column("forward", lambda row: _milliseconds(row.forward_seconds)),
-    Column("backward", lambda row: _milliseconds(row.backward_seconds)),
-    Column("select", lambda row: _milliseconds(row.select_seconds)),
-    Column("exposed", lambda row: _milliseconds(row.exposed_seconds)),
-    Column("apply", lambda row: _milliseconds(row.apply_seconds)),
-    Column("sent MB", lambda row: _megabytes(row.payload_bytes)),
-    Column("link MB", lambda row: _megabytes(row.interface_bytes)),
-    Column("CPU s", lambda row: _format(row.cpu_seconds, ".3f")),
-    Column("density", lambda row: _format(row.density, ".3g")),
-    Column("loss", lambda row: _format(row.final_loss, ".4f")),
-    *(
-        Column(heading, lambda row, name=name: _stage(row, name))  # type: ignore[misc]
-        for name, heading in (
-            ("forward_backward", "FF&BP"),
-            ("gradient_comm", "grad comm"),
-            ("factor_comp", "factor comp"),
-            ("factor_comm", "factor comm"),
-            ("inverse_comp", "inverse comp"),
-            ("inverse_comm", "inverse comm"),
-        )
-    ),
+    Column("step ms", attrgetter("step_seconds"), milliseconds),
+    Column("quartiles", attrgetter("step_seconds_p25", "step_seconds_p75"), _quartiles),
+    Column("x ddp", attrgetter("speedup_over_ddp"), "{:.2f}".format),
+    Column("limit ms", attrgetter("limit_seconds"), milliseconds),
+    Column("over it", distance, "{:+.0%}".format),
+    Column("forward", attrgetter("forward_seconds"), milliseconds),
+    Column("backward", attrgetter("backward_seconds"), milliseconds),
+    Column("select", attrgetter("select_seconds"), milliseconds),
+    Column("exposed", attrgetter("exposed_seconds"), milliseconds),
+    Column("apply", attrgetter("apply_seconds"), milliseconds),
+    Column("sent MB", attrgetter("payload_bytes"), _megabytes),
+    Column("link MB", attrgetter("interface_bytes"), _megabytes),
+    Column("CPU s", attrgetter("cpu_seconds"), "{:.3f}".format),
+    Column("density", attrgetter("density"), "{:.3g}".format),
+    Column("loss", attrgetter("final_loss"), "{:.4f}".format),
+    *(Column(h, partial(_part, "stages", s), milliseconds) for h, s in _STAGES.items()),
 )
 
 
@@ -83,11 +92,13 @@ def table(record: Record, common: Facts, width: int) -> Group:
     As many tables, one below the other, as `width` columns of text make necessary.
     """
     rows = record.results
-    used = [
-        column
-        for column in (*_COLUMNS, *_scores(rows))
-        if any(column.cell(row) is not None for row in rows)
+    names = dict.fromkeys(name for row in rows for name in row.evaluation or {})
+    scores = [
+        Column(f"val {name}", partial(_part, "evaluation", name), "{:.4f}".format)
+        for name in names
     ]
+    columns = (*_COLUMNS, *scores)
+    used = [c for c in columns if any(c.value(row) is not None for row in rows)]
     grids = []
     while used:
         count = _fitting(rows, used, width)
@@ -98,26 +109,26 @@ def table(record: Record, common: Facts, width: int) -> Group:
 
 def _fitting(rows: Sequence[Result], columns: Sequence[Column], width: int) -> int:
     """How many of the first `columns` one table can hold; at least one."""
-    ruler = Console(width=10 * WIDTH)
+    ruler, count = Console(width=10 * WIDTH), len(columns)
 
-    def fits(count: int) -> bool:
-        grid = _grid(rows, columns[:count])
-        return Measurement.get(ruler, ruler.options, grid).maximum <= width
+    def wanted() -> int:
+        table = _grid(rows, columns[:count])
+        return Measurement.get(ruler, ruler.options, table).maximum
 
-    return max((n for n in range(1, len(columns) + 1) if fits(n)), default=1)
+    while count > 1 and wanted() > width:
+        count -= 1
+    return count
 
 
 def _grid(rows: Sequence[Result], columns: Sequence[Column]) -> Table:
-    grid = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     # Recipes' names stay whole, constructor calls are folded.
     longest = max(len(row.scheme) for row in rows)
-    grid.add_column("scheme", overflow="fold", width=max(6, min(longest, 24)))
-    for column in columns:
-        grid.add_column(column.heading, justify="right", no_wrap=True)
+    width = max(6, min(longest, 24))
+    names = TableColumn("scheme", overflow="fold", width=width)
+    table = grid(names, *(number(column.heading) for column in columns))
     for row in rows:
-        cells = (column.cell(row) for column in columns)
-        grid.add_row(row.scheme, *(_NOTHING if c is None else c for c in cells))
-    return grid
+        table.add_row(row.scheme, *(column.cell(row) for column in columns))
+    return table
 
 
 def preface(record: Record, common: Facts) -> list[str]:
@@ -151,28 +162,3 @@ def write(out: Path, record: Record, outcome: Outcome) -> None:
     events = json.dumps(trace(outcome.timelines), indent=1)
     (out / "trace.json").write_text(events, encoding="utf-8")
     draw(record.results, preface(record, outcome.facts), out / "chart.png")
-
-
-def _scores(rows: Sequence[Result]) -> list[Column]:
-    """A column for each number that evaluation gave."""
-    names = {name: None for row in rows for name in row.evaluation or {}}
-
-    def column(name: str) -> Column:
-        return Column(
-            f"val {name}",
-            lambda row: _format((row.evaluation or {}).get(name), ".4f"),
-        )
-
-    return [column(name) for name in names]
-
-
-def _milliseconds(seconds: float | None) -> str | None:
-    return None if seconds is None else milliseconds(seconds)
-
-
-def _megabytes(count: float | None) -> str | None:
-    return None if count is None else f"{count / 1e6:.3g}"
-
-
-def _format(value: float | None, style: str) -> str | None:
-    return None if value is None else format(value, style)

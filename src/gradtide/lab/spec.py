@@ -1,21 +1,17 @@
 """What one comparison is asked to do, and what can be found wrong with it at once.
 
-Knows names and numbers; knows nothing of processes. The parent writes a spec as JSON,
-the worker on every rank reads it.
+Knows names and numbers; knows nothing of processes.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from gradtide.auto import undecided
 from gradtide.lab import workloads
-from gradtide.lab.contestants import BASELINES, check_scheme
-from gradtide.lab.workloads.shapes import units
-from gradtide.lab.workloads.timing import by_work, from_trace
-from gradtide.scheme import parse
+from gradtide.lab.contestants import named
+from gradtide.lab.workloads.replay import timings
+from gradtide.scheme import undecided
 
 SETTLE = 3  # steps after a change of schemes: buckets and thresholds are new
 
@@ -33,7 +29,7 @@ class Spec:
     warmup: int = 3  # untimed steps before the first round
     rounds: int = 3  # blocks into which the timed steps of a contestant are cut
     step_ms: float | None = None
-    trace: str | None = None
+    trace: Path | None = None
     seed: int = 0
 
     @property
@@ -45,14 +41,16 @@ class Spec:
         each, more = divmod(self.steps, self.rounds)
         return [each + (index < more) for index in range(self.rounds)]
 
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def loads(text: str) -> Spec:
-    """The spec that `Spec.dumps` wrote."""
-    fields = json.loads(text)
-    return Spec(**{**fields, "schemes": tuple(fields["schemes"])})
+    def build(self, rank: int) -> workloads.Workload:
+        """A fresh copy of what is trained, as this rank sees it."""
+        return workloads.build(
+            self.workload,
+            rank=rank,
+            size=self.size,
+            seed=self.seed,
+            step_ms=self.step_ms,
+            trace=self.trace,
+        )
 
 
 def split_schemes(text: str) -> tuple[str, ...]:
@@ -76,8 +74,14 @@ def check(spec: Spec) -> None:
     if twice:
         raise ValueError(f"--schemes names {twice[0]} twice: once is enough")
     for name in spec.schemes:
-        check_scheme(name)
-        _check_decided(name, spec.warmup)
+        scheme = named(name)
+        auto = None if scheme is None else undecided(scheme)
+        # It must have decided, and its scheme have settled, when time is taken.
+        if auto is not None and spec.warmup < auto.steps + SETTLE:
+            raise ValueError(
+                f"--warmup {spec.warmup}: {name} decides after {auto.steps} steps, so "
+                f"give {auto.steps + SETTLE} or more"
+            )
     if spec.warmup < 1:
         raise ValueError(
             f"--warmup {spec.warmup}: give 1 or more, DDP settles its buckets there"
@@ -89,39 +93,14 @@ def check(spec: Spec) -> None:
             f"--steps {spec.steps} in --rounds {spec.rounds}: time at least one step a "
             "round"
         )
+    if spec.seed < 0:
+        raise ValueError(f"--seed {spec.seed}: give 0 or more")
     if spec.size < 2:
         raise ValueError("one rank has nobody to average with: use 2 or more")
-    _check_workload(spec)
-
-
-def _check_decided(name: str, warmup: int) -> None:
-    """`auto` must have decided, and its scheme have settled, when time is taken."""
-    auto = None if name in BASELINES else undecided(parse(name))
-    if auto is not None and warmup < auto.steps + SETTLE:
-        raise ValueError(
-            f"--warmup {warmup}: {name} decides after {auto.steps} steps, so give "
-            f"{auto.steps + SETTLE} or more"
-        )
-
-
-def _check_workload(spec: Spec) -> None:
-    """Build what is small; of a replay, whose tensors are large, only the timings."""
-    names = [name for name, _ in workloads.WORKLOADS]
-    trace = None if spec.trace is None else Path(spec.trace)
-    if spec.workload not in names or not spec.workload.startswith("replay:"):
-        workloads.build(
-            spec.workload,
-            rank=0,
-            size=spec.size,
-            seed=spec.seed,
-            step_ms=spec.step_ms,
-            trace=trace,
-        )
+    # What is small is built; of a replay, whose tensors are large, only the timings.
+    if spec.workload not in workloads.REPLAYED:
+        spec.build(rank=0)
         return
-    if trace is not None and spec.step_ms is not None:
+    if spec.trace is not None and spec.step_ms is not None:
         raise ValueError("--step-ms and --trace both say how long a step is: give one")
-    parts = units(spec.workload.removeprefix("replay:"))
-    if trace is not None:
-        from_trace(parts, trace)
-    if spec.step_ms is not None:
-        by_work(parts, spec.step_ms)
+    timings(spec.workload, spec.step_ms, spec.trace)

@@ -22,17 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradtide.core.telemetry import Interval
 from gradtide.kfac.stages import Stages
 from gradtide.lab.contestants import Contestant
-from gradtide.lab.limits import Compute, Wire, limit_seconds
+from gradtide.lab.limits import limit_seconds
 from gradtide.lab.record import Result
 from gradtide.lab.spec import Spec
-from gradtide.lab.trial import Interval, Step, Trial
-from gradtide.schedule import Schedule
+from gradtide.lab.trial import Step, Trial
+from gradtide.lab.workloads.workload import Timing
 
 
 class Parts(NamedTuple):
@@ -50,7 +51,7 @@ class Facts:
     """What all contestants of a comparison have in common."""
 
     replayed: bool
-    compute: Compute  # measured alone, or as asked where it is replayed
+    compute: Timing  # measured alone, or as asked where it is replayed
 
 
 def parts(step: Step, applied: Sequence[Interval]) -> Parts:
@@ -72,14 +73,11 @@ def parts(step: Step, applied: Sequence[Interval]) -> Parts:
 
 def facts(contestant: Contestant, reference: Sequence[Trial]) -> Facts:
     """`reference` holds every rank's trial of compute alone; empty for a replay."""
-    workload = contestant.workload
-    if workload.replayed:
-        assert workload.forward_seconds is not None
-        assert workload.backward_seconds is not None
-        known = Compute(workload.forward_seconds, workload.backward_seconds)
-        return Facts(True, known)
+    waits = contestant.workload.waits
+    if waits is not None:
+        return Facts(True, waits)
     split = _typical_parts(reference)
-    return Facts(False, Compute(split.forward, split.backward))
+    return Facts(False, Timing(split.forward, split.backward))
 
 
 def summarise(
@@ -91,11 +89,11 @@ def summarise(
     split = _typical_parts(trials)
     if contestant.engine is None:
         split = _without_waits(split, contestant, common.compute)
-    payload = _per_step(trials, [trial.payload_bytes for trial in trials])
-    gathered = _per_step(trials, [trial.gathered_bytes for trial in trials])
-    links = [t.interface_bytes for t in trials if t.interface_bytes is not None]
-    selecting = [t.select_seconds for t in trials if t.select_seconds is not None]
-    densities = [t.density for t in trials if t.density is not None]
+    payload, gathered, interface = (
+        _per_step(trials, name)
+        for name in ("payload_bytes", "gathered_bytes", "interface_bytes")
+    )
+    densities = [t.selected / t.offered for t in trials if t.offered]
     loss = float(np.mean([trial.loss for trial in trials]))
     return Result(
         scheme=contestant.name,
@@ -103,18 +101,19 @@ def summarise(
         step_seconds_p25=low,
         step_seconds_p75=high,
         payload_bytes=payload,
-        interface_bytes=_per_step(trials, links) / spec.ranks_per_host
-        if links
-        else None,
-        cpu_seconds=_per_step(trials, [trial.cpu_seconds for trial in trials]),
+        interface_bytes=interface and interface / spec.ranks_per_host,
+        cpu_seconds=_per_step(trials, "cpu_seconds"),
         forward_seconds=split.forward,
         backward_seconds=split.backward,
         exposed_seconds=split.exposed,
         apply_seconds=split.apply,
-        select_seconds=_per_step(trials, selecting) if selecting else None,
+        select_seconds=_per_step(trials, "select_seconds"),
         density=float(np.mean(densities)) if densities else None,
-        limit_seconds=_limit(
-            common, Wire(payload - gathered, gathered), spec, contestant.schedule
+        limit_seconds=limit_seconds(
+            common.compute,
+            (payload - gathered, gathered),
+            spec.rate if spec.hosts > 1 else None,  # ranks of one host share no link
+            contestant.schedule,
         ),
         final_loss=None if common.replayed else loss,
         evaluation=trials[0].evaluation,
@@ -153,7 +152,7 @@ def _typical_parts(trials: Sequence[Trial]) -> Parts:
     return Parts(*np.mean(steps[cut : len(steps) - cut], axis=0).tolist())
 
 
-def _without_waits(split: Parts, contestant: Contestant, compute: Compute) -> Parts:
+def _without_waits(split: Parts, contestant: Contestant, compute: Timing) -> Parts:
     """DDP's parts, with what it takes beyond computing alone as exposed."""
     backward = min(split.backward, compute.backward)
     # Buffers are broadcast at the start of forward; without any, forward is computing.
@@ -171,19 +170,13 @@ def _stages(trials: Sequence[Trial], split: Parts) -> dict[str, float] | None:
     found = [trial.stages for trial in trials if trial.stages is not None]
     if not found:
         return None
-    means = {
-        name: _per_step(trials, [getattr(stages, name) for stages in found])
-        for name in Stages._fields
-    }
+    sums = zip(Stages._fields, zip(*found, strict=True), strict=True)
+    means = {name: float(np.mean(each)) / trials[0].num_steps for name, each in sums}
     computing = split.forward + split.backward - means["factor_comp"]
     return {"forward_backward": max(0.0, computing), **means}
 
 
-def _per_step(trials: Sequence[Trial], sums: Sequence[float]) -> float:
-    return float(np.mean(sums)) / trials[0].num_steps
-
-
-def _limit(common: Facts, wire: Wire, spec: Spec, schedule: Schedule) -> float | None:
-    # Ranks of one host share no link.
-    rate = spec.rate if spec.hosts > 1 else None
-    return limit_seconds(common.compute, wire, rate, schedule)
+def _per_step(trials: Sequence[Trial], name: str) -> Any:
+    """The mean over ranks and steps of what trials sum up; None where nobody does."""
+    sums = [found for t in trials if (found := getattr(t, name)) is not None]
+    return float(np.mean(sums)) / trials[0].num_steps if sums else None

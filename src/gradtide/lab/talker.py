@@ -60,16 +60,16 @@ class Circle:
 
     def share(self, value: object) -> list[Any]:
         """Everybody's value, by rank; nobody gets it before all have given theirs."""
-        if self.rank == 0:
-            given = [[0, value], *(json.loads(peer.readline()) for peer in self.peers)]
-            text = json.dumps([value for _, value in sorted(given, key=_first)])
-        else:
-            print(json.dumps([self.rank, value]), file=self.peers[0], flush=True)
-            text = self.peers[0].readline()
-        if self.rank == 0:
-            for peer in self.peers:
-                print(text, file=peer, flush=True)
-        return list(json.loads(text))
+        own = json.dumps([self.rank, value])
+        if self.rank != 0:
+            print(own, file=self.peers[0], flush=True)
+            return list(json.loads(self.peers[0].readline()))
+        lines = [own, *(peer.readline() for peer in self.peers)]
+        given = dict(json.loads(line) for line in lines)
+        everybodys = [given[rank] for rank in range(self.size)]
+        for peer in self.peers:
+            print(json.dumps(everybodys), file=peer, flush=True)
+        return everybodys
 
     def connect(
         self, flows: list[tuple[int, int]]
@@ -110,10 +110,6 @@ class Circle:
             _echo(into[0])
         busy.join()
         return float(self.share(found)[1])
-
-
-def _first(pair: list[Any]) -> Any:
-    return pair[0]
 
 
 def _knock(address: tuple[str, int]) -> socket.socket:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gradtide.lab.trial import Interval, Step
-from gradtide.telemetry import Record
+from gradtide.core.telemetry import Interval, Record
+from gradtide.lab.trial import Step
 
 COMPUTE, WIRE = "compute", "wire"
 _LANES = {COMPUTE: 0, WIRE: 1}

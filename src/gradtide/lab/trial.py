@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +23,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from gradtide.core.telemetry import Interval, Record, Telemetry
 from gradtide.kfac.stages import Stages
 from gradtide.lab.contestants import Contestant
-from gradtide.telemetry import Record, Telemetry
-
-Interval = tuple[float, float]  # seconds of time.perf_counter()
+from gradtide.lab.job import Tell
 
 
 class Mark(NamedTuple):
@@ -62,7 +61,8 @@ class Trial:
     payload_bytes: float = 0.0
     gathered_bytes: float = 0.0  # of them, after the turn of the exchange
     select_seconds: float | None = None  # None where everything travels
-    density: float | None = None  # entries that travelled, of all
+    selected: int = 0  # entries that travelled,
+    offered: int = 0  # of all; 0 where everything travels
     interface_bytes: float | None = None  # of the host's link, for all of its ranks
     cpu_seconds: float = 0.0
     loss: float = 0.0  # of the last step
@@ -71,55 +71,52 @@ class Trial:
 
 
 class Clock:
-    """Counters outside of the process's own Python: the link's, and the CPU's."""
+    """The link's own counter; `interface` is its name, empty where none is counted."""
 
     def __init__(self, interface: str) -> None:
-        """`interface` is the link's name, empty where no link is counted."""
         statistics = Path("/sys/class/net", interface, "statistics", "tx_bytes")
         self._sent = statistics if interface else None
 
     def link_bytes(self) -> int | None:
         return None if self._sent is None else int(self._sent.read_text())
 
-    def cpu_seconds(self) -> float:
-        """Of all threads of this process."""
-        return time.process_time()
-
 
 class Runner:
     """One contestant, and the number of its next step."""
 
-    def __init__(self, contestant: Contestant) -> None:
-        self.contestant, self.trial = contestant, Trial(contestant.name)
+    def __init__(self, contestant: Contestant, tell: Tell) -> None:
+        self.contestant, self.tell = contestant, tell
+        self.trial = Trial(contestant.name)
+        make = contestant.workload.scheduler
+        self.scheduler = make and make(contestant.workload.optimizer)
         self.next_step = 0
-        self._selected = self._offered = 0  # entries
 
-    def steps(self, count: int, report: Callable[[], None]) -> list[Step]:
+    def steps(self, count: int) -> list[Step]:
         """`count` consecutive steps, then a flush."""
         done = []
         for _ in range(count):
-            step, loss = _step(self.contestant, self.next_step)
+            step, loss = self._step()
             self.next_step += 1
             done.append(step)
-            report()
+            self.tell(self.contestant.name)
         self.contestant.flush()
         self.trial.loss = loss.item()
         return done
 
-    def round(self, num_timed: int, clock: Clock, report: Callable[[], None]) -> None:
+    def round(self, num_timed: int, clock: Clock) -> None:
         """One block; see [Note: What is timed]."""
-        trial, engine = self.trial, self.contestant.engine
-        kfac = self.contestant.kfac
+        trial, replica = self.trial, self.contestant.replica
+        kfac = None if replica is None else replica.kfac
         gc.collect()  # here, so that it never runs in a step
         if kfac is not None:
             kfac.clear()
-        elif engine is not None:
-            engine.telemetry.clear()
+        elif replica is not None:
+            replica.engine.telemetry.clear()
         sent = self._sent()
         dist.barrier()
-        link, cpu = clock.link_bytes(), clock.cpu_seconds()
-        steps = self.steps(num_timed + 1, report)
-        trial.cpu_seconds += clock.cpu_seconds() - cpu
+        link, cpu = clock.link_bytes(), time.process_time()
+        steps = self.steps(num_timed + 1)
+        trial.cpu_seconds += time.process_time() - cpu
         dist.barrier()
         if link is not None:
             after = clock.link_bytes() or link
@@ -127,25 +124,21 @@ class Runner:
         trial.timed += steps[1:]
         trial.num_steps += len(steps)
         trial.payload_bytes += self._sent() - sent
-        if engine is not None:
-            seen = engine.telemetry
-            trial.applied += seen.applied
-            trial.records = list(seen.records)
-            trial.gathered_bytes += sum(
-                r.payload_bytes for r in seen.records if r.second
-            )
-            if self.contestant.sparse:
-                self._selection(seen)
+        if replica is not None:
+            self._see(replica.engine.telemetry)
         if kfac is not None:
             before, found = trial.stages or Stages(), kfac.stages()
             trial.stages = Stages(*map(sum, zip(before, found, strict=True)))
 
-    def _selection(self, seen: Telemetry) -> None:
+    def _see(self, seen: Telemetry) -> None:
         trial = self.trial
-        trial.select_seconds = (trial.select_seconds or 0.0) + seen.select_seconds
-        self._selected += seen.selected
-        self._offered += seen.offered
-        trial.density = self._selected / self._offered
+        trial.applied += seen.applied
+        trial.records = list(seen.records)
+        trial.gathered_bytes += sum(r.payload_bytes for r in seen.records if r.second)
+        if self.contestant.sparse:
+            trial.select_seconds = (trial.select_seconds or 0.0) + seen.select_seconds
+            trial.selected += seen.selected
+            trial.offered += seen.offered
 
     def evaluate(self) -> None:
         """Score the model as it is; every rank must call this."""
@@ -160,56 +153,51 @@ class Runner:
             return self.contestant.payload_bytes * self.next_step
         return engine.transport.payload_bytes
 
+    def _step(self) -> tuple[Step, Tensor]:
+        workload = self.contestant.workload
+        begin = self._mark()
+        loss = workload.loss(self.contestant.module, workload.batch(self.next_step))
+        forward = self._mark()
+        loss.backward()  # type: ignore[no-untyped-call]
+        backward = self._mark()
+        if workload.max_norm is not None:
+            self.contestant.clip(workload.max_norm)
+        workload.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        workload.optimizer.zero_grad()
+        return Step(begin, forward, backward, self._mark()), loss.detach()
+
+    def _mark(self) -> Mark:
+        engine = self.contestant.engine
+        waited = 0.0 if engine is None else engine.telemetry.exposed_seconds
+        return Mark(time.perf_counter(), waited)
+
 
 def compete(
     contestants: Sequence[Contestant],
     warmup: int,
     blocks: Sequence[int],
     clock: Clock,
-    report: Callable[[str], None],
+    tell: Tell,
 ) -> list[Trial]:
     """Warm up everybody, then let them alternate; the first changes with the round.
 
-    `blocks` holds the timed steps of each round. `report` is called with the
-    contestant's name after each step.
+    `blocks` holds the timed steps of each round. `tell` is called with the contestant's
+    name after each step.
     """
-    runners = [Runner(contestant) for contestant in contestants]
+    runners = [Runner(contestant, tell) for contestant in contestants]
     gc.disable()
     for runner in runners:
-        name = runner.contestant.name
-        runner.steps(warmup, lambda name=name: report(name))  # type: ignore[misc]
-        runner.contestant = runner.contestant.settled()
+        runner.steps(warmup)
     gc.collect()
     gc.freeze()
     for index, num_timed in enumerate(blocks):
         first = index % len(runners)
         for runner in runners[first:] + runners[:first]:
-            name = runner.contestant.name
-            runner.round(num_timed, clock, lambda name=name: report(name))  # type: ignore[misc]
+            runner.round(num_timed, clock)
     for runner in runners:
         runner.evaluate()
     gc.unfreeze()
     gc.enable()
     return [runner.trial for runner in runners]
-
-
-def _step(contestant: Contestant, number: int) -> tuple[Step, Tensor]:
-    workload = contestant.workload
-    begin = _mark(contestant)
-    loss = workload.loss(contestant.module, workload.batch(number))
-    forward = _mark(contestant)
-    loss.backward()  # type: ignore[no-untyped-call]
-    backward = _mark(contestant)
-    if workload.max_norm is not None:
-        contestant.clip(workload.max_norm)
-    workload.optimizer.step()
-    if contestant.scheduler is not None:
-        contestant.scheduler.step()
-    workload.optimizer.zero_grad()
-    return Step(begin, forward, backward, _mark(contestant)), loss.detach()
-
-
-def _mark(contestant: Contestant) -> Mark:
-    engine = contestant.engine
-    waited = 0.0 if engine is None else engine.telemetry.exposed_seconds
-    return Mark(time.perf_counter(), waited)

@@ -78,7 +78,8 @@ def setup_script(cluster: Cluster) -> str:
     link = shape(cluster.rate, cluster.mtu)
     hosts = range(cluster.hosts)
     ports = [f"port{host}" for host in hosts]
-    bucket = f"tbf rate {cluster.rate:.0f}bit burst {link.burst} limit {_LIMIT}"
+    bucket = f"root tbf rate {cluster.rate:.0f}bit burst {link.burst} limit {_LIMIT}"
+    shaped = [f"qdisc add dev {port} {bucket}" for port in ports]
     return "\n".join(
         [
             # Named namespaces live in /run/netns, which a user cannot make: the
@@ -88,7 +89,7 @@ def setup_script(cluster: Cluster) -> str:
             *_names(hosts),
             *_batch("ip", [f"netns add {n}" for n in [SWITCH, *map(host_name, hosts)]]),
             *_batch(f"ip -netns {SWITCH}", _switch(ports, cluster.mtu, link)),
-            *_batch(f"tc -netns {SWITCH}", [_shaped(port, bucket) for port in ports]),
+            *_batch(f"tc -netns {SWITCH}", shaped),
             *(line for host in hosts for line in _host(host, link, bucket)),
         ]
     )
@@ -112,10 +113,6 @@ def _names(hosts: range) -> list[str]:
 
 def _batch(command: str, lines: list[str]) -> list[str]:
     return [f"{command} -batch - <<'END'", *lines, "END"]
-
-
-def _shaped(interface: str, bucket: str) -> str:
-    return f"qdisc add dev {interface} root {bucket}"
 
 
 def _switch(ports: list[str], mtu: int, link: Shape) -> list[str]:
@@ -145,6 +142,6 @@ def _host(host: int, link: Shape, bucket: str) -> list[str]:
     ]
     return [
         *_batch(f"ip -netns {name}", lines),
-        *_batch(f"tc -netns {name}", [_shaped(INTERFACE, bucket)]),
+        *_batch(f"tc -netns {name}", [f"qdisc add dev {INTERFACE} {bucket}"]),
         f"ip netns exec {name} sh -ec '{'; '.join(writes)}'",
     ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -53,9 +53,10 @@ def draw_efficiency(grid: Grid, path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(grid.ranks), [str(n) for n in grid.ranks], rotation=45)
         axes.tick_params(labelbottom=True)
-        axes.set_ylim(0, 105)
+        axes.set(ylim=(0, 105), axisbelow=True)
         axes.set_title(rate_name(rate), fontsize=10)
-        _plain(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="0.9")
     for axes in panels.flat[count:]:
         axes.set_visible(False)
     figure.supxlabel("ranks")
@@ -76,7 +77,7 @@ def draw_crossovers(grid: Grid, path: Path) -> None:
     size = (2.5 + 0.9 * len(grid.ranks), 2.4 + 0.6 * len(grid.rates))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
+    colours = list(islice(cycle(COLOURS), len(names)))
     axes.imshow(
         numbers,
         cmap=ListedColormap(colours),
@@ -92,12 +93,9 @@ def draw_crossovers(grid: Grid, path: Path) -> None:
             axes.text(x, y, f"{slower:.2f}", ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(grid.ranks)), [str(n) for n in grid.ranks])
     axes.set_yticks(range(len(grid.rates)), [rate_name(rate) for rate in grid.rates])
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("rate of a host's link")
-    axes.set_title(
-        f"{grid.trace.name}: the fastest, and {names[0]}'s step over its own"
-    )
-    axes.title.set_fontsize(9)
+    axes.set(xlabel="ranks", ylabel="rate of a host's link")
+    title = f"{grid.trace.name}: the fastest, and {names[0]}'s step over its own"
+    axes.set_title(title, fontsize=9)
     present = sorted({number for row in numbers for number in row})
     figure.legend(
         handles=[Patch(color=colours[i], label=names[i], alpha=0.75) for i in present],
@@ -106,9 +104,3 @@ def draw_crossovers(grid: Grid, path: Path) -> None:
         frameon=False,
     )
     figure.savefig(path, dpi=150)
-
-
-def _plain(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="0.9")
-    axes.set_axisbelow(True)

@@ -6,36 +6,37 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
+
+from gradtide.lab.extras import require
+from gradtide.lab.options import StepMs, told
+from gradtide.lab.outputs import check_folder
 
 SCHEMES = "wfbp,dear,wfbp-bf16,topk,gtopk,topka2a,oktopk,powersgd"
 
 
 def simulate(
     trace: Annotated[
-        str, typer.Option(help="What is trained: a file, or such as replay:resnet50.")
+        str, Option(help="What is trained: a file, or such as replay:resnet50.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")],
+    out: Annotated[Path, Option(help="Folder for JSON and pictures.")],
     network: Annotated[
-        str, typer.Option(help="Where: a network profile, or a rate such as 10gbit.")
+        str, Option(help="Where: a network profile, or a rate such as 10gbit.")
     ] = "10gbit",
     ranks: Annotated[
-        str, typer.Option(help="Numbers of ranks, with commas between.")
+        str, Option(help="Numbers of ranks, with commas between.")
     ] = "4,8,16,32,64",
     rates: Annotated[
         str | None,
-        typer.Option(help="Rates of hosts' links to try; else the network's own."),
+        Option(help="Rates of hosts' links to try; else the network's own."),
     ] = None,
     ranks_per_host: Annotated[
-        int | None, typer.Option(help="Ranks on each host, if not as in the profile.")
+        int | None, Option(help="Ranks on each host, if not as in the profile.")
     ] = None,
     schemes: Annotated[
-        str, typer.Option(help="Which: `gradtide schemes` lists them.")
+        str, Option(help="Which: `gradtide schemes` lists them.")
     ] = SCHEMES,
-    step_ms: Annotated[
-        float | None,
-        typer.Option(help="Milliseconds of compute of a step; for a replay."),
-    ] = None,
+    step_ms: StepMs = None,
 ) -> None:
     """Predict steps on clusters that are not there, on a virtual clock.
 
@@ -48,7 +49,9 @@ def simulate(
     from gradtide.scheme import parse
     from gradtide.simulate import grid, report
 
-    try:
+    with told():
+        require("lab", "matplotlib")
+        check_folder("--out", out)
         there = grid.read_network(network, ranks_per_host or 1)
         if ranks_per_host is not None:
             there = there.scaled(ranks_per_host=ranks_per_host)
@@ -62,9 +65,6 @@ def simulate(
             _numbers(ranks),
             [rate for rate in tried if rate is not None],
         )
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
     console = Console()
     report.show(found, console)
     for path in report.write(found, out, sys.argv):

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gradtide.lab.rate import format_rate, parse_rate
 from gradtide.lab.workloads.replay import STEP_MS
 from gradtide.lab.workloads.shapes import ARCHITECTURES, units
 from gradtide.lab.workloads.timing import by_work
-from gradtide.plan import network as networks
-from gradtide.plan import trace as traces
-from gradtide.plan.network import Network
-from gradtide.plan.trace import Factors, StepTrace, Unit
-from gradtide.plan.training import with_optimizer
-from gradtide.plan.virtual import Prediction, simulate
+from gradtide.planner import network as networks
+from gradtide.planner import trace as traces
+from gradtide.planner.network import MOST, Network
+from gradtide.planner.trace import Factors, StepTrace, Unit
+from gradtide.planner.training import with_optimizer
+from gradtide.planner.virtual import Prediction, simulate
 from gradtide.scheme import Scheme
 
-MOST = 4096  # ranks
 EQUAL = 1 + 1e-6  # steps that differ by less are equal
-_FIELDS = {field.name for field in fields(Unit)}
 
 
 @dataclass(frozen=True)
@@ -115,14 +113,20 @@ def replayed(architecture: str, step_ms: float) -> StepTrace:
     layers = []
     for part, timing in zip(parts, by_work(parts, step_ms), strict=True):
         if part.shapes:
-            groups.append([_unit(part.name, *shape) for shape in part.shapes])
+            tensors = ((f"{part.name}.{name}", shape) for name, shape in part.shapes)
+            groups.append([_unit(*tensor) for tensor in tensors])
         # Work without a tensor, as of a tied head, belongs to the layer before.
         group = groups[-1]
-        # Read at once, and ready at once: see gradtide.plan.trace, [Note: Whose time].
+        # Read at once, and ready at once: [Note: Whose time] of planner.trace.
         group[-1] = replace(group[-1], forward=group[-1].forward + timing.forward)
         group[0] = replace(group[0], backward=group[0].backward + timing.backward)
         if part.positions:
-            layers.append(_factors(group, timing.forward * part.positions / part.work))
+            # Seconds of an operation at all positions.
+            seconds = timing.forward * part.positions / part.work
+            weight, *biases = group
+            g, a = weight.shape[0], math.prod(weight.shape[1:]) + len(biases)
+            bias = biases[0].name if biases else None
+            layers.append(Factors(weight.name, bias, seconds * a**2, seconds * g**2))
     ready = [unit for group in reversed(groups) for unit in group]
     place = {unit.name: i for i, unit in enumerate(ready)}
     return StepTrace(
@@ -134,22 +138,13 @@ def replayed(architecture: str, step_ms: float) -> StepTrace:
     )
 
 
-def _factors(tensors: Sequence[Unit], seconds: float) -> Factors:
-    """Of a layer with its weight first; `seconds`: of an operation at all positions."""
-    weight, *biases = tensors
-    g, a = weight.shape[0], math.prod(weight.shape[1:]) + len(biases)
-    bias = biases[0].name if biases else None
-    return Factors(weight.name, bias, a=seconds * a**2, g=seconds * g**2)
-
-
-def _unit(layer: str, name: str, shape: tuple[int, ...]) -> Unit:
-    more: dict[str, Any] = {"shape": shape} if "shape" in _FIELDS else {}
-    return Unit(f"{layer}.{name}", math.prod(shape), 4, 0.0, 0.0, 0.0, **more)
+def _unit(name: str, shape: tuple[int, ...]) -> Unit:
+    return Unit(name, math.prod(shape), 4, 0.0, 0.0, 0.0, shape)
 
 
 def read_network(text: str, ranks_per_host: int = 1) -> Network:
     """The network in a profile, or an ideal one of a rate such as 10gbit."""
-    if Path(text).suffix == ".json" or Path(text).exists():
+    if Path(text).suffix == ".json" or os.path.exists(text):
         return networks.load(Path(text))
     rate = parse_rate(text)
     if rate is None:
@@ -160,5 +155,4 @@ def read_network(text: str, ranks_per_host: int = 1) -> Network:
 
 
 def rate_name(rate: float | None) -> str:
-    """As people write it."""
     return "as measured" if rate is None else format_rate(rate)

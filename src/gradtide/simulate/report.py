@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gradtide.plan.report import stages
+from gradtide.planner.report import stages
 from gradtide.simulate.grid import Grid, rate_name
 
 FORMAT, VERSION = "gradtide simulation", 1
@@ -33,14 +33,10 @@ def show(grid: Grid, console: Console) -> None:
             table.add_row(scheme, *(_entry(grid, scheme, n, rate) for n in grid.ranks))
         console.print(table)
         for ranks in grid.ranks:
-            curved = {
-                cell.scheme: cell.prediction
-                for cell in grid.at(ranks, rate)
-                if cell.prediction.breakdown is not None
-            }
-            if curved:
+            curved = stages({c.scheme: c.prediction for c in grid.at(ranks, rate)})
+            if curved is not None:
                 console.print(f"{ranks} ranks, {rate_name(rate)}: stages of K-FAC")
-                console.print(stages(curved))
+                console.print(curved)
 
 
 def _entry(grid: Grid, name: str, ranks: int, rate: float | None) -> str:

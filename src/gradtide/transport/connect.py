@@ -8,19 +8,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup as ProcessGroup
 
-from gradtide.transport.base import Transport
-from gradtide.transport.fault import witness
+from gradtide.core.transport import Transport
+from gradtide.transport.fault import failure_reporter
 from gradtide.transport.gloo import GlooTransport
-from gradtide.transport.nccl import NcclTransport
-from gradtide.transport.staged import StagedTransport
 
 
 def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
-    """A transport among `process_group`'s ranks (None: all) for tensors on `device`.
+    """Connect the ranks of a process group for tensors on one device.
 
-    It communicates on groups of its own, so that nothing the user does on his group can
-    come between two of its requests. A collective call: every rank of the group makes
-    it. Raises RuntimeError when torch.distributed is not initialised.
+    This is a collective call. The transport communicates on groups of its own, so that
+    nothing the user sends on his group can come between two of its requests. A
+    transport for GPU tensors warns, once in a process, that it has never been run.
+
+    Args:
+        process_group: The ranks. None stands for all ranks, the default group.
+        device: Where the tensors are. On a GPU they travel over NCCL if the group has
+            that backend, and otherwise over Gloo, through host memory.
+
+    Returns:
+        The transport. Its `close()` gives up its groups.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -31,11 +40,15 @@ def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Tr
     parent = process_group or dist.group.WORLD
     assert parent is not None
     messages = _sibling(parent, "gloo")
-    gloo = GlooTransport(messages, witness(messages))
+    gloo = GlooTransport(messages, failure_reporter(messages))
     if device.type == "cpu":
         return gloo
     if device.type == "cuda" and "nccl" in _backends(parent):
+        from gradtide.transport.nccl import NcclTransport
+
         return NcclTransport(_sibling(parent, "nccl"), gloo)
+    from gradtide.transport.staged import StagedTransport
+
     return StagedTransport(gloo, device)
 
 

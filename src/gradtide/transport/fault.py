@@ -8,12 +8,12 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradtide.ops import Group
+from gradtide.core.ops import Group
 
 REPORT_SECONDS = 2.0  # what a surviving rank needs to notice a closed connection
 
 
-class Witness:
+class FailureReporter:
     """Gathers, after a failure, which ranks are still there to report it."""
 
     def __init__(self, store: Store, group: Group) -> None:
@@ -24,21 +24,18 @@ class Witness:
 
         A peer that reports a failure of its own within the window only passed it on.
         """
-        text = str(error).strip().splitlines()[0]
-        head = f"rank {self._group.rank}: {request} failed"
-        return f"{head}: {self._missing(peer)} ({text})"
-
-    def _missing(self, peer: int | None) -> str:
         try:
             silent = self._silent()
         except RuntimeError:  # the store lived in the process that died
-            return "the process that hosts the store (rank 0) is gone"
-        if not silent:
-            return "all ranks noticed; see the first rank's error"
-        if peer in silent:  # the others may only be waiting for one another
-            silent = [peer]
-        ranks = ", ".join(map(str, silent))
-        return f"rank {ranks} does not respond (dead, stalled, or ended early)"
+            missing = "the process that hosts the store (rank 0) is gone"
+        else:
+            # If the peer is silent, the others may only be waiting for one another.
+            ranks = ", ".join(map(str, [peer] if peer in silent else silent))
+            missing = f"rank {ranks} does not respond (dead, stalled, or ended early)"
+            if not silent:
+                missing = "all ranks noticed; see the first rank's error"
+        text = str(error).strip().splitlines()[0]
+        return f"rank {self._group.rank}: {request} failed: {missing} ({text})"
 
     def _silent(self) -> list[int]:
         self._store.set(str(self._group.rank), "failed")
@@ -50,9 +47,9 @@ class Witness:
         return silent
 
 
-def witness(pg: dist.ProcessGroup) -> Witness:
-    """A witness over the job's own store; torch names `pg` alike on all its ranks."""
+def failure_reporter(pg: dist.ProcessGroup) -> FailureReporter:
+    """A reporter over the job's own store; torch names `pg` alike on all its ranks."""
     store = dist.distributed_c10d._get_default_store()
     prefixed = PrefixStore(f"gradtide/{pg.group_name}", store)
     prefixed.set_timeout(timedelta(seconds=REPORT_SECONDS))
-    return Witness(prefixed, Group(pg.rank(), pg.size()))
+    return FailureReporter(prefixed, Group(pg.rank(), pg.size()))

@@ -9,21 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradtide.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Cut,
-    Group,
-    Op,
-    ReduceScatter,
-    Swap,
-    ToHost,
-    part_sizes,
-    payload_bytes,
-)
-from gradtide.transport.base import Ticket
+from gradtide.core import ops
+from gradtide.core.ops import Group, Op
+from gradtide.core.transport import Ticket
+from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
 
 # 2.13 renamed the tensor collectives and warns under the old names.
@@ -32,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class NcclTransport:
-    """NCCL's own collectives; the lane is a stream, submitted work is queued at once.
+    """NCCL's own collectives; the queue is a stream, submitted work is queued at once.
 
     Invariants, on which the lifetimes of buffers rest:
     - the side stream waits for what the training stream had queued at `submit`;
@@ -43,10 +32,20 @@ class NcclTransport:
     """
 
     def __init__(self, pg: dist.ProcessGroup, control: GlooTransport) -> None:
+        warn_unproven(
+            "gradtide's transport over NCCL",
+            "the order of its streams, the lifetimes of its buffers, what happens when "
+            "a rank dies, and its speed",
+        )
         self.group = Group(pg.rank(), pg.size())
-        self.payload_bytes = 0
+        self._sent = 0  # bytes over NCCL
         self._pg, self._control = pg, control
+        self.gather_objects = control.gather_objects
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._sent + self._control.payload_bytes
 
     def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -56,35 +55,30 @@ class NcclTransport:
         return _StreamTicket(self._stream.record_event())
 
     def issue(self, op: Op) -> Any:
-        if not isinstance(op, Cut) and not op.tensor.is_cuda:
+        assert not isinstance(op, ops.Cut)
+        if not op.tensor.is_cuda:
             return self._control.wait(self._control.issue(op)), None
-        self.payload_bytes += self.sends(op)
-        tensor = getattr(op, "tensor", None)
-        if tensor is not None and tensor.is_cuda:
-            tensor.record_stream(self._stream)
+        self._sent += ops.payload_bytes(op, self.group)
+        op.tensor.record_stream(self._stream)
         match op:
-            case AllReduce(tensor=x):
+            case ops.AllReduce(tensor=x):
                 return x, dist.all_reduce(x, group=self._pg, async_op=True)
-            case ReduceScatter():
+            case ops.ReduceScatter():
                 return self._scatter(op)
-            case AllGather():
+            case ops.AllGather():
                 return self._gather(op)
-            case AllToAll(tensor=x, send=send, recv=recv):
+            case ops.AllToAll(tensor=x, send=send, recv=recv):
                 out = x.new_empty((sum(recv), *x.shape[1:]))
                 return out, dist.all_to_all_single(
                     out, x, list(recv), list(send), group=self._pg, async_op=True
                 )
-            case Broadcast(tensor=x, source=source):
-                return x, dist.broadcast(
-                    x, group_src=source, group=self._pg, async_op=True
-                )
-            case Swap(tensor=x, peer=peer):
+            case ops.Broadcast(tensor=x, source=root):
+                pg = self._pg
+                return x, dist.broadcast(x, group_src=root, group=pg, async_op=True)
+            case ops.Swap(tensor=x, peer=peer):
                 return self._swap(x, peer)
-        assert isinstance(op, ToHost)
+        assert isinstance(op, ops.ToHost)
         return op.tensor.cpu(), None  # the one request for which the host must wait
-
-    def sends(self, op: Op) -> int:
-        return payload_bytes(op, self.group)
 
     def carried(self, total: float, largest: float, smallest: float) -> float:
         return total - smallest  # in pieces too small to count
@@ -95,31 +89,27 @@ class NcclTransport:
             work.wait()  # the side stream waits, the host does not
         return answer
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._control.gather_objects(value)
-
     def close(self) -> None:
         self._control.close()
         dist.destroy_process_group(self._pg)
 
-    def _scatter(self, op: ReduceScatter) -> tuple[Tensor, dist.Work]:
-        sizes = part_sizes(op, self.group)
+    def _scatter(self, op: ops.ReduceScatter) -> tuple[Tensor, dist.Work]:
+        sizes = ops.part_sizes(op, self.group)
         parts = list(torch.split(op.tensor, sizes))
         own = parts[self.group.rank]
         if len(set(sizes)) == 1:  # in place: NCCL allows the output to be the own part
             return own, _reduce_scatter(own, op.tensor, group=self._pg, async_op=True)
         return own, dist.reduce_scatter(own, parts, group=self._pg, async_op=True)
 
-    def _gather(self, op: AllGather) -> tuple[Tensor, dist.Work]:
-        sizes = part_sizes(op, self.group)
+    def _gather(self, op: ops.AllGather) -> tuple[Tensor, dist.Work]:
+        sizes = ops.part_sizes(op, self.group)
         x = op.tensor.flatten()
         out = op.into if op.into is not None else x.new_empty(sum(sizes))
         if len(set(sizes)) == 1:
             work = _all_gather(out, x, group=self._pg, async_op=True)
         else:
-            work = dist.all_gather(
-                list(torch.split(out, sizes)), x, group=self._pg, async_op=True
-            )
+            parts = list(torch.split(out, sizes))
+            work = dist.all_gather(parts, x, group=self._pg, async_op=True)
         if op.into is None and op.sizes is None:
             out = out.view(self.group.size, *op.tensor.shape)
         return out, work

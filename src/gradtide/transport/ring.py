@@ -28,10 +28,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from gradtide.ops import Group
+from gradtide.core.ops import Group
 
 SEGMENTS = 4  # of a part, at the least: more => the addition hides better
 SMALLEST = 1 << 19  # bytes: a message costs about 50 us of Python
@@ -74,8 +73,8 @@ class Ring:
         self._after = (group.rank + 1) % group.size
         self._targets = targets
         self._final = len(targets) - last  # from here on nothing travels on
-        self._receives = (self._receive(new) for new in arrivals)
-        self._coming = deque(islice(self._receives, AHEAD))
+        self._arrivals = arrivals
+        self._coming = deque(map(self._receive, islice(arrivals, AHEAD)))
         self._sent = [messages.send(segment, self._after) for segment in first]
 
     def finish(self, drained: Callable[[], None]) -> None:
@@ -90,7 +89,7 @@ class Ring:
                 target.add_(new)
             if i < self._final:
                 self._sent.append(self._messages.send(target, self._after))
-            self._coming.extend(islice(self._receives, 1))
+            self._coming.extend(map(self._receive, islice(self._arrivals, 1)))
         for work in self._sent:
             work.wait()
 
@@ -99,30 +98,31 @@ class Ring:
 
 
 def reduce_scatter(
-    parts: Sequence[Tensor], group: Group, messages: Messages, scratch: Tensor
+    parts: Sequence[Tensor],
+    group: Group,
+    messages: Messages,
+    scratch: Callable[[int], Tensor],
 ) -> Ring:
     """Begin to sum the ranks' `parts` (1-D, one per rank), each in its owner's memory.
 
     The parts of others are used up. Each part is summed in ring order, starting with
-    the rank after its owner, so the result does not depend on timing. `scratch` has
-    `scratch_numel(parts)` elements and is the ring's until it is finished.
+    the rank after its owner, so the result does not depend on timing. `scratch` returns
+    memory for so many elements, which is the ring's until it is finished.
     """
     rank, size = group
     cut = segments(parts)
     steps = [cut(parts[(rank - 2 - step) % size]) for step in range(size - 1)]
     targets = [segment for step in steps for segment in step]
-    slots = torch.split(scratch, max(scratch.numel() // AHEAD, 1))
+    longest = max((own.numel() for own in targets), default=0)
+    turns = min(AHEAD, len(targets))
+    slots = scratch(turns * longest)
     # A slot is posted again only after it has been added: AHEAD are out at most.
-    arrivals = (slots[i % AHEAD][: own.numel()] for i, own in enumerate(targets))
+    arrivals = (
+        slots.narrow(0, i % AHEAD * longest, own.numel())
+        for i, own in enumerate(targets)
+    )
     first = cut(parts[(rank - 1) % size])
     return Ring(group, messages, first, targets, arrivals, len(steps[-1]))
-
-
-def scratch_numel(parts: Sequence[Tensor]) -> int:
-    """Elements of scratch that a reduce-scatter needs."""
-    cut = segments(parts)
-    lengths = (segment.numel() for part in parts for segment in cut(part))
-    return AHEAD * max(lengths, default=0)
 
 
 def all_gather(parts: Sequence[Tensor], group: Group, messages: Messages) -> Ring:
@@ -144,7 +144,8 @@ def segments(parts: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Tensor]]:
             return ()
         nbytes = part.numel() * part.element_size()
         uneven = part.numel() * len(parts) > UNEVEN * total
-        return part.tensor_split(num_segments(nbytes, len(parts), uneven))
+        count = num_segments(nbytes, len(parts), uneven)
+        return part.tensor_split(count) if count > 1 else (part,)
 
     return cut
 
@@ -152,8 +153,8 @@ def segments(parts: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Tensor]]:
 def carried(total: float, largest: float, smallest: float, size: int) -> float:
     """Bytes that a link passes while a ring over parts of these bytes is at work.
 
-    All parts but one. But a part that is larger than the others arrives at its last
-    rank after `size` - 1 hops, one segment behind the other, and nobody has it earlier.
+    These are all parts but one. But a part that is larger than the others arrives at
+    its last rank after `size` - 1 hops, one segment behind the other, and not earlier.
     """
     uneven = largest * size > UNEVEN * total
     pieces = num_segments(math.ceil(largest), size, uneven)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from gradtide.ops import Group
+from gradtide.core.ops import Group
 from gradtide.transport.ring import Messages
 
 
@@ -64,12 +64,15 @@ class Rotation:
 
 
 def reduce_scatter(
-    parts: Sequence[Tensor], group: Group, messages: Messages, scratch: Tensor
+    parts: Sequence[Tensor],
+    group: Group,
+    messages: Messages,
+    scratch: Callable[[int], Tensor],
 ) -> Rotation:
-    """As `ring.reduce_scatter`, bit for bit; `scratch` is as long as all parts."""
+    """As `ring.reduce_scatter`, bit for bit."""
     rank, size = group
     own = parts[rank]
-    arriving = scratch.view(size, own.numel()).unbind()
+    arriving = scratch(size * own.numel()).view(size, own.numel()).unbind()
 
     def add() -> None:
         # From the rank after this one around to this one, as the ring does.

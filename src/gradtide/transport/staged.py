@@ -1,4 +1,4 @@
-"""GPU tensors over Gloo: staged through pinned host memory by the lane's thread."""
+"""GPU tensors over Gloo: staged through pinned host memory by the queue's thread."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.ops import AllGather, Op, ToHost
-from gradtide.transport.base import Ticket
+from gradtide.core.ops import AllGather, Op, ToHost
+from gradtide.core.transport import Ticket
+from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
 
 
 class StagedTransport:
     """A GlooTransport for a device's tensors.
 
-    The lane has a stream of its own. Invariants: the lane's stream waits for what the
+    The queue has a stream of its own. Invariants: the queue's stream waits for what the
     training stream had queued when the work was submitted; the training stream waits
-    for the lane's when the ticket is joined; only the lane's thread waits for the
+    for the queue's when the ticket is joined; only the queue's thread waits for the
     device.
     """
 
     def __init__(self, host: GlooTransport, device: torch.device) -> None:
+        warn_unproven(
+            "gradtide's transport of GPU tensors over Gloo, through host memory,",
+            "the order of its streams and copies, and its speed",
+        )
         self.group = host.group
         self._host, self._device = host, device
         self._stream = torch.Stream(device)
+        self.gather_objects, self.close = host.gather_objects, host.close
+        self.carried = host.carried
 
     @property
     def payload_bytes(self) -> int:
@@ -59,12 +66,6 @@ class StagedTransport:
         self._stream.synchronize()  # the copies must have landed before Gloo reads them
         return op, self._host.issue(replace(op, **staged))
 
-    def sends(self, op: Op) -> int:
-        return self._host.sends(op)
-
-    def carried(self, total: float, largest: float, smallest: float) -> float:
-        return self._host.carried(total, largest, smallest)
-
     def wait(self, pending: Any) -> Any:
         op, inner = pending
         if isinstance(op, ToHost):
@@ -75,12 +76,6 @@ class StagedTransport:
         if target is None:
             return answer.to(self._device, non_blocking=True)
         return target.copy_(answer, non_blocking=True)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._host.gather_objects(value)
-
-    def close(self) -> None:
-        self._host.close()
 
     def _to_host(self, x: Tensor) -> Tensor:
         pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

@@ -7,18 +7,15 @@ from pathlib import Path
 from . import digits, gpt, replay, synthetic
 from .workload import Batch, Workload
 
-__all__ = ["WORKLOADS", "Batch", "Workload", "build"]
+__all__ = ["REPLAYED", "WORKLOADS", "Batch", "Workload", "build", "check"]
 
-WORKLOADS: tuple[tuple[str, str], ...] = (
-    ("gpt", "byte-level transformer on Python's own sources, 2.8 M parameters"),
-    ("digits", "convolutions with batch norm on scikit-learn's digits"),
-    ("mlp", "1024-1024-1024-1024-10 on synthetic classes, 3.2 M parameters"),
-    ("tiny600", "600 tensors of at most 1024 elements: what a tensor costs"),
-    ("replay:resnet50", "waits and 25.6 M parameters in 161 tensors"),
-    ("replay:bert-base", "waits and 109 M parameters in 199 tensors"),
-    ("replay:bert-large", "waits and 335 M parameters in 391 tensors"),
-    ("replay:gpt2", "waits and 124 M parameters in 148 tensors, tied head"),
+REPLAYED = (
+    "replay:resnet50",  # 25.6 M parameters in 161 tensors
+    "replay:bert-base",  # 109 M in 199
+    "replay:bert-large",  # 335 M in 391
+    "replay:gpt2",  # 124 M in 148, tied head
 )
+WORKLOADS = ("gpt", "digits", "mlp", "tiny600", *REPLAYED)
 
 
 def build(
@@ -36,12 +33,11 @@ def build(
     `batch_size` counts samples a rank and is for computed workloads; `step_ms`
     (milliseconds of forward and backward) and `trace` are for replayed ones.
     """
-    names = [known for known, _ in WORKLOADS]
-    if name not in names:
-        raise ValueError(f"no workload {name!r}: choose one of {', '.join(names)}")
+    if name not in WORKLOADS:
+        raise ValueError(f"no workload {name!r}: choose one of {', '.join(WORKLOADS)}")
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of {size}: ranks count from 0 to size - 1")
-    if name.startswith("replay:"):
+    if name in REPLAYED:
         if batch_size is not None:
             raise ValueError(f"{name} has no batch: say how long a step is by step_ms")
         return replay.build(name, rank, seed, step_ms, trace)
@@ -54,3 +50,20 @@ def build(
     if name == "digits":
         return digits.build(rank, size, seed, batch_size)
     return synthetic.build(name, rank, seed, batch_size)
+
+
+def check(
+    name: str,
+    size: int,
+    step_ms: float | None = None,
+    trace: Path | None = None,
+    batch_size: int | None = None,
+) -> None:
+    """Raise ValueError for what `build` would, of `size` ranks.
+
+    What is small is built; of a replay, whose tensors are large, only the timings are.
+    """
+    if name in REPLAYED and batch_size is None:
+        replay.timings(name, step_ms, trace)
+        return
+    build(name, rank=0, size=size, step_ms=step_ms, trace=trace, batch_size=batch_size)

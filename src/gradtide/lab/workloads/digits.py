@@ -10,21 +10,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
 
-from .workload import (
-    TRAIN,
-    Batch,
-    Workload,
-    classification_loss,
-    classification_scores,
-    seeded,
-    stream,
-)
+from gradtide.lab.extras import require
+
+from .workload import TRAIN, Batch, Workload, classifier, seeded, stream
 
 BATCH_SIZE = 32  # images a rank
 NUM_HELD_OUT = 360  # the last 20 % of 1797: other writers than those trained on
-LEARNING_RATE = 0.05
 
 
 def network() -> nn.Sequential:
@@ -47,12 +39,9 @@ def network() -> nn.Sequential:
 
 def images() -> tuple[Batch, Batch]:
     """Training images and held-out images, pixels from 0 to 1, with their labels."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "the digits come with scikit-learn: pip install 'gradtide[lab]'"
-        ) from error
+    require("lab", "sklearn")
+    from sklearn.datasets import load_digits
+
     pixels, labels = load_digits(return_X_y=True)
     x = torch.from_numpy(pixels).float().div_(16).view(-1, 1, 8, 8)
     y = torch.from_numpy(labels).long()
@@ -74,7 +63,6 @@ def shard(
 
 
 def build(rank: int, size: int, seed: int, batch_size: int | None) -> Workload:
-    """The workload `digits`."""
     train, held_out = images()
     each = batch_size or BATCH_SIZE
     if size * each > len(train[0]):
@@ -84,11 +72,5 @@ def build(rank: int, size: int, seed: int, batch_size: int | None) -> Workload:
         )
     with seeded(seed):
         model = network()
-    return Workload(
-        name="digits",
-        model=model,
-        optimizer=SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9),
-        batch=partial(shard, train, seed, rank, size, each),
-        loss=classification_loss,
-        evaluate=partial(classification_scores, batch=held_out),
-    )
+    batch = partial(shard, train, seed, rank, size, each)
+    return classifier("digits", model, batch, held_out)

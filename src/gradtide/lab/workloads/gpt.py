@@ -1,4 +1,8 @@
-"""A small decoder-only transformer on bytes, really trained.
+"""A small decoder-only transformer, really trained on a text that every machine has.
+
+The text is the sources of Python's own standard library: no download and no licence
+question. Machines with another Python version have a slightly different one; that
+changes the data, never the shapes.
 
 Parameters, with d = WIDTH = 192: a block has 3 d^2 (query, key, value) + d^2 + 4 d^2
 + 4 d^2 = 12 d^2 = 442,368 and two norms of d; six blocks 2,656,512; token table and
@@ -13,16 +17,20 @@ full-size steps of its rounding noise, so that no two runs would agree.
 from __future__ import annotations
 
 import math
+import os
+import sysconfig
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from .text import corpus, windows
 from .workload import (
     TRAIN,
     Batch,
@@ -41,11 +49,12 @@ WARM_UP_STEPS = 20
 DECAY_STEPS = 600  # the cosine ends here, at FINAL_RATE of the peak
 FINAL_RATE = 0.1
 EVALUATION_BATCHES, EVALUATION_BATCH_SIZE = 8, 8
+MAX_BYTES = 8_000_000  # read at most; more only costs start-up time
+HELD_OUT_EVERY = 20  # one file in so many is held out: about 5 % of the text
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
-
     def __init__(self) -> None:
         super().__init__()
         self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
@@ -123,10 +132,46 @@ def warm_up_cosine(optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, rate)
 
 
+def corpus(max_bytes: int = MAX_BYTES) -> tuple[Tensor, Tensor]:
+    """Training text and held-out text as bytes (uint8), split by whole files."""
+    train, held_out, total = bytearray(), bytearray(), 0
+    for position, path in enumerate(_sources()):
+        content = path.read_bytes()[: max_bytes - total]
+        (train if position % HELD_OUT_EVERY else held_out).extend(content)
+        total += len(content)
+        if total >= max_bytes:
+            break
+    first, second = (np.frombuffer(part, np.uint8) for part in (train, held_out))
+    return torch.from_numpy(first), torch.from_numpy(second)
+
+
+def windows(text: Tensor, starts: NDArray[np.int64]) -> Batch:
+    """Inputs of BLOCK bytes from each start, and the same moved on by one byte."""
+    at = torch.from_numpy(starts[:, None] + np.arange(BLOCK + 1))
+    tokens = text[at].long()
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _sources() -> Iterator[Path]:
+    """Python files of the standard library in an order that is the same everywhere."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    kept: list[str] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED]
+        paths = (Path(folder, name) for name in files if name.endswith(".py"))
+        kept.extend(path.relative_to(root).as_posix() for path in paths)
+    if len(kept) < 2 * HELD_OUT_EVERY:
+        raise ValueError(
+            f"found {len(kept)} source files of the standard library: the text "
+            "workload needs a Python installed with its sources, not a zipped one"
+        )
+    return (root / path for path in sorted(kept))
+
+
 def sample(text: Tensor, seed: int, rank: int, size: int, step: int) -> Batch:
     """`size` random windows of the text, a pure function of (seed, rank, step)."""
     starts = stream(TRAIN, seed, rank, step).integers(len(text) - BLOCK, size=size)
-    return windows(text, starts, BLOCK)
+    return windows(text, starts)
 
 
 def held_out_loss(text: Tensor, model: nn.Module) -> dict[str, float]:
@@ -136,8 +181,7 @@ def held_out_loss(text: Tensor, model: nn.Module) -> dict[str, float]:
     parts = starts.reshape(EVALUATION_BATCHES, EVALUATION_BATCH_SIZE)
     with evaluating(model):
         losses = [
-            classification_loss(model, windows(text, part, BLOCK)).item()
-            for part in parts
+            classification_loss(model, windows(text, part)).item() for part in parts
         ]
     return {"loss": sum(losses) / len(losses)}
 

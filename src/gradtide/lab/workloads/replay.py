@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import SGD
 
+from gradtide.planner.training import MAX_CREDIT as MAX_CREDIT
+
 from .shapes import Unit, units
-from .timing import Timing, by_work, from_trace
-from .workload import NOISE, Batch, Workload, stream
+from .timing import by_work, from_trace
+from .workload import NOISE, Batch, Timing, Workload, stream
 
 # Milliseconds of a step unless told: round numbers of the order of a data-centre GPU of
 # 2018 with some tens of samples, no measurement. Give `step_ms` or a trace for yours.
@@ -53,7 +56,6 @@ STEP_MS = {
     "gpt2": 400.0,
 }
 MIN_WAIT = 1e-3  # seconds; sleeping overshoots by about 60 us, 6 % of it
-MAX_CREDIT = 50e-3  # seconds; after a longer stall, steps do not catch up
 SCALE = 1e-3  # of a gradient's elements
 SPARE = 1 << 23  # pool elements beyond the largest tensor: 32 MB; more: rarer repeats
 STRIDE = 16 * 7919  # elements a step; multiples of 16 keep slices on cache lines
@@ -116,36 +118,40 @@ class Layer(nn.Module):
 
     def forward(self, carrier: Tensor) -> Tensor:
         with self.pace.counted():
-            out: Tensor = _PassOn.apply(self, carrier, *self.parameters())  # type: ignore[no-untyped-call]
+            given = partial(self.gradients, int(carrier[0]))
+            out: Tensor = Given.apply(given, carrier, *self.parameters())  # type: ignore[no-untyped-call]
         self.pace.wait(self.timing.forward)
         return out
 
     def gradients(self, step: int) -> list[Tensor]:
-        """A fresh gradient per parameter, in order."""
+        """The backward: a wait, and a fresh gradient per parameter, in order."""
         position, gradients = self.position, []
-        for parameter in self.parameters():
-            noise = self.pool.cut(tuple(parameter.shape), position, step)
-            gradients.append(noise.clone())
-            position += parameter.numel()
+        with self.pace.counted():
+            for parameter in self.parameters():
+                noise = self.pool.cut(tuple(parameter.shape), position, step)
+                gradients.append(noise.clone())
+                position += parameter.numel()
+        self.pace.wait(self.timing.backward)
         return gradients
 
 
-class _PassOn(torch.autograd.Function):
-    """The carrier through; on the way back, the wait and the gradients."""
+class Given(torch.autograd.Function):
+    """The carrier through; on the way back, the gradients that a call gives."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, carrier: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.layer, ctx.step = layer, int(carrier[0])
+    def forward(
+        ctx: Any,
+        gradients: Callable[[], list[Tensor]],
+        carrier: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.gradients = gradients
         return carrier.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        layer: Layer = ctx.layer
-        with layer.pace.counted():
-            gradients = layer.gradients(ctx.step)
-        layer.pace.wait(layer.timing.backward)
-        return None, gradient, *gradients
+        return None, gradient, *ctx.gradients()
 
 
 class Replay(nn.Module):
@@ -160,8 +166,14 @@ class Replay(nn.Module):
         layers, position = [], 0
         for unit, timing, count in zip(units, times, counts, strict=True):
             layers.append(Layer(unit, timing, position, pool, pace))
-            _register(self, unit.name, layers[-1])
             position += sum(count)
+            module: nn.Module = self
+            *path, leaf = unit.name.split(".")
+            for part in path:  # empty modules on the way
+                if part not in dict(module.named_children()):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.add_module(leaf, layers[-1])
         self.order = tuple(layers)  # a tuple is not registered a second time
 
     def forward(self, carrier: Tensor) -> Tensor:
@@ -170,48 +182,34 @@ class Replay(nn.Module):
         return carrier
 
 
-def _register(root: nn.Module, name: str, layer: Layer) -> None:
-    """Put the layer under its dotted name, with empty modules on the way."""
-    *path, leaf = name.split(".")
-    for part in path:
-        if part not in dict(root.named_children()):
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.add_module(leaf, layer)
-
-
 def carrier(step: int) -> Batch:
     """The step's number and its opposite: the gradients' slices depend on the step."""
     return torch.tensor([float(step), -float(step)]), torch.zeros(())
 
 
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The sum of the carrier: 0."""
-    out: Tensor = model(batch[0])
-    return out.sum()
+def timings(name: str, step_ms: float | None, trace: Path | None) -> list[Timing]:
+    """The times of the units of `replay:ARCHITECTURE`, in order."""
+    if step_ms is not None and trace is not None:
+        raise ValueError("step_ms and trace both say how long a step is: give one")
+    architecture = name.removeprefix("replay:")
+    parts = units(architecture)
+    if trace is not None:
+        return from_trace(parts, trace)
+    return by_work(parts, STEP_MS[architecture] if step_ms is None else step_ms)
 
 
 def build(
     name: str, rank: int, seed: int, step_ms: float | None, trace: Path | None
 ) -> Workload:
-    """The workload `replay:ARCHITECTURE`."""
-    if step_ms is not None and trace is not None:
-        raise ValueError("step_ms and trace both say how long a step is: give one")
-    architecture = name.removeprefix("replay:")
-    parts = units(architecture)
-    if trace is None:
-        times = by_work(parts, STEP_MS[architecture] if step_ms is None else step_ms)
-    else:
-        times = from_trace(parts, trace)
-    model = Replay(parts, times, seed, rank)
+    times = timings(name, step_ms, trace)
+    model = Replay(units(name.removeprefix("replay:")), times, seed, rank)
+    forward, backward = zip(*times, strict=True)
     return Workload(
         name=name,
         model=model,
         # The cheapest real update: it stands for an accelerator's.
         optimizer=SGD(model.parameters(), lr=LEARNING_RATE, foreach=True),
         batch=carrier,
-        loss=loss,
-        replayed=True,
-        forward_seconds=sum(timing.forward for timing in times),
-        backward_seconds=sum(timing.backward for timing in times),
+        loss=lambda model, batch: model(batch[0]).sum(),
+        waits=Timing(sum(forward), sum(backward)),
     )

@@ -8,25 +8,12 @@ shows and what a byte costs does not.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim import SGD
 
-from .workload import (
-    HELD_OUT,
-    TASK,
-    TRAIN,
-    Batch,
-    Workload,
-    classification_loss,
-    classification_scores,
-    seeded,
-    stream,
-)
+from .workload import HELD_OUT, TASK, TRAIN, Batch, Workload, classifier, seeded, stream
 
 BATCH_SIZE = 32  # samples a rank
 NUM_HELD_OUT = 512
@@ -50,8 +37,7 @@ class TinyLayers(nn.Module):
         return x
 
 
-def mlp_network() -> nn.Sequential:
-    """The peers' network: three hidden layers of 1024."""
+def mlp() -> nn.Sequential:
     width = MLP_WIDTH
     return nn.Sequential(
         *(part for _ in range(3) for part in (nn.Linear(width, width), nn.ReLU())),
@@ -76,9 +62,8 @@ def draw(
 
 
 def build(name: str, rank: int, seed: int, batch_size: int | None) -> Workload:
-    """The workload `mlp` or `tiny600`."""
     with seeded(seed):
-        model = mlp_network() if name == "mlp" else TinyLayers()
+        model = mlp() if name == "mlp" else TinyLayers()
     shape = (MLP_CLASSES, MLP_WIDTH) if name == "mlp" else (TINY_WIDTH, TINY_WIDTH)
     points = centres(seed, *shape)
     held_out = draw(points, stream(HELD_OUT, seed), NUM_HELD_OUT)
@@ -86,11 +71,4 @@ def build(name: str, rank: int, seed: int, batch_size: int | None) -> Workload:
     def batch(step: int) -> Batch:
         return draw(points, stream(TRAIN, seed, rank, step), batch_size or BATCH_SIZE)
 
-    return Workload(
-        name=name,
-        model=model,
-        optimizer=SGD(model.parameters(), lr=0.05, momentum=0.9),
-        batch=batch,
-        loss=classification_loss,
-        evaluate=partial(classification_scores, batch=held_out),
-    )
+    return classifier(name, model, batch, held_out)

@@ -8,16 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
+
+
+class Timing(NamedTuple):
+    """Seconds of computing, or of waiting in its place: in a step or one unit of it."""
+
+    forward: float
+    backward: float
+
 
 # First component of every data stream's seed: streams of different use never meet.
 TASK, TRAIN, HELD_OUT, NOISE = range(4)
@@ -40,9 +49,7 @@ class Workload:
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     max_norm: float | None = None  # norm to which gradients are clipped; None: never
-    replayed: bool = False  # compute is a wait, not computed
-    forward_seconds: float | None = None  # of waiting in a forward; replay only
-    backward_seconds: float | None = None  # of waiting in a backward; replay only
+    waits: Timing | None = None  # in the place of compute: a replay's
 
 
 def stream(use: int, seed: int, rank: int = 0, step: int = 0) -> np.random.Generator:
@@ -84,3 +91,17 @@ def classification_scores(model: nn.Module, batch: Batch) -> dict[str, float]:
         logits = model(x)
     accuracy = (logits.argmax(-1) == y).double().mean()
     return {"loss": F.cross_entropy(logits, y).item(), "accuracy": accuracy.item()}
+
+
+def classifier(
+    name: str, model: nn.Module, batch: Callable[[int], Batch], held_out: Batch
+) -> Workload:
+    """A workload of classes, learned by SGD with momentum."""
+    return Workload(
+        name=name,
+        model=model,
+        optimizer=SGD(model.parameters(), lr=0.05, momentum=0.9),
+        batch=batch,
+        loss=classification_loss,
+        evaluate=partial(classification_scores, batch=held_out),
+    )

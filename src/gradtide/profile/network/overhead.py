@@ -14,20 +14,20 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradtide.plan.medians import across
-from gradtide.plan.network import Network
-from gradtide.plan.trace import StepTrace
-from gradtide.plan.virtual import simulate
-from gradtide.profile.network.progress import Tell
-from gradtide.profile.trace.run import Effort, Everyone, trace
+from gradtide.lab.job import Tell, from_everybody
+from gradtide.lab.workloads.replay import Given
+from gradtide.planner.medians import across
+from gradtide.planner.network import Network
+from gradtide.planner.trace import StepTrace
+from gradtide.planner.virtual import simulate
+from gradtide.profile.trace.run import Effort, trace
 from gradtide.profile.trace.subject import Subject
-from gradtide.replicate import replicate
+from gradtide.replica import replicate
 from gradtide.scheme import parse
 
 SCHEMES = ("topk", "topka2a", "oktopk")
@@ -36,19 +36,6 @@ TURNS = 12  # 96 tensors, 16 million elements: far more than caches hold
 WARM, TIMED = 3, 6  # steps
 LONGEST = 20.0  # seconds of a scheme's steps: on slower links it is left out
 LEAST, MOST = 0.5, 4.0  # factors beyond are accidents
-
-
-class _Given(torch.autograd.Function):
-    """Gradients that are given: copies of stretches of noise."""
-
-    @staticmethod
-    def forward(ctx: Any, model: Made, carrier: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.model = model
-        return carrier.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, gradients[0], *ctx.model.given()
 
 
 class Made(nn.Module):
@@ -66,8 +53,9 @@ class Made(nn.Module):
         # Heavy tails, as in gradtide.lab.workloads.replay.
         self.noise, self.begin = own.square_().mul_(shared).mul_(1e-3), 0
 
-    def forward(self, carrier: Tensor) -> Tensor:
-        out: Tensor = _Given.apply(self, carrier, *self.tensors)  # type: ignore[no-untyped-call]
+    def forward(self) -> Tensor:
+        carrier = torch.zeros(1, requires_grad=True)
+        out: Tensor = Given.apply(self.given, carrier, *self.tensors)  # type: ignore[no-untyped-call]
         return out
 
     def given(self) -> list[Tensor]:
@@ -87,38 +75,35 @@ def with_overhead(network: Network, tell: Tell, turns: int = TURNS) -> Network:
         return network
     model = Made(dist.get_rank(), turns)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    subject = Subject("made up", model, optimizer, lambda _: model(_carrier()).sum())
+    subject = Subject("made up", model, optimizer, lambda _: model().sum())
     tell("training a made-up model, alone")
-    own = trace(subject, Effort(TIMED, WARM), Everyone())
-    traces = _gathered(own)
+    traces = from_everybody(trace(subject, Effort(TIMED, WARM)))
     found: dict[str, float] = {}
     busiest = network.occupancy
     for name in SCHEMES:
         tell(f"training a made-up model by {name}")
         trained = _trained(name, subject, traces, network)
         if trained is not None:
+            factor, busy = trained
             kind = type(parse(name).collective).__name__
-            found[kind] = min(max(trained.factor, LEAST), MOST)
-            busiest = max(busiest, min(trained.busy / network.processors, 1.0))
+            found[kind] = min(max(factor, LEAST), MOST)
+            busiest = max(busiest, min(busy / network.processors, 1.0))
     device = replace(network.device, overhead=found)
     return replace(network, device=device, occupancy=busiest)
 
 
-class _Trained(NamedTuple):
-    """What training by a scheme has shown."""
-
-    factor: float  # measured over predicted seconds of an exchange
-    busy: float  # the share of a processor that a rank used
-
-
 def _trained(
     name: str, subject: Subject, traces: list[StepTrace], network: Network
-) -> _Trained | None:
-    """What training by a scheme shows, or None if it takes too long."""
+) -> tuple[float, float] | None:
+    """What training by a scheme shows, or None if it takes too long.
+
+    Measured over predicted seconds of an exchange, and the share of a processor that a
+    rank used.
+    """
     alone = across(traces)
     told = simulate(alone, parse(name), network)
     # Two machines may round alike numbers differently: rank 0's count.
-    step, predicted = _first((told.step, told.processor - alone.processor))
+    step, predicted = from_everybody((told.step, told.processor - alone.processor))[0]
     if step * (WARM + TIMED) > LONGEST:
         return None
     sync = replicate(subject.model, subject.optimizer, name)
@@ -131,11 +116,10 @@ def _trained(
     finally:
         sync.remove()
     passed, worked = (
-        fmean(_gathered((b - a) / TIMED)) for a, b in zip(begin, end, strict=True)
+        fmean(from_everybody((b - a) / TIMED)) for a, b in zip(begin, end, strict=True)
     )
     measured = worked - fmean(t.processor for t in traces)
-    found: _Trained = _first(_Trained(measured / predicted, worked / passed))
-    return found
+    return from_everybody((measured / predicted, worked / passed))[0]
 
 
 def _steps(subject: Subject, count: int, flush: Callable[[], None]) -> None:
@@ -144,18 +128,3 @@ def _steps(subject: Subject, count: int, flush: Callable[[], None]) -> None:
         subject.optimizer.step()
         subject.optimizer.zero_grad()
     flush()
-
-
-def _carrier() -> Tensor:
-    return torch.zeros(1, requires_grad=True)
-
-
-def _gathered(own: Any) -> list[Any]:
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return everyone
-
-
-def _first(own: Any) -> Any:
-    """Rank 0's."""
-    return _gathered(own)[0]

@@ -1,35 +1,52 @@
-"""What a profile of a network shows: fits with their residuals, and the device."""
+"""What a profile of a network shows: fits with their residuals, device, and chart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gradtide.lab import tables
+from gradtide.lab.chart import COLOURS, panels
+from gradtide.lab.job import Tell
 from gradtide.lab.record import milliseconds
-from gradtide.plan.fit import Point
-from gradtide.plan.measure import Row
-from gradtide.plan.network import Line, Network
+from gradtide.planner.fit import Point
+from gradtide.planner.measure import Row
+from gradtide.planner.network import Line, Network
 from gradtide.profile.network.run import Found
 
 LINKS = {"inter": "between hosts", "intra": "within a host"}
 
 
+@contextmanager
+def shown(seconds: float) -> Iterator[Tell]:
+    """A line on standard error, while there is a terminal; gone at the end."""
+    spinner = Progress(
+        SpinnerColumn(),
+        TimeElapsedColumn(),
+        TextColumn(f"of about {seconds:g} s  {{task.description}}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with spinner:
+        task = spinner.add_task("starting")
+        yield lambda words: spinner.update(task, description=words)
+
+
 def fits(found: Found) -> Table:
     """A row for each kind of request on each link; fits into 80 columns."""
-    grid = Table(
-        header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    grid = tables.grid(
+        *map(tables.name, ("link", "as", "request")),
+        *map(tables.number, ("bytes", "alpha ms", "Mbit/s", "rms", "worst")),
+        padding=(0, 1, 0, 0),
     )
-    for heading in ("link", "as", "request"):
-        grid.add_column(heading, no_wrap=True)
-    headings = ("bytes", "alpha ms", "Mbit/s", "rms", "worst")
-    for heading in headings:
-        grid.add_column(heading, justify="right", no_wrap=True)
     for name, rows in found.rows.items():
         for row in rows:
-            for request in dict.fromkeys(point.name for point in row.points):
-                points = [point for point in row.points if point.name == request]
+            for request, points in _requests(row).items():
                 grid.add_row(name, row.field or "(ring)", request, *_cells(row, points))
         grid.add_section()
     return grid
@@ -56,10 +73,10 @@ def notes(found: Found) -> list[str]:
 
 def device(network: Network) -> Table:
     """The costs beside the wire."""
-    grid = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    grid.add_column("on this device, all ranks at once", no_wrap=True)
-    for heading in ("us a call", "ns an element"):
-        grid.add_column(heading, justify="right", no_wrap=True)
+    grid = tables.grid(
+        tables.name("on this device, all ranks at once"),
+        *map(tables.number, ("us a call", "ns an element")),
+    )
     found = network.device
     lines = {
         "take in a gradient": found.take_in,
@@ -83,9 +100,44 @@ def device(network: Network) -> Table:
     return grid
 
 
+def draw(found: Found, path: Path) -> None:
+    """Times over sizes: points, those left out hollow, and fits; a panel a link."""
+    size, xlabel = (1 + 5.5 * len(found.rows), 4.5), "bytes of a rank's tensor"
+    figure, links = panels([LINKS[name] for name in found.rows], size, xlabel)
+    for rows, axes in zip(found.rows.values(), links, strict=True):
+        requests = dict.fromkeys(request for row in rows for request in _requests(row))
+        colours = dict(zip(requests, COLOURS, strict=False))
+        for row in rows:
+            for point in (*row.points, *row.dropped):
+                axes.plot(
+                    point.nbytes,
+                    point.seconds * 1e3,
+                    marker="o",
+                    markersize=4,
+                    color=colours.get(point.name, "0.5"),
+                    fillstyle="none" if point in row.dropped else "full",
+                )
+            for request, points in _requests(row).items():
+                line = sorted(
+                    {(p.nbytes, 1e3 * row.fit(p.carried, p.starts)) for p in points}
+                )
+                xs, ys = zip(*line, strict=True)
+                axes.plot(xs, ys, color=colours[request], linewidth=1, label=request)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _requests(row: Row) -> dict[str, list[Point]]:
+    """The points of each kind of request."""
+    found: dict[str, list[Point]] = {}
+    for point in row.points:
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
 def _cells(row: Row, points: Sequence[Point]) -> list[str]:
     sizes = sorted({point.nbytes for point in points})
-    errors = [abs(row.fit(point) / point.seconds - 1) for point in points]
+    errors = [abs(row.fit(p.carried, p.starts) / p.seconds - 1) for p in points]
     rate = f"{8e-6 / row.fit.beta:.4g}" if row.fit.beta else "free"
     return [
         f"{_short(sizes[0])}-{_short(sizes[-1])}",

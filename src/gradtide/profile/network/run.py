@@ -7,38 +7,30 @@ Last, all ranks measure their processors together.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
+from gradtide.kfac.costs import InverseTime, time_inverses
 from gradtide.lab.cluster import Cluster
-from gradtide.lab.failure import LabError as LabError
-from gradtide.lab.group import begin
-from gradtide.lab.launch import launch
-from gradtide.lab.worker import run as ending_at_once
-from gradtide.plan.bench import Bench
-from gradtide.plan.fit import Fit, Point
-from gradtide.plan.measure import HURRIED, SHARES, Row, finish, measure_link
-from gradtide.plan.network import Link, Network, load
-from gradtide.profile.network.curvature import with_curvature
+from gradtide.lab.job import Tell, joined, on_every_rank, passed_on, silent
+from gradtide.planner.bench import Bench
+from gradtide.planner.device import Device, Line
+from gradtide.planner.measure import HURRIED, SHARES, Row, finish, measure_link
+from gradtide.planner.network import Link, Network
+from gradtide.profile.device import check_device
 from gradtide.profile.network.overhead import with_overhead
-from gradtide.profile.network.progress import (
-    Tell,
-    follow,
-    passed_on,
-    silent,
-    without_progress,
-)
 from gradtide.transport import connect
 
 FREE = Link.of(0.0, 0.0)
+DIMS = (16, 64, 256, 512, 1024)  # rows of matrices
+REPEATS = 5
+LONGEST = 86400.0  # seconds
 WITHIN = 0.3  # of the time for links: those within hosts
 
 
@@ -55,8 +47,12 @@ class Plan:
     def __post_init__(self) -> None:
         if self.hosts * self.ranks_per_host < 2:
             raise ValueError("one rank has nobody to talk to: use 2 or more")
-        if not self.seconds > 0:
-            raise ValueError(f"--seconds {self.seconds}: measuring takes time")
+        if not 0 < self.seconds <= LONGEST:
+            raise ValueError(
+                f"--seconds {self.seconds}: measuring takes time, above 0 and at most "
+                "a day's"
+            )
+        check_device(self.device)
 
 
 @dataclass(frozen=True)
@@ -66,24 +62,13 @@ class Found:
     network: Network
     rows: dict[str, list[Row]]
 
-    def rows_text(self) -> str:
-        return json.dumps({k: [asdict(r) for r in v] for k, v in self.rows.items()})
-
 
 def emulated(plan: Plan, tell: Tell = silent) -> Found:
     """Measure an emulated cluster. LabError where a rank fails."""
-    with tempfile.TemporaryDirectory(prefix="gradtide-") as folder:
-        network, rows = Path(folder, "network.json"), Path(folder, "rows.json")
-        asked = json.dumps([asdict(plan), str(network), str(rows)])
-        paths = os.pathsep.join(path for path in sys.path if path)
-        with without_progress():
-            launch(
-                Cluster(plan.hosts, plan.ranks_per_host, plan.rate),
-                [sys.executable, "-m", "gradtide.profile.network.run", asked],
-                env={"PYTHONPATH": paths, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-                on_line=follow(tell),
-            )
-        return Found(load(network), _rows(rows.read_text(encoding="utf-8")))
+    cluster = Cluster(plan.hosts, plan.ranks_per_host, plan.rate)
+    return on_every_rank(
+        cluster, among, plan, passed_on, tell=tell, show=lambda rank, line: None
+    )
 
 
 def among(plan: Plan, tell: Tell = silent) -> Found | None:
@@ -91,11 +76,9 @@ def among(plan: Plan, tell: Tell = silent) -> Found | None:
 
     `tell` is called on rank 0 with what comes next.
     """
-    begin("gloo" if plan.device == "cpu" else None)
-    rank = dist.get_rank()
-    found = measure(plan, tell if rank == 0 else silent)
-    dist.destroy_process_group()
-    return found if rank == 0 else None
+    with joined("gloo" if plan.device == "cpu" else None) as (rank, _):
+        found = measure(plan, silent if rank else tell)
+    return None if rank else found
 
 
 def measure(plan: Plan, tell: Tell = silent) -> Found:
@@ -152,6 +135,32 @@ def _between(
     return found[0]
 
 
+def with_curvature(known: Device, device: torch.device) -> Device:
+    """`known` with the times of K-FAC's inversions and products on `device`.
+
+    Called by all ranks at once, as they share cores in training.
+    """
+    slow = _product(device, DIMS[-1])
+    fast = _product(device, DIMS[0])
+    each = slow / DIMS[-1] ** 3
+    return replace(
+        known,
+        inverse=InverseTime.fit(time_inverses(DIMS, device)),
+        product=Line(max(fast - each * DIMS[0] ** 3, 0.0), each),
+        beside=device.type == "cpu",
+    )
+
+
+def _product(device: torch.device, rows: int) -> float:
+    """Median seconds of a product of two square matrices."""
+    a, seconds = torch.rand(rows, rows, device=device), []
+    for _ in range(REPEATS + 1):
+        begin = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[1:])
+
+
 def _device(plan: Plan) -> torch.device:
     device = torch.device(plan.device)
     if device.type == "cpu":
@@ -159,29 +168,3 @@ def _device(plan: Plan) -> torch.device:
     device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device)
     return device
-
-
-def _rows(text: str) -> dict[str, list[Row]]:
-    def row(found: dict[str, object]) -> Row:
-        points = {
-            name: tuple(Point(**point) for point in found[name])  # type: ignore[attr-defined]
-            for name in ("points", "dropped")
-        }
-        fits = {name: Fit(**found[name]) for name in ("fit", "processor")}  # type: ignore[arg-type]
-        return Row(str(found["field"]), **fits, **points)  # type: ignore[arg-type]
-
-    return {
-        name: [row(each) for each in rows] for name, rows in json.loads(text).items()
-    }
-
-
-def _main(asked: str) -> None:
-    plan, network, rows = json.loads(asked)
-    found = among(Plan(**plan), passed_on)
-    if found is not None:
-        found.network.save(Path(network))
-        Path(rows).write_text(found.rows_text(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    ending_at_once(lambda: _main(sys.argv[1]))

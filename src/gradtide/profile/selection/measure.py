@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import mean
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradtide.bucket import Payload
-from gradtide.select import Selector
+from gradtide.core.payload import Payload
+from gradtide.selectors import Selector
 
 TOPK, COPY = "torch.topk", "copy"  # the yardsticks, beside the selectors' names
 LAYER = 1 << 14  # elements of one scale: gradients differ between layers
@@ -47,11 +46,15 @@ class Effort:
 
 @dataclass(frozen=True)
 class Timing:
-    """Each timed round's seconds, on the wall and of CPU; mean number of entries."""
+    """Each timed round's seconds, on the wall and of CPU, and number of entries."""
 
-    seconds: Sequence[float]
-    cpu_seconds: Sequence[float]
-    count: float
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def count(self) -> float:
+        return mean(self.counts)
 
 
 class Gradients:
@@ -101,43 +104,22 @@ def measure(
     k = max(1, round(density * n))
     start = gradients.residual(density)
     rounds = {name: _at_work(s, k, start.clone()) for name, s in selectors.items()}
-    rounds[TOPK] = lambda gradient: _topk(gradient, k)
+    rounds[TOPK] = lambda x: len(torch.topk(x.abs(), k, sorted=False).indices)
     rounds[COPY] = lambda gradient: len(start.copy_(gradient))
-    for _ in _alternate(rounds, gradients, WARMUP, effort.seconds / 3, least=1):
-        pass
-    found: dict[str, list[_Taken]] = {name: [] for name in rounds}
-    for name, taken in _alternate(
-        rounds, gradients, effort.repeats, effort.seconds, least=LEAST
-    ):
-        found[name].append(taken)
-    return {name: _timing(each) for name, each in found.items()}
-
-
-class _Taken(NamedTuple):
-    seconds: float
-    cpu_seconds: float
-    selected: int
-
-
-def _timing(taken: Sequence[_Taken]) -> Timing:
-    seconds, cpu_seconds, counts = zip(*taken, strict=True)
-    return Timing(seconds, cpu_seconds, mean(counts))
+    _alternate(rounds, gradients, WARMUP, effort.seconds / 3, least=1)
+    return _alternate(rounds, gradients, effort.repeats, effort.seconds, LEAST)
 
 
 def _at_work(selector: Selector, k: int, flat: Tensor) -> Round:
-    load = Payload(flat, [flat])
+    payload = Payload(flat, [flat])
 
     def work(gradient: Tensor) -> int:
         flat.add_(gradient)
-        where = selector(flat, k, load.state)
-        load.take(where)
+        where = selector(flat, k, payload.state)
+        payload.pop_entries(where)
         return len(where)
 
     return work
-
-
-def _topk(x: Tensor, k: int) -> int:
-    return len(torch.topk(x.abs(), k, sorted=False).indices)
 
 
 def _alternate(
@@ -146,22 +128,23 @@ def _alternate(
     repeats: int,
     budget: float,
     least: int,
-) -> Iterator[tuple[str, _Taken]]:
+) -> dict[str, Timing]:
     """Rounds of all in turn, until repeats or seconds are out.
 
     Each has its first `least` rounds (if as many repeats are asked) whatever they take.
     """
-    spent = dict.fromkeys(rounds, 0.0)
+    found = {name: Timing() for name in rounds}
     for turn in range(repeats):
         gradient = gradients.draw()
         for name, work in rounds.items():
-            if turn >= least and spent[name] > budget:
+            timing = found[name]
+            if turn >= least and sum(timing.seconds) > budget:
                 continue
             busy, begin = time.process_time(), _now(gradient)
-            count = work(gradient)
-            seconds, cpu = _now(gradient) - begin, time.process_time() - busy
-            spent[name] += seconds
-            yield name, _Taken(seconds, cpu, count)
+            timing.counts.append(work(gradient))
+            timing.seconds.append(_now(gradient) - begin)
+            timing.cpu_seconds.append(time.process_time() - busy)
+    return found
 
 
 def _now(x: Tensor) -> float:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
+from gradtide.lab import tables
+from gradtide.lab.chart import COLOURS, panels
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import milliseconds
-from gradtide.profile.selection.chart import draw
-from gradtide.profile.selection.findings import DenseTime, Record, Result
 from gradtide.profile.selection.measure import COPY, TOPK
+from gradtide.profile.selection.run import DenseTime, Record, Result
 
 WIDTH = 80  # columns of table.txt
 _NOTHING = "-"
-_HEADINGS = ("ms", "CPU ms", "x copy", "x topk", "realised", "break-even")
+_MARKERS = "os^vDPX*"
 
 
 def preface(device: str, threads: int, ranks: int) -> str:
@@ -37,13 +37,12 @@ def preface(device: str, threads: int, ranks: int) -> str:
 def table(results: Sequence[Result], dense: Sequence[DenseTime]) -> Group:
     """The rows of one size, in blocks of one density."""
     n = results[0].n
-    grid = Table(
-        header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    headings = ("ms", "CPU ms", "x copy", "x topk", "realised", "break-even")
+    grid = tables.grid(
+        *map(tables.name, ("density", "selector")),
+        *map(tables.number, headings),
+        padding=(0, 1, 0, 0),
     )
-    grid.add_column("density", no_wrap=True)
-    grid.add_column("selector", no_wrap=True)
-    for heading in _HEADINGS:
-        grid.add_column(heading, justify="right", no_wrap=True)
     for density in dict.fromkeys(row.density for row in results):
         block = {row.name: row for row in results if row.density == density}
         for row in block.values():
@@ -80,6 +79,53 @@ def write(out: Path, record: Record) -> None:
     with (out / "table.txt").open("w", encoding="utf-8") as file:
         Console(file=file, width=WIDTH).print(show(record))
     draw(record, out / "chart.png")
+
+
+def draw(record: Record, path: Path) -> None:
+    """A panel for each density: milliseconds over elements, both logarithmic.
+
+    Below a grey line, which is the dense gradient on the wire at one rate, there is
+    time for the sparse message.
+    """
+    densities = list(dict.fromkeys(row.density for row in record.results))
+    titles, size = [f"density {d:g}" for d in densities], (2 + 3.6 * len(densities), 5)
+    figure, found = panels(titles, size, "elements")
+    for density, axes in zip(densities, found, strict=True):
+        _lines(axes, record, density)
+        _wire(axes, record)
+    figure.suptitle(
+        f"accumulate + select + take out on {record.device}, threads: {record.threads};"
+        f" grey: dense all-reduce of {record.ranks} ranks on the wire",
+        fontsize=9,
+    )
+    handles, labels = found[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _lines(axes: Any, record: Record, density: float) -> None:
+    for place, name in enumerate(dict.fromkeys(row.name for row in record.results)):
+        rows = [r for r in record.results if (r.name, r.density) == (name, density)]
+        yardstick = name in (TOPK, COPY)
+        axes.plot(
+            [row.n for row in rows],
+            [row.seconds * 1e3 for row in rows],
+            label=name,
+            color="black" if yardstick else COLOURS[place % len(COLOURS)],
+            linestyle={TOPK: "--", COPY: ":"}.get(name, "-"),
+            marker=None if yardstick else _MARKERS[place % len(_MARKERS)],
+            markersize=4,
+        )
+
+
+def _wire(axes: Any, record: Record) -> None:
+    for rate in dict.fromkeys(each.rate_bits_per_s for each in record.dense):
+        each = [time for time in record.dense if time.rate_bits_per_s == rate]
+        sizes, times = [t.n for t in each], [t.seconds * 1e3 for t in each]
+        axes.plot(sizes, times, color="0.6", linewidth=0.8)
+        axes.annotate(format_rate(rate), (sizes[-1], times[-1]), fontsize=7, ha="right")
 
 
 def _cells(row: Result, copy: float, topk: float) -> list[str]:

@@ -1,24 +1,137 @@
-"""A profile of selection from what was asked to the record."""
+"""A profile of selection from what was asked to the record.
+
+Bytes on the wire are those that a rank sends; rates are in bits/s, of each rank's link
+each way. Latency is not counted there, and neither is anything that overlaps.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass, field
+from statistics import median
 
-import psutil
+import numpy as np
 import torch
 
-from gradtide.lab.record import command_line, commit, machine, versions
-from gradtide.profile.selection.findings import (
-    DenseTime,
-    Record,
-    Result,
-    dense_times,
-    rows,
+from gradtide.collectives._entries import length
+from gradtide.lab.record import origin
+from gradtide.profile.device import THREADS, check_device
+from gradtide.profile.selection.measure import (
+    COPY,
+    TOPK,
+    Effort,
+    Gradients,
+    Timing,
+    measure,
 )
-from gradtide.profile.selection.measure import Effort, Gradients, measure
-from gradtide.select import SELECTORS
+from gradtide.selectors import SELECTORS
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row: medians over `rounds` timed rounds at one size and one density.
+
+    The yardsticks select nothing that is sent: None where that matters.
+    """
+
+    name: str
+    n: int
+    density: float
+    rounds: int
+    seconds: float
+    seconds_p25: float
+    seconds_p75: float
+    cpu_seconds: float  # of the process: less than `seconds` if others were at work
+    realised_density: float | None
+    break_even_bits_per_s: float | None
+
+
+@dataclass(frozen=True)
+class DenseTime:
+    """Seconds that the dense gradient of `n` elements spends on the wire."""
+
+    n: int
+    rate_bits_per_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that `record.json` says."""
+
+    command: str
+    commit: str | None
+    versions: dict[str, str]
+    machine: dict[str, str | int]
+    device: str
+    threads: int
+    ranks: int
+    dense: list[DenseTime]
+    results: list[Result]
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def dense_bytes(n: int, ranks: int) -> float:
+    """Of a ring all-reduce of `n` float32 elements."""
+    return 2 * (ranks - 1) / ranks * 4 * n
+
+
+def sparse_bytes(n: int, count: float, ranks: int) -> float:
+    """Of an all-gather of about `count` entries of `n` from each rank.
+
+    The plainest of the sparse exchanges, and with many ranks the longest.
+    """
+    return (ranks - 1) * length(round(count), n, torch.float32)
+
+
+def dense_seconds(n: int, ranks: int, rate: float) -> float:
+    """How long the dense exchange takes at `rate`."""
+    return 8 * dense_bytes(n, ranks) / rate
+
+
+def break_even(n: int, count: float, ranks: int, seconds: float) -> float:
+    """The rate below which `seconds` of selection and the sparse exchange are faster.
+
+    Zero if the sparse exchange is the longer one at any rate. All of `seconds` counts
+    against selection, although a dense exchange needs its gradients copied, too.
+    """
+    saved = dense_bytes(n, ranks) - sparse_bytes(n, count, ranks)
+    return max(0.0, 8 * saved / seconds)
+
+
+def dense_times(
+    sizes: Sequence[int], rates: Sequence[float], ranks: int
+) -> list[DenseTime]:
+    """The dense exchange of every size at every rate."""
+    return [
+        DenseTime(n, rate, dense_seconds(n, ranks, rate))
+        for n in sizes
+        for rate in rates
+    ]
+
+
+def row(name: str, n: int, density: float, ranks: int, timing: Timing) -> Result:
+    """What was measured at one size and density, with the break-even rate."""
+    low, middle, high = map(float, np.percentile(timing.seconds, [25, 50, 75]))
+    selects = name not in (TOPK, COPY)
+    return Result(
+        name=name,
+        n=n,
+        density=density,
+        rounds=len(timing.seconds),
+        seconds=middle,
+        seconds_p25=low,
+        seconds_p75=high,
+        cpu_seconds=median(timing.cpu_seconds),
+        realised_density=timing.count / n if selects else None,
+        break_even_bits_per_s=(
+            break_even(n, timing.count, ranks, middle) if selects else None
+        ),
+    )
+
 
 Progress = Callable[[list[Result], list[DenseTime]], None]
 
@@ -36,8 +149,10 @@ class Plan:
     effort: Effort = field(default_factory=Effort)
 
     def __post_init__(self) -> None:
-        if not self.sizes or min(self.sizes) < 1:
-            raise ValueError("sizes are numbers of elements, 1 or more each")
+        if not self.sizes or not 1 <= min(self.sizes) <= max(self.sizes) <= 1e15:
+            raise ValueError(
+                "sizes are numbers of elements, 1 or more each, up to 1e15"
+            )
         if (
             not self.densities
             or not 0 < min(self.densities) <= max(self.densities) <= 1
@@ -45,9 +160,11 @@ class Plan:
             raise ValueError("densities are shares of the elements: above 0, at most 1")
         if self.ranks < 2:
             raise ValueError(f"{self.ranks} ranks exchange nothing: choose 2 or more")
-        if self.threads < 1:
-            raise ValueError(f"{self.threads} threads: at least 1 is needed")
-        _check_device(self.device)
+        if not 1 <= self.threads <= THREADS:
+            raise ValueError(
+                f"{self.threads} threads: at least 1 is needed, at most {THREADS}"
+            )
+        check_device(self.device)
         _check_memory(max(self.sizes), self.device)
 
 
@@ -63,12 +180,12 @@ def run(plan: Plan, argv: Sequence[str], progress: Progress) -> Record:
             results += found
     finally:
         torch.set_num_threads(before)
+    kind = torch.device(plan.device)
     return Record(
-        command=command_line(argv),
-        commit=commit(),
-        versions=versions() | _optional("numba") | _optional("triton"),
-        machine=machine(),
-        device=_device_name(plan.device),
+        **origin(argv, "numba", "triton"),
+        device=(
+            torch.cuda.get_device_name(kind) if kind.type == "cuda" else plan.device
+        ),
         threads=plan.threads,
         ranks=plan.ranks,
         dense=dense_times(plan.sizes, plan.rates, plan.ranks),
@@ -79,23 +196,17 @@ def run(plan: Plan, argv: Sequence[str], progress: Progress) -> Record:
 def _size(plan: Plan, n: int) -> list[Result]:
     selectors = {selector.__name__: selector() for selector in SELECTORS}
     gradients = Gradients(n, torch.device(plan.device))
-    found = []
-    for density in plan.densities:
-        timings = measure(gradients, density, selectors, plan.effort)
-        found += rows(n, density, plan.ranks, timings)
-    return found
-
-
-def _check_device(name: str) -> None:
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name}: {reason} Use cpu, or cuda.") from None
+    return [
+        row(name, n, density, plan.ranks, timing)
+        for density in plan.densities
+        for name, timing in measure(gradients, density, selectors, plan.effort).items()
+    ]
 
 
 def _check_memory(n: int, device: str) -> None:
     """Residuals of all selectors, pool and copy; and what torch.topk takes on a CPU."""
+    import psutil
+
     needed = 4 * n * (len(SELECTORS) + 3) + 24 * n
     free = psutil.virtual_memory().available
     if torch.device(device).type == "cpu" and needed > free:
@@ -103,15 +214,3 @@ def _check_memory(n: int, device: str) -> None:
             f"{n:,} elements take about {needed / 1e9:.1f} GB, of which "
             f"{free / 1e9:.1f} are free: leave the largest of --sizes out"
         )
-
-
-def _device_name(device: str) -> str:
-    kind = torch.device(device)
-    return torch.cuda.get_device_name(kind) if kind.type == "cuda" else device
-
-
-def _optional(package: str) -> dict[str, str]:
-    try:
-        return {package: version(package)}
-    except PackageNotFoundError:
-        return {}

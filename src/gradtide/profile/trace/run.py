@@ -9,27 +9,28 @@ begin that together, too, and the slowest counts.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gradtide.lab import group
+from gradtide.kfac import KFAC
+from gradtide.kfac.layers import KINDS, Kind, Layer, supported
+from gradtide.kfac.packing import pack
+from gradtide.kfac.statistics import Statistics
 from gradtide.lab.cluster import Cluster
-from gradtide.lab.launch import launch
-from gradtide.plan.medians import across
-from gradtide.plan.trace import StepTrace, load
-from gradtide.plan.watch import Watch
-from gradtide.profile.trace.factors import factors
-from gradtide.profile.trace.subject import Subject, Wanted, build
+from gradtide.lab.job import from_everybody, gathered, joined, on_every_rank
+from gradtide.planner.medians import across
+from gradtide.planner.trace import Factors, StepTrace
+from gradtide.planner.watch import Watch
+from gradtide.profile.device import THREADS
+from gradtide.profile.trace.subject import Subject, Wanted, build, check
+
+MOST = 5  # timed steps for factors
 
 
 @dataclass(frozen=True)
@@ -45,60 +46,88 @@ class Effort:
             raise ValueError(
                 f"{self.steps} steps after {self.warmup}: time 1 or more after 0"
             )
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"{self.threads} threads: at least 1 is needed")
+        if self.threads is not None and not 1 <= self.threads <= THREADS:
+            raise ValueError(
+                f"{self.threads} threads: at least 1 is needed, at most {THREADS}"
+            )
 
 
-class Alone:
-    """One process, which nobody waits for."""
+def trace(subject: Subject, effort: Effort) -> StepTrace:
+    """The typical step of a subject: see [Note: At once].
 
-    def together(self) -> None:
-        """Return when all have come here."""
-
-    def slowest(self, seconds: Sequence[float]) -> Sequence[float]:
-        """Of each number, the greatest of all ranks."""
-        return seconds
-
-
-class Everyone(Alone):
-    """All ranks of the default process group."""
-
-    def together(self) -> None:
-        dist.barrier()
-
-    def slowest(self, seconds: Sequence[float]) -> Sequence[float]:
-        found: list[Sequence[float]] = [()] * dist.get_world_size()
-        dist.all_gather_object(found, seconds)
-        return [max(each) for each in zip(*found, strict=True)]
-
-
-ALONE = Alone()
-
-
-def trace(subject: Subject, effort: Effort, ranks: Alone = ALONE) -> StepTrace:
-    """The typical step of a subject: see [Note: At once]."""
+    A collective call, where there is a default process group.
+    """
     watch = Watch(subject.model, subject.optimizer, effort.steps, effort.warmup)
     worked = []
     try:
         for step in range(effort.warmup + effort.steps):
-            ranks.together()
+            _together()
             begin = time.process_time()
             subject.loss(step).backward()  # type: ignore[no-untyped-call]
-            ranks.together()
+            _together()
             subject.optimizer.step()
             subject.optimizer.zero_grad()
             worked.append(time.process_time() - begin)
     finally:
         watch.remove()
-    optimizer = median(ranks.slowest(watch.updates()))
+    optimizer = median(_slowest(watch.updates()))
     found = watch.trace(subject.name).optimized(optimizer)
-    layers = factors(subject, effort.steps, ranks.together)
+    layers = _factors(subject, effort.steps)
     processor = median(worked[effort.warmup :])
     return replace(found, replayed=subject.replayed, layers=layers, processor=processor)
 
 
+def _together() -> None:
+    """Return when all ranks have come here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _slowest(seconds: Sequence[float]) -> Sequence[float]:
+    """Of each number, the greatest of all ranks."""
+    if not dist.is_initialized():
+        return seconds
+    return [max(each) for each in zip(*from_everybody(seconds), strict=True)]
+
+
+def _factors(subject: Subject, steps: int) -> tuple[Factors, ...]:
+    """The layers that K-FAC could precondition, with the median seconds of factors.
+
+    Found in up to MOST steps of their own, in which the optimizer does not step, after
+    one in which nobody knows how often a layer is called. None on an accelerator, which
+    computes when nobody looks.
+    """
+    layers = supported(subject.model, KFAC().max_dim)
+    if not layers or layers[0].weight.device.type != "cpu":
+        return ()
+    packed = {(la, k): torch.empty(la.numel(k)) for la in layers for k in KINDS}
+
+    def ready(layer: Layer, kind: Kind, factor: Tensor) -> None:
+        pack(factor, packed[layer, kind])
+
+    statistics = Statistics(subject.model, layers, ready)
+    times = []
+    for step in range(1 + min(steps, MOST)):
+        _together()
+        statistics.arm()
+        subject.loss(step).backward()  # type: ignore[no-untyped-call]
+        times.append(statistics.spent())
+        statistics.finish()
+        subject.optimizer.zero_grad()
+    names = {p: name for name, p in subject.model.named_parameters()}
+    return tuple(
+        Factors(
+            names[layer.weight],
+            None if layer.bias is None else names[layer.bias],
+            a=median(spent[layer, "A"] for spent in times[1:]),
+            g=median(spent[layer, "G"] for spent in times[1:]),
+            groups=layer.groups,
+        )
+        for layer in layers
+    )
+
+
 def here(wanted: Wanted, effort: Effort) -> StepTrace:
-    """Trace in this process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(effort.threads or threads)
     try:
@@ -114,34 +143,13 @@ def among(wanted: Wanted, effort: Effort) -> StepTrace | None:
     """
     if effort.threads is not None:
         torch.set_num_threads(effort.threads)
-    group.begin()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found = trace(build(wanted, rank, size), effort, Everyone())
-    gathered: list[StepTrace] | None = None
-    if rank == 0:
-        gathered = [found] * size
-    dist.gather_object(found, gathered)
-    dist.destroy_process_group()
-    return None if gathered is None else across(gathered)
+    with joined() as (rank, size):
+        found = gathered(trace(build(wanted, rank, size), effort))
+    return None if found is None else across(found)
 
 
 def copies(wanted: Wanted, effort: Effort, ranks: int) -> StepTrace:
     """Trace so many ranks on this machine at once. LabError where one fails."""
-    with tempfile.TemporaryDirectory(prefix="gradtide-") as folder:
-        answer = Path(folder, "trace.json")
-        asked = json.dumps([asdict(wanted), asdict(effort), str(answer)])
-        module = "gradtide.profile.trace.run"
-        environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        launch(Cluster(ranks), [sys.executable, "-m", module, asked], env=environment)
-        return load(answer)
-
-
-def _main(asked: str) -> None:
-    wanted, effort, answer = json.loads(asked)
-    found = among(Wanted(**wanted), Effort(**effort))
-    if found is not None:
-        found.save(Path(answer))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])
+    cluster = Cluster(ranks)
+    check(wanted, ranks)
+    return on_every_rank(cluster, among, wanted, effort)

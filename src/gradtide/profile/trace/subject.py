@@ -37,50 +37,91 @@ class Wanted:
 
     what: str
     step_ms: float | None = None
-    times: str | None = None  # a file with the times of layers, for a replay
+    times: Path | None = None  # a file with the times of layers, for a replay
     batch_size: int | None = None
-    seed: int = 0
+
+
+def check(wanted: Wanted, size: int) -> None:
+    """Raise ValueError for what is known to be wrong before `size` ranks build it."""
+    if _in_lab(wanted):
+        own = wanted.step_ms, wanted.times, wanted.batch_size
+        workloads.check(wanted.what, size, *own)
+        return
+    path = list(sys.path)
+    try:
+        _factory(wanted)
+    finally:
+        sys.path[:] = path  # ranks would look in the current folder first
+
+
+def _in_lab(wanted: Wanted) -> bool:
+    return wanted.what in workloads.WORKLOADS or wanted.what.startswith("replay:")
 
 
 def build(wanted: Wanted, rank: int = 0, size: int = 1) -> Subject:
     """The subject as this rank sees it; ValueError says what a factory has to be."""
-    known = [name for name, _ in workloads.WORKLOADS]
-    if wanted.what in known or wanted.what.startswith("replay:"):
-        return _workload(wanted, rank, size)
+    if _in_lab(wanted):
+        made = workloads.build(
+            wanted.what,
+            rank=rank,
+            size=size,
+            step_ms=wanted.step_ms,
+            trace=wanted.times,
+            batch_size=wanted.batch_size,
+        )
+        return Subject(
+            made.name,
+            made.model,
+            made.optimizer,
+            lambda step: made.loss(made.model, made.batch(step)),
+            made.waits is not None,
+        )
+    return _made(wanted.what, _factory(wanted))
+
+
+def _factory(wanted: Wanted) -> Callable[[], Any]:
+    """The function that was named; ValueError where there is none."""
     if ":" not in wanted.what:
+        known = ", ".join(workloads.WORKLOADS)
         raise ValueError(
-            f"{wanted.what!r} is no workload ({', '.join(known)}), nor has it a colon: "
-            f"{USAGE}"
+            f"{wanted.what!r} is no workload ({known}), nor has it a colon: {USAGE}"
         )
     if wanted.step_ms or wanted.times or wanted.batch_size:
         raise ValueError(
             f"{wanted.what} says itself what a step is: --step-ms, --times and "
             "--batch-size are for workloads of the lab"
         )
-    return _made(wanted.what)
+    name, _, attribute = wanted.what.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` would
+    try:
+        module = import_module(name)
+    # A module of the user's may raise anything, or be a script that exits.
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            raise ValueError(
+                f"{name!r} cannot be imported, {_said(error)}: correct it first"
+            ) from error
+        raise ValueError(
+            f"there is no module {missing} here ({wanted.what}): start gradtide in the "
+            "folder that holds it, or install it"
+        ) from None
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise ValueError(f"{name} has no function {attribute!r}: {USAGE}")
+    found: Callable[[], Any] = factory
+    return found
 
 
-def _workload(wanted: Wanted, rank: int, size: int) -> Subject:
-    made = workloads.build(
-        wanted.what,
-        rank=rank,
-        size=size,
-        seed=wanted.seed,
-        step_ms=wanted.step_ms,
-        trace=None if wanted.times is None else Path(wanted.times),
-        batch_size=wanted.batch_size,
-    )
-    return Subject(
-        made.name,
-        made.model,
-        made.optimizer,
-        lambda step: made.loss(made.model, made.batch(step)),
-        made.replayed,
-    )
-
-
-def _made(path: str) -> Subject:
-    made = _factory(path)()
+def _made(path: str, factory: Callable[[], Any]) -> Subject:
+    try:
+        made = factory()
+    except Exception as error:  # the user's may raise anything
+        raise ValueError(
+            f"{path} raised {_said(error)}: call it in Python to see where"
+        ) from error
     if not isinstance(made, Sequence) or len(made) != 3:
         raise ValueError(f"{path} returned {_kind(made)}: {USAGE}")
     model, optimizer, loss = made
@@ -93,27 +134,6 @@ def _made(path: str) -> Subject:
     return Subject(path, model, optimizer, lambda step: _checked(path, loss()))
 
 
-def _factory(path: str) -> Callable[[], Any]:
-    name, _, attribute = path.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` would
-    try:
-        module = import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"there is no module {error.name} here ({path}): start gradtide in the "
-            "folder that holds it, or install it"
-        ) from None
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise ValueError(f"{name} has no function {attribute!r}: {USAGE}")
-    found: Callable[[], Any] = factory
-    return found
-
-
 def _checked(path: str, loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ValueError(
@@ -121,6 +141,11 @@ def _checked(path: str, loss: Any) -> Tensor:
             "that was computed by the model, without no_grad()"
         )
     return loss
+
+
+def _said(error: BaseException) -> str:
+    """An error's class, and the first line of what it says."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def _kind(value: Any) -> str:

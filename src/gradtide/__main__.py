@@ -1,0 +1,23 @@
+"""`gradtide`, and `python -m gradtide`: the command line, if its extra is installed."""
+
+from __future__ import annotations
+
+import sys
+
+from gradtide.lab.extras import require
+
+
+def main() -> None:
+    """Run the command line; exit with status 2, and say why, where it cannot be."""
+    try:
+        require("cli", "typer", "rich")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    from gradtide.cli import app
+
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Hooks, and what they must know of torch's autograd beyond its documented surface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+class Hook:
+    """A hook on a module that no copy of the module has: there it does nothing.
+
+    `copied` is called when a copy is being made, by deepcopy or pickle.
+    """
+
+    def __init__(
+        self, call: Callable[..., object], copied: Callable[[], None] = lambda: None
+    ) -> None:
+        self._call, self._copied = call, copied
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._copied()
+        # Takes anything, returns None, and can be loaded where gradtide is not there.
+        return getattr, (nullcontext(), "__exit__")
+
+
+def before_backward(output: Any, call: Callable[[], object]) -> None:
+    """Have `call` called when a backward begins at tensors of a model's output.
+
+    It is called once for each of them, before any gradient of the model is produced.
+    """
+    if not torch.is_grad_enabled():
+        return
+
+    def hook(_: Tensor) -> None:
+        call()
+
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have `call` called when the backward that is running has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def in_backward() -> bool:
+    """Whether this runs inside a backward: a hook, or activation checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,145 @@
+"""The vocabulary of a collective algorithm: what it may ask of the other ranks.
+
+An algorithm is a generator. It yields a request, or a tuple of requests that may travel
+together, and is resumed with the answer (or the tuple of answers). It never sees a
+process group, a stream, a clock or a thread, so the same source runs on
+torch.distributed, on P ranks in one process and on a virtual clock.
+
+Requests own the tensors that they carry until they are answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+
+class Group(NamedTuple):
+    """This rank's place among the ranks that average together."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Answer: `tensor`, summed in place over all ranks."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """Answer: this rank's part of the sum, a view of `tensor` (1-D), which is used up.
+
+    `sizes` are the lengths of the parts in rank order; without them the length must be
+    a multiple of the group's size.
+    """
+
+    tensor: Tensor
+    sizes: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Answer: `into` when it is given, otherwise a new tensor of everybody's `tensor`.
+
+    The new tensor has shape [size, *tensor.shape], or, with uneven `sizes` (lengths in
+    rank order), is 1-D. `into` is 1-D and may contain `tensor` at its place already.
+    """
+
+    tensor: Tensor
+    sizes: Sequence[int] | None = None
+    into: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Answer: the rows that the ranks sent to this one, in rank order.
+
+    `tensor` holds the rows for each rank one after the other; `send` and `recv` count
+    the rows for and from every rank.
+    """
+
+    tensor: Tensor
+    send: Sequence[int]
+    recv: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Answer: the tensor of the same shape that `peer` sent in exchange."""
+
+    tensor: Tensor
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Answer: `tensor`, overwritten in place with that of rank `source`."""
+
+    tensor: Tensor
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToHost:
+    """Answer: `tensor` in host memory. Nothing travels; the device is waited for."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The first half is done: `part` is this rank's finished share of the mean.
+
+    Whoever drives the flow may wait here until the parameters are next read, and may
+    change `part` in place. There is no answer.
+    """
+
+    part: Tensor
+
+
+Op: TypeAlias = (
+    AllReduce | ReduceScatter | AllGather | AllToAll | Swap | Broadcast | ToHost | Cut
+)
+Flow: TypeAlias = Generator[Op | tuple[Op, ...], Any, Tensor]
+
+
+def part_sizes(op: ReduceScatter | AllGather, group: Group) -> list[int]:
+    """Lengths of the parts of a request, in rank order: stated or even."""
+    if op.sizes is not None:
+        return list(op.sizes)
+    length, size = op.tensor.numel(), group.size
+    if isinstance(op, AllGather):
+        return [length] * size
+    assert length % size == 0, f"{length} elements in {size} parts"
+    return [length // size] * size
+
+
+def payload_bytes(op: Op, group: Group) -> int:
+    """Bytes of payload that this rank puts on the wire to have `op` answered.
+
+    The reductions and the gather travel around a ring, the rest in direct messages: no
+    algorithm sends less with equal parts.
+    """
+    rank, size = group
+    match op:
+        case AllReduce(tensor=x):
+            return 2 * (size - 1) * x.nbytes // size
+        case ReduceScatter(tensor=x):
+            return (x.numel() - part_sizes(op, group)[rank]) * x.element_size()
+        case AllGather(tensor=x):
+            sizes = part_sizes(op, group)
+            return (sum(sizes) - sizes[(rank + 1) % size]) * x.element_size()
+        case AllToAll(tensor=x, send=send):
+            return (sum(send) - send[rank]) * (x.nbytes // max(len(x), 1))
+        case Swap(tensor=x, peer=peer):
+            return x.nbytes if peer != rank else 0
+        case Broadcast(tensor=x, source=source):
+            return x.nbytes if rank == source and size > 1 else 0
+        case _:
+            return 0

@@ -1,0 +1,197 @@
+"""What collectives work on: a flat buffer, its parts, and an algorithm's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from gradtide.core.ops import Flow, Group
+
+
+@dataclass
+class Payload:
+    """A collective's view of a bucket.
+
+    `flat` (1-D) holds what to average, and afterwards the residual; `parts` is the same
+    memory in the shapes that it came from; `state` belongs to the algorithm. `weigh`
+    writes the selection scores, where they are not the entries themselves, into a
+    tensor like `flat`, in single precision at least. A collective that has residuals
+    works on entries alone, by these methods.
+    """
+
+    flat: Tensor
+    parts: Sequence[Tensor]
+    state: dict[str, Tensor] = field(default_factory=dict)
+    num_sent: int = 0  # entries taken out since the log was last read
+    nonfinite: Tensor | float = 0.0  # NaN if anything that was checked is not finite
+    weigh: Callable[[Tensor], None] | None = field(default=None, repr=False)
+    _scores: Tensor | None = field(default=None, init=False, repr=False)
+    _mean: Tensor | None = field(default=None, init=False, repr=False)
+    _where: Tensor | None = field(default=None, init=False, repr=False)
+    _version: int = field(default=-1, init=False, repr=False)
+
+    @property
+    def selection_scores(self) -> Tensor:
+        """What selection goes by (1-D, like `flat`): the largest magnitudes travel.
+
+        With `weigh` all of them are computed each time that this is read.
+        """
+        if self.weigh is None:
+            return self.flat
+        if self._scores is None:
+            # Products of small numbers: too small for half precision.
+            dtype = torch.promote_types(self.flat.dtype, torch.float32)
+            self._scores = torch.zeros_like(self.flat, dtype=dtype)
+        self.weigh(self._scores)
+        return self._scores
+
+    def pop_entries(self, where: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Take the entries at `where` (1-D, unique) out of `flat`; returns them.
+
+        They are rounded to `dtype`, in which they travel; what that takes off stays.
+        Infinities and NaNs, also those that `dtype` makes, go too and raise the alarm.
+        """
+        # Slower by a factor of 2 to 5 as indexing with brackets.
+        values = self.flat.index_select(0, where)
+        self.flat.index_fill_(0, where.long(), 0)
+        self.num_sent += len(values)
+        narrow = values.to(dtype or values.dtype).to(values.dtype)
+        self.check_finite(narrow)
+        if narrow is not values:
+            self.add_residual(where, rounded_off(values, narrow))
+        return narrow
+
+    def check_finite(self, values: Tensor) -> None:
+        """Raise the alarm if any of `values`, as they travel, is infinite or NaN.
+
+        Nothing waits for the device: `nonfinite` is 0 or NaN once somebody reads it. It
+        is read when every flow has asked for something: later would be a step late.
+        """
+        self.nonfinite = self.nonfinite + values.mul(0).sum(dtype=torch.float32)
+
+    def check_all_finite(self, dtype: torch.dtype) -> None:
+        """`check_finite` all of `flat`, as `dtype`: one reading pass."""
+        self.check_finite(torch.stack(torch.aminmax(self.flat)).to(dtype))
+
+    def add_residual(self, where: Tensor, values: Tensor) -> None:
+        """Add `values` to the residuals of the entries at `where` (unique)."""
+        self.flat.index_add_(0, where, values.to(self.flat.dtype))
+
+    def sparse_mean(self, where: Tensor, values: Tensor) -> Tensor:
+        """A mean (1-D, like `flat`) that is zero but for `values` at `where` (unique).
+
+        The memory is the payload's, until the next call. Only what the last call wrote
+        is cleared, unless somebody else wrote there since: a pass over memory, and more
+        so fresh pages, would cost more than the exchange.
+        """
+        mean, last = self._mean, self._where
+        if mean is None:
+            mean = torch.zeros_like(self.flat)
+        elif last is not None and mean._version == self._version:
+            mean.index_fill_(0, last, 0)
+        else:
+            mean.zero_()
+        where = where.long()
+        mean.index_copy_(0, where, values.to(mean.dtype))
+        self._mean, self._where, self._version = mean, where, mean._version
+        return mean
+
+    def mean_buffer(self) -> Tensor:
+        """Memory for a mean that is written as a whole: the same as `sparse_mean`'s."""
+        if self._mean is None:
+            self._mean = torch.empty_like(self.flat)
+        self._where = None
+        return self._mean
+
+
+def rounded_off(values: Tensor, narrow: Tensor) -> Tensor:
+    """What rounding to `narrow` took off `values`, for the residual.
+
+    It is zero where a value is not finite: that travels as such and does not stay.
+    """
+    return (values - narrow).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def round_off(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round `values` in place to what `dtype` can hold; returns what that took off."""
+    rest = rounded_off(values, values.to(dtype))
+    values.sub_(rest)
+    return rest
+
+
+def next_step(state: dict[str, Tensor], key: str = "step") -> int:
+    """How often this was called on `state` before: the number of a payload's step."""
+    step = state.setdefault(key, torch.zeros((), dtype=torch.int64))
+    step += 1
+    return int(step) - 1
+
+
+class Collective(Protocol):
+    """An averaging algorithm: a frozen dataclass of hyper-parameters.
+
+    The contract is the conservation law, over all ranks r
+    (`gradtide.testing.check_law`):
+
+        sum_r before_r == P * mean + sum_r after_r
+
+    where `mean` is the flow's result, bit-identical on all ranks, and `after_r` is what
+    it left in `payload.flat`, the residual. A flow may return `payload.flat` itself, as
+    the mean: the residual is empty then.
+    """
+
+    def reduce(self, payload: Payload, group: Group) -> Flow: ...
+
+
+class Traits:
+    """What a collective says of itself; nobody asks for its class.
+
+    These are the defaults. A wrapper holds what it wraps in its field `collective`.
+    """
+
+    dense = False  # there is never a residual
+    undecided = False  # stands for what is still to be chosen
+    transparent = False  # in the long run a wrapper asks for what is wrapped does
+    # For rehearsals. What requests depend on: on the bucket's length in a straight
+    # line, on the shapes of its parts, or on numbers.
+    depends_on: Literal["length", "shapes", "numbers"] = "numbers"
+    alike = True  # what is gathered from others could be copies of what is sent
+    searches_part = False  # of a bucket, and not by its `select`
+    small = 0  # bytes up to which values travel in another way
+
+    @property
+    def takes_momentum(self) -> bool:
+        """Whether `with_momentum(a, b)` computes the optimizer's: u = a u + b g."""
+        return False
+
+    def pays_below(self, size: int) -> float | None:
+        """The density below which fewer bytes travel than densely, if P decides it."""
+        return None
+
+    def dense_next(self, state: dict[str, Tensor]) -> bool:
+        """Whether, by a payload's state, the next exchange is a warm-up's dense one."""
+        return False
+
+    def dense_last(self, state: dict[str, Tensor]) -> bool:
+        """Whether the last exchange was one."""
+        return False
+
+
+def traits(collective: object) -> Traits:
+    """What a collective says of itself; the defaults, if it does not."""
+    return collective if isinstance(collective, Traits) else Traits()
+
+
+def layers(collective: object) -> Iterator[object]:
+    """A collective and those that are wrapped, from the outside in."""
+    while collective is not None:
+        yield collective
+        collective = getattr(collective, "collective", None)
+
+
+def settled(collective: object) -> object:
+    """What asks for something in the long run: what transparent wrappers wrap."""
+    return next(c for c in layers(collective) if not traits(c).transparent)

@@ -1,0 +1,53 @@
+"""What the engine needs of a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from gradtide.core.ops import Group, Op
+
+
+class CommunicationError(RuntimeError):
+    """An exchange failed: a peer died, stalled past the timeout, or asked otherwise."""
+
+
+class Ticket(Protocol):
+    """Work that was submitted to a queue."""
+
+    def join(self) -> None:
+        """Return when what follows may rely on the work; raise what the work raised."""
+
+
+class Transport(Protocol):
+    """Answers requests, on a queue of its own.
+
+    Invariant: work runs strictly in the order of submission, so the order of requests
+    on the wire is a function of the program alone (guard: tests/core/test_engine.py).
+    `issue` and `wait` are called from submitted work only; `issue` does not wait.
+    `begin` is the part of a submission that does not wait either: it may run early,
+    while all that is left of the work before it is waiting.
+    """
+
+    group: Group
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that this rank has sent since it was connected."""
+        ...
+
+    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket: ...
+    def carried(self, total: float, largest: float, smallest: float) -> float:
+        """Bytes that a link passes while parts are summed, each for its owner.
+
+        The arguments are bytes of the parts, of which there is one for each rank.
+        """
+        ...
+
+    def issue(self, op: Op) -> Any: ...
+    def wait(self, pending: Any) -> Any: ...
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The `value` of all ranks, in order; this blocks, and is for set-up only."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,85 @@
+"""What commands have in common: options, where ranks are, and how errors are told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from typer import Exit, Option, echo
+
+from gradtide.lab.cluster import LabError
+from gradtide.lab.rate import parse_rate
+
+Hosts = Annotated[int | None, Option(help="Emulated hosts. Not under torchrun.")]
+RanksPerHost = Annotated[int, Option(help="Ranks on each host.")]
+Warmup = Annotated[int, Option(help="Steps before the first timed one.")]
+Device = Annotated[str, Option(help="Where gradients are: cpu or cuda.")]
+StepMs = Annotated[
+    float | None, Option(help="Milliseconds of compute of a step; for a replay.")
+]
+Times = Annotated[
+    Path | None, Option(help="JSON with the times of layers; for a replay.")
+]
+
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """What a user can put right is told in a line, without a traceback."""
+    try:
+        yield
+    except (ValueError, LabError) as error:
+        echo(f"error: {error}", err=True)
+        raise Exit(1 if isinstance(error, LabError) else 2) from None
+
+
+class Torchrun(NamedTuple):
+    """What torchrun tells a process that it has started."""
+
+    rank: int
+    size: int
+    local_size: int  # ranks on each host
+
+
+def torchrun() -> Torchrun | None:
+    """Where this process is among torchrun's; None where torchrun has not started it.
+
+    Raises ValueError where RANK is set, and the rest is not as torchrun sets it.
+    """
+    if "RANK" not in os.environ:
+        return None
+    remedy = "start this command with torchrun, or unset RANK"
+    names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ValueError(f"RANK is set, but not {', '.join(missing)}: {remedy}")
+    given = {"LOCAL_WORLD_SIZE": "1", **os.environ}
+    for name in (*_PLACE, "MASTER_PORT"):
+        if not (given[name].isascii() and given[name].isdecimal()):
+            raise ValueError(f"{name} is {given[name]!r}, no number: {remedy}")
+    found = Torchrun(*(int(given[name]) for name in _PLACE))
+    rank, size, local = found
+    if rank >= size or local < 1 or size % local:
+        words = ", ".join(f"{name}={given[name]}" for name in _PLACE)
+        raise ValueError(f"{words} do not fit together: {remedy}")
+    return found
+
+
+def layout(
+    hosts: int | None, ranks_per_host: int, rate: str | None, example: str
+) -> tuple[int, int, float | None]:
+    """Hosts, ranks on each, and bits/s: as asked, or as torchrun has them."""
+    bits = None if rate is None else parse_rate(rate)
+    there = torchrun()
+    if there is not None:
+        return there.size // there.local_size, there.local_size, bits
+    if hosts is None or rate is None:
+        raise ValueError(
+            f"{example} emulates a cluster (--rate none: loopback); or start this "
+            "command with torchrun"
+        )
+    return hosts, ranks_per_host, bits

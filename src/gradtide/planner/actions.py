@@ -1,0 +1,171 @@
+"""What each action of a step takes: the driver of a `Step` on the virtual clock.
+
+[Note: Passes] Before the optimizer's step a local one compares parameters with what the
+last exchange left. Afterwards it takes differences, restores, adds to what was left
+behind, adds the mean, owes what was sent ahead, and remembers. All are passes over
+memory, each at the cost of taking gradients in. A trace does not tell whether the
+optimizer is Adam, whose steps are weighed on the queue: that is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from gradtide.core.engine import Engine
+from gradtide.core.ops import AllReduce
+from gradtide.core.payload import settled, traits
+from gradtide.core.step import Stage
+from gradtide.planner.curvature import Laid, Second
+from gradtide.planner.cutting import buckets
+from gradtide.planner.rehearsal import Rehearsed
+from gradtide.planner.trace import StepTrace, Unit
+from gradtide.planner.transport import VirtualTransport
+from gradtide.runtime.buckets import LARGE, GradientBucket
+from gradtide.runtime.preconditioning import Launchable, Preconditioning
+from gradtide.runtime.training import Unpreconditioned
+from gradtide.scheme import Scheme
+
+BEFORE, OFFERED, SETTLED = 1, 3, 3  # passes: see [Note: Passes]
+
+
+class Actions:
+    """Charges what a step's actions take, with the real engine and the real flows."""
+
+    recording = False
+
+    def __init__(
+        self, trace: StepTrace, scheme: Scheme, transport: VirtualTransport
+    ) -> None:
+        self.trace, self.transport = trace, transport
+        self.device = transport.network.device
+        self.engine = Engine(transport, transport.clock)
+        self.local = scheme.schedule.launch == "step"
+        self.count = 1  # of steps: as if it had gone on for long
+        # Seconds of the training thread; "apply" is the optimizer's and K-FAC's.
+        self.spent = dict.fromkeys(("forward", "backward", "apply"), 0.0)
+        self.rested = 0.0  # seconds of a replay's waits in this step
+        self.idle = 0.0  # of them, those before anything of the step was sent
+        self._sent = False  # anything of this step
+        # Of a deferred step, second halves are on their way meanwhile.
+        self._deferred = scheme.schedule.update == "forward"
+        self.buckets = buckets(trace, scheme, transport.network)
+        self._used: Callable[[], object] | None = None
+        inner = settled(scheme.collective)
+        self._ranks = 0 if traits(inner).dense else transport.group.size
+        if self._ranks:
+            transport.overhead = self.device.overhead_of(type(inner).__name__)
+        for bucket in self.buckets:
+            own = self._units(bucket)
+            shapes = tuple(unit.shape or (unit.numel,) for unit in own)
+            bucket.collective = Rehearsed(
+                transport, scheme.collective, shapes, lambda: self.count
+            )
+        self.second: Second | None = None  # K-FAC
+        laid = Laid(self.buckets, {})
+        self.steps: Preconditioning | Unpreconditioned = Unpreconditioned(laid)
+
+    def begin(self) -> None:
+        """A step begins with its forward."""
+        self.rested, self._sent = 0.0, False
+
+    def own(self) -> float:
+        """Seconds that the training thread has not waited, nor computed factors."""
+        own = self.transport.clock() - self.engine.telemetry.exposed_seconds
+        return own if self.second is None else own - self.second.told.seconds
+
+    def _units(self, bucket: GradientBucket) -> list[Unit]:
+        return [self.trace.units[slot.position] for slot in bucket.slots]
+
+    def _updated(self, start: float) -> None:
+        self.spent["apply"] += self.own() - start
+
+    # - What a step does ---------------------------------------------------------------
+
+    def _nothing(self, *_: object, **__: object) -> None:
+        """What takes no time."""
+
+    prepare = drop = refuse = _nothing
+
+    def plan(self) -> Sequence[Launchable]:
+        return self.steps.plan()
+
+    def fill(self, bucket: Any) -> None:
+        if not bucket.keeps:
+            self.steps.leave(bucket)
+        elif self.local:
+            self._pass(bucket, OFFERED)
+        else:
+            numels = [unit.numel for unit in self._units(bucket)]
+            small = sum(numel for numel in numels if numel < LARGE)
+            self.transport.work(self.device.take_in(small))
+
+    def _pass(self, bucket: GradientBucket, passes: int) -> None:
+        start, numel = self.own(), bucket.payload.flat.numel()
+        self.transport.work(self.device.take_in(passes * numel))
+        self._updated(start)
+
+    def launch(self, bucket: Any, hold: bool) -> None:
+        if not self._sent:
+            self._sent, self.idle = True, 0.0 if self._deferred else self.rested
+        bucket.launch(self.engine, hold)
+
+    def collect(self) -> None:
+        if self.local:  # all ranks hear of alarms at once
+            self.engine.ask("finite", _flags(self.transport.group.size + 1))()
+        else:
+            self.steps.collect()
+
+    def conclude(self, hold: bool) -> None:
+        numel = len(self.trace.units) + self._ranks
+        self._used = self.engine.ask("used", _flags(numel))
+        self.steps.invert(hold)
+
+    def receive(self, bucket: GradientBucket) -> None:
+        bucket.finish(self.engine)
+
+    def deliver(self) -> None:
+        if self._used is not None:
+            self._used()
+            self._used = None
+
+    def update(self, fresh: bool) -> None:
+        start = self.own()
+        if self.second is not None:
+            self.steps.precondition(self.second.optimizer)
+        self.transport.compute(self.trace.optimizer)
+        self._updated(start)
+        if self.local:
+            for bucket in self.buckets:
+                self._pass(bucket, BEFORE)
+            self.engine.ask("alike", _flags(1))()
+
+    def defer(self) -> None:
+        if self.second is not None:
+            self.steps.defer(self.second.optimizer)
+
+    def release(self, bucket: GradientBucket) -> None:
+        assert bucket.flight is not None
+        self.engine.release(bucket.flight)
+        if bucket.stage is Stage.DUE:
+            self.steps.release(bucket)
+
+    def needs(self, bucket: GradientBucket) -> Iterable[GradientBucket]:
+        self.deliver()
+        return self.steps.needs(bucket)
+
+    def apply(self, bucket: GradientBucket) -> None:
+        if self.local:
+            self._pass(bucket, SETTLED)
+            return
+        start = self.own()
+        self.steps.update(bucket)
+        seconds = sum(unit.optimizer for unit in self._units(bucket))
+        self.transport.compute(seconds)
+        self._updated(start)
+
+
+def _flags(numel: int) -> AllReduce:
+    return AllReduce(torch.empty(numel, dtype=torch.int32, device="meta"))

@@ -1,0 +1,217 @@
+"""Which of the ranked schemes to train with, which rules say so, and in words why.
+
+All words are derived from predictions: what of the exchange is exposed, how far a step
+is from its limit, what selection costs and what it saves.
+
+[Note: Kinds] Losses are compared in steps, not in seconds: a scheme that rounds on the
+wire (bf16) counts as nearly lossless and has to be faster by NEARLY; one that delivers
+part of the gradient later may need more steps to the same loss, nobody knows how many
+before having tried. So it is recommended only if it would be faster even if it needed
+`margin` more steps, and its break-even is always stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradtide.planner.search import DENSE, Choice, Kind
+from gradtide.planner.virtual import Prediction
+from gradtide.scheme import RECIPES
+
+HIDDEN = 0.05  # of a step: what is exposed of the exchange, where it counts as hidden
+SAME = 1.02  # by this factor and less, two steps of a kind take equally long
+NEARLY = 0.05  # more steps that a rounded scheme has to be worth
+CLOSE = 0.1  # shares that are too small to be named
+MARGIN = 0.25  # more steps that a lossy scheme has to be worth
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that holds here, in words, and the numbers that it was judged by."""
+
+    name: str
+    words: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to train with.
+
+    `choices` as `rank` returns them. `lossless` is the best of the lossless schemes,
+    the plainest of equals; `dense` the better of that and of the rounded ones;
+    `recommended` is `dense` or a lossy one; `fastest` is the fastest of all, whatever
+    it loses. `rules` say what speaks against compression (empty: nothing does).
+    """
+
+    choices: Sequence[Choice]
+    lossless: Choice
+    dense: Choice
+    recommended: Choice
+    fastest: Choice
+    rules: Sequence[Rule]
+    margin: float
+
+    def break_even(self, choice: Choice) -> float:
+        """How many more steps than `dense` the choice may need before it loses.
+
+        A share: 0.2 is 20 % more. Negative where its steps alone take longer.
+        """
+        return self.dense.step / choice.step - 1
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what to use, and why nothing else."""
+        best = self.recommended
+        words = f"use {best.name}: {ms(best.step)} a step"
+        if best.kind == "lossy":
+            needed = more(self.break_even(best), self.dense.name)
+            dense = ms(self.dense.step)
+            return f"{words}, worth it if it needs less than {needed} ({dense} a step)"
+        if best.kind == "rounded":
+            gain = percent(self.lossless.step / best.step - 1)
+            words += f", {gain} faster than {self.lossless.name}, which is exact"
+        against = [rule.words for rule in self.rules if rule.name != "two ranks"]
+        return f"{words}. Don't compress: {'; '.join(against)}" if against else words
+
+    def reasons(self, choice: Choice) -> list[str]:
+        """Why a step of the choice takes as long as it does, and what it is worth."""
+        if choice.refused:
+            return [choice.refused]
+        told = choice.prediction
+        exposed, exchange = ms(told.exposed), ms(told.exchange)
+        if _hidden(choice):
+            words = [f"all but {exposed} of {exchange} of exchange hidden"]
+        else:
+            share = percent(told.exposed / told.step)
+            words = [f"waits {exposed}, {share} of the step", _distance(told)]
+        return words + (self._price(choice) if choice.kind == "lossy" else [])
+
+    def _price(self, choice: Choice) -> list[str]:
+        """What selection costs and saves, and how many more steps that is worth."""
+        told, dense, name = choice.prediction, self.dense.prediction, self.dense.name
+        saved = dense.exposed - told.exposed
+        paid = (told.step - told.exposed) - (dense.step - dense.exposed)
+        gain = self.break_even(choice)
+        words = [f"sends {percent(told.sent_bytes / dense.sent_bytes)} of the bytes"]
+        if saved <= 0:
+            words.append(f"exposes no less than {name}")
+        elif paid > CLOSE * saved:
+            words.append(f"selection and scatter take {ms(paid)} to save {ms(saved)}")
+        if gain > 0:
+            words.append(f"worth it only if it needs less than {more(gain)}")
+        else:
+            slower = percent(choice.step / self.dense.step - 1)
+            words.append(f"a step takes {slower} longer than {name}'s")
+        return words
+
+
+def advise(choices: Sequence[Choice], size: int, margin: float = MARGIN) -> Advice:
+    """What to train with among `size` ranks; `choices` as `rank` returns them.
+
+    A lossy scheme has to be faster even with `margin` (a share) more steps.
+    """
+    usable = [choice for choice in choices if not choice.refused]
+    best = {kind: _plainest(usable, kind) for kind in {c.kind for c in usable}}
+    lossless, rounded, lossy = best["lossless"], best["rounded"], best.get("lossy")
+    rules = []
+    if _hidden(lossless):
+        rules.append(_overlap("overlap suffices", lossless))
+    elif _hidden(rounded):
+        rules.append(_overlap("bf16 suffices", rounded))
+    hidden = bool(rules)
+    if size == 2:
+        words = "between 2 ranks a dense exchange sends each gradient only once"
+        rules.append(Rule("two ranks", words, {"ranks": 2}))
+    worth = lossless.step > (1 + NEARLY) * rounded.step
+    recommended = dense = rounded if worth and not _hidden(lossless) else lossless
+    if lossy is not None:
+        gain = dense.step / lossy.step - 1
+        # Whatever lies below the margin is for these rules to explain, too.
+        if gain < margin:
+            rules.append(_margin(lossy, dense, gain, margin))
+        elif not hidden:
+            recommended = lossy
+    return Advice(choices, lossless, dense, recommended, usable[0], rules, margin)
+
+
+def _plainest(choices: Sequence[Choice], kind: Kind) -> Choice:
+    """The fastest of a kind, but of about equals the one that is listed first."""
+    own = [choice for choice in choices if choice.kind == kind]
+    best = min(choice.step for choice in own)
+    order = [*DENSE, *RECIPES]
+    near = [choice for choice in own if choice.step <= SAME * best]
+    return min(
+        near, key=lambda c: order.index(c.name) if c.name in order else len(order)
+    )
+
+
+# - Rules (when compression does not help) ---------------------------------------------
+
+
+def _hidden(choice: Choice) -> bool:
+    return choice.prediction.exposed <= HIDDEN * choice.step
+
+
+def _overlap(name: str, choice: Choice) -> Rule:
+    told = choice.prediction
+    most = told.step / (told.step - told.exposed) - 1
+    return Rule(
+        name,
+        f"{choice.name} hides all but {ms(told.exposed)} of {ms(told.exchange)} of "
+        f"exchange: no scheme can gain more than {percent(most)}",
+        {
+            "exchange_seconds": told.exchange,
+            "exposed_seconds": told.exposed,
+            "exposed_share": told.exposed / told.step,
+            "threshold": HIDDEN,
+            "most_gain": most,
+        },
+    )
+
+
+def _margin(lossy: Choice, dense: Choice, gain: float, margin: float) -> Rule:
+    if gain <= 0:
+        taken = f"{lossy.name} takes {ms(lossy.step)} a step"
+        words = f"no lossy scheme is clearly faster: {taken}"
+    else:
+        words = (
+            f"the fastest lossy scheme, {lossy.name}, loses to {dense.name} if it "
+            f"needs {more(gain)}, and has to be worth {percent(margin)} more"
+        )
+    return Rule("no margin", words, {"break_even": gain, "margin": margin})
+
+
+# - Words ------------------------------------------------------------------------------
+
+
+def _distance(told: Prediction) -> str:
+    """What makes the step longer than its limit."""
+    gap = told.step - told.limit
+    if gap <= CLOSE * told.limit:
+        return f"{percent(gap / told.limit)} above its limit: only fewer bytes help"
+    parts = {"updating": told.apply, "selecting": told.select}
+    parts["waiting for processors that ranks share"] = told.crowded
+    parts["start-ups and what nothing hides"] = gap - sum(parts.values())
+    named = [f"{ms(t)} of {name}" for name, t in parts.items() if t > CLOSE * gap]
+    return f"{ms(gap)} above its limit: {', '.join(named)}"
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, to three digits."""
+    value = 1e3 * seconds
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def more(share: float, than: str = "") -> str:
+    """A share of more steps, `than` another scheme's."""
+    if share < 2:
+        return f"{percent(share)} more steps" + (f" than {than}" if than else "")
+    return f"{1 + share:.2g} times the steps" + (f" of {than}" if than else "")
+
+
+def percent(share: float) -> str:
+    """Per cent, to two digits."""
+    value = 100 * share
+    return f"{value:.0f} %" if abs(value) >= 10 else f"{value:.2g} %"

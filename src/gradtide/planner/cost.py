@@ -1,0 +1,92 @@
+"""Seconds of a request on a network: formulas, from Hockney's alpha and beta.
+
+[Note: Two levels] Ranks are numbered host by host, and all of a host's ranks share its
+network card. A ring enters and leaves every host once: a card carries what one rank
+sends, and of the P - 1 hops of a part, one a host is between hosts. Everything direct
+is charged per card: of a host's ranks all send at once, and what is for other hosts
+adds up. Within a host, links are not shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradtide.core import ops
+from gradtide.core.ops import Group, Op
+from gradtide.planner.network import Link, Network
+from gradtide.transport.ring import carried
+
+FREE = Link.of(0.0, 0.0)
+
+
+def seconds(op: Op, group: Group, network: Network) -> float:
+    """From the moment a request is posted on an idle wire until it is answered.
+
+    Every rank of `group` posts the same at the same time. Requests that need no wire
+    take 0.
+    """
+    if group.size == 1:
+        return 0.0
+    few = group.size <= network.one_hop_ranks
+    match op:
+        case ops.ReduceScatter(tensor=x) | ops.AllGather(tensor=x):
+            sizes = [n * x.element_size() for n in ops.part_sizes(op, group)]
+            if few and max(sizes) <= network.one_hop_bytes:
+                return direct([max(sizes)] * group.size, 0, network)
+            return ring(sizes, network)
+        case ops.AllReduce(tensor=x):
+            if few and x.nbytes <= network.small_bytes:
+                return direct([x.nbytes] * group.size, 0, network)
+            return 2 * ring([x.nbytes / group.size] * group.size, network)
+        case ops.AllToAll(tensor=x, send=send, recv=recv):
+            row = x.nbytes / max(len(x), 1)
+            ways = ([n * row for n in numels] for numels in (send, recv))
+            return max(direct(sizes, group.rank, network) for sizes in ways)
+        case ops.Swap(tensor=x, peer=peer):
+            return swap(x.nbytes, group.rank, peer, network)
+        case ops.Broadcast(tensor=x):
+            return broadcast(x.nbytes, network)
+    return 0.0
+
+
+def ring(sizes: Sequence[float], network: Network) -> float:
+    """P - 1 messages in a row around all ranks, each as `transport.ring` cuts it."""
+    size, hosts = network.size, network.hosts
+    between = hosts * (size - 1) / size if hosts > 1 else 0.0
+    inside = size - 1 - between
+    inter, intra = network.inter.ring, (network.intra or FREE).ring
+    beta = max(intra.beta if inside else 0.0, inter.beta if between else 0.0)
+    nbytes = carried(sum(sizes), max(sizes), min(sizes), len(sizes))
+    return inside * intra.alpha + between * inter.alpha + nbytes * beta
+
+
+def direct(sizes: Sequence[float], rank: int, network: Network) -> float:
+    """Messages of these bytes to (or from) every rank, one after the other."""
+    local = network.ranks_per_host
+    first = rank // local * local
+    here = [n for i, n in enumerate(sizes[first : first + local], first) if i != rank]
+    bytes_here, messages_here = sum(here), sum(n > 0 for n in here)
+    own = sizes[rank]
+    bytes_there = max(sum(sizes) - bytes_here - own, 0.0)
+    messages_there = len(sizes) - sizes.count(0) - messages_here - (own > 0)
+    intra, inter = (network.intra or FREE).direct, network.inter.direct
+    starts = messages_here * intra.alpha + messages_there * inter.alpha
+    return starts + max(bytes_here * intra.beta, local * bytes_there * inter.beta)
+
+
+def swap(nbytes: float, rank: int, peer: int, network: Network) -> float:
+    """A message each way between two ranks, while all others do likewise."""
+    if peer == rank:
+        return 0.0
+    local = network.ranks_per_host
+    if peer // local == rank // local:
+        return (network.intra or FREE).swap(nbytes)
+    return network.inter.swap(local * nbytes)
+
+
+def broadcast(nbytes: float, network: Network) -> float:
+    """A binomial tree over the hosts, then one within each."""
+    there = (network.hosts - 1).bit_length()
+    here = (network.ranks_per_host - 1).bit_length()
+    inter, intra = network.inter, network.intra or FREE
+    return there * inter.broadcast(nbytes) + here * intra.broadcast(nbytes)

@@ -1,0 +1,182 @@
+"""Flows without a network: what they ask for and do, noted while they run.
+
+Flows whose requests depend on shapes alone run on tensors without memory, others on
+random gradients.
+
+[Note: Peers] Up to LOCKSTEP ranks all flows run, as in `gradtide.testing`; beyond, one
+does, and the others' answers are reflections (`sketch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradtide.core.ops import Flow, Group, Op, ToHost, payload_bytes
+from gradtide.core.payload import Payload, traits
+from gradtide.planner.labour import Counter, Work
+from gradtide.planner.sketch import reflected, shaped, sketched
+from gradtide.testing import answer
+
+LOCKSTEP = 8  # ranks up to which all flows run
+STEPS = 3  # that are rehearsed: the first is unlike the others, which may alternate
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+class Act(NamedTuple):
+    """A stretch of a flow: work, and then what is asked for, sketched."""
+
+    work: Work
+    asked: tuple[Op, ...]
+
+
+class Script(NamedTuple):
+    """One exchange of a bucket.
+
+    Of the first that is noted the work is not counted: it is unlike that of all others,
+    and to count takes as long as to run.
+    """
+
+    acts: tuple[Act, ...]
+    work: Work  # after the last answer
+    selector: str = ""
+
+
+@dataclass(frozen=True)
+class Sharp:
+    """Exactly the k largest, for want of noise: stands for any selector."""
+
+    def __call__(self, x: Tensor, k: int, state: dict[str, Tensor]) -> Tensor:
+        if k >= x.numel():
+            return torch.arange(x.numel(), dtype=torch.int32)
+        # Partitioned in a fifth of torch.topk's time, and not counted as work.
+        sizes = np.abs(x.float().numpy())
+        found = np.argpartition(sizes, x.numel() - max(k, 1))[-max(k, 1) :]
+        found.sort()
+        return torch.from_numpy(found.astype(np.int32))
+
+
+@lru_cache(maxsize=512)
+def by_shapes(
+    collective: Any, numel: int, dtype: torch.dtype, shapes: Shapes, size: int
+) -> tuple[Script, ...]:
+    """A flow on tensors without memory."""
+    group = Group(0, size)
+    flat = torch.empty(numel, dtype=dtype, device="meta")
+    parts, begin = [], 0
+    for shape in shapes:
+        n = torch.Size(shape).numel()
+        parts.append(flat[begin : begin + n].view(shape))
+        begin += -(-n // size) * size
+    payload, found = Payload(flat, parts or [flat]), []
+    with torch.no_grad(), _Believe():
+        for step in range(STEPS):
+            payload.flat, payload.nonfinite = flat, 0.0
+            flows = [collective.reduce(payload, group)]
+            found.append(
+                _noted(flows, size, step, lambda ops: [shaped(ops[0], group)])[0]
+            )
+    return tuple(found)
+
+
+class _Believe(TorchFunctionMode):
+    """Numbers that are not there are all that is hoped for: finite."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__bool__ and args[0].device.type == "meta":
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+@lru_cache(maxsize=512)
+def by_numbers(
+    collective: Any, numel: int, dtype: torch.dtype, size: int
+) -> tuple[Script, ...]:
+    """Flows on random gradients: all ranks', or one rank's."""
+    names = {f.name for f in fields(collective)}
+    sharp = replace(collective, select=Sharp()) if "select" in names else collective
+    everybody, alike = size <= LOCKSTEP, traits(sharp).alike
+    groups = [Group(rank, size) for rank in range(size if everybody else 1)]
+    draws = [torch.Generator().manual_seed(1 + group.rank) for group in groups]
+    flats = [torch.zeros(numel, dtype=dtype) for _ in groups]
+    loads = [Payload(flat, [flat]) for flat in flats]
+
+    def reflect(ops: Sequence[Op]) -> list[Any]:
+        return [reflected(ops[0], groups[0], alike)]
+
+    found = []
+    with torch.no_grad():
+        for step in range(2):
+            for draw, flat in zip(draws, flats, strict=True):
+                fresh = torch.randn(numel, generator=draw, dtype=torch.float32)
+                flat += fresh.pow_(3).to(dtype)
+            flows = [sharp.reduce(*one) for one in zip(loads, groups, strict=True)]
+            try:
+                answers = answer if everybody else reflect
+                script, means = _noted(flows, size, step, answers)
+            except (RuntimeError, IndexError) as error:
+                if everybody:
+                    raise
+                raise ValueError(
+                    f"{sharp!r} cannot be rehearsed among {size} ranks, with answers "
+                    f"made up for all but one ({error}): simulate it among up to "
+                    f"{LOCKSTEP}"
+                ) from error
+            found.append(script)
+            for flat, mean in zip(flats, means, strict=True):
+                if flat.data_ptr() == mean.data_ptr():
+                    flat.zero_()
+    return tuple(found)
+
+
+def _noted(
+    flows: Sequence[Flow],
+    size: int,
+    step: int,
+    answers: Callable[[Sequence[Op]], Sequence[Any]],
+) -> tuple[Script, list[Tensor]]:
+    """What flows ask for, of each request that of the rank that sends most, and means.
+
+    `answers` are those to what all flows ask for at once.
+    """
+    counter = Counter()
+    counting: AbstractContextManager[Any] = counter if step else nullcontext()
+    acts: list[Act] = []
+    told: list[Any] = [None] * len(flows)
+    work = Work()
+    while True:
+        asked: list[Any] = []
+        means: list[Tensor] = []
+        with counting:
+            for flow, one in zip(flows, told, strict=True):
+                try:
+                    asked.append(flow.send(one))
+                except StopIteration as stop:
+                    means.append(stop.value)
+        work = work.plus(counter.read(len(flows)))
+        if means:
+            return Script(tuple(acts), work), means
+        together = isinstance(asked[0], tuple)
+        columns = list(zip(*asked, strict=True)) if together else [asked]
+        if not isinstance(columns[0][0], ToHost):
+            acts.append(Act(work, tuple(_busiest(ops, size) for ops in columns)))
+            work = Work()
+        rows = zip(*map(answers, columns), strict=True)
+        told = [row if together else row[0] for row in rows]
+
+
+def _busiest(ops: Sequence[Op], size: int) -> Op:
+    groups = [Group(rank, size) for rank in range(len(ops))]
+    sent = list(map(payload_bytes, ops, groups))
+    rank = sent.index(max(sent))
+    return sketched(ops[rank], groups[rank])

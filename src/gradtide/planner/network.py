@@ -1,0 +1,250 @@
+"""What a planner knows of a network: numbers, measured or imagined.
+
+Knows nothing of how they were measured, nor of what they are used for (`cost`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from gradtide.planner.device import TYPICAL as TYPICAL
+from gradtide.planner.device import Device as Device
+from gradtide.planner.device import Line as Line
+from gradtide.planner.device import seconds
+from gradtide.planner.document import Document, decode
+from gradtide.transport.gloo import FEW, HOP, SMALL
+
+DOCUMENT = Document("network", "gradtide network profile")
+MOST = 4096  # ranks: more take longer to simulate than to wait for
+# What a file has to say of a device; the rest may be of later versions.
+FIRST = ("take_in", "select", "scatter", "sort", "optimizer")
+# Of numbers that are no times: whether one fits, and in words what does.
+LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "interference": (lambda x: 1 <= x < math.inf, "a factor, 1 (none) or more"),
+    "contention": (lambda x: 1 <= x < math.inf, "a factor, 1 (none) or more"),
+    "sharing": (lambda x: 1 <= x <= 2, "a factor from 1 (none) to 2"),
+    "processors": (lambda x: x is None or 0 < x < math.inf, "above 0, or None"),
+    "spread": (lambda x: 0 <= x <= 1, "a share, from 0 to 1"),
+    "occupancy": (lambda x: 0 < x <= 1, "a share, above 0 to 1"),
+    "rate": (lambda x: x is None or 0 < x < math.inf, "bits/s, above 0, or None"),
+}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Seconds of a request of one kind over one link: alpha + beta * bytes a message.
+
+    Both may come from a fit.
+    """
+
+    alpha: float = 0.0  # seconds of the start of a message
+    beta: float = 0.0  # seconds per byte
+    residual: float = 0.0  # root mean square of the fit's relative errors
+    # What a rank's processor works meanwhile: for a message, and for a byte.
+    processor: Line = Line()  # noqa: RUF009  (frozen: not shared by mistake)
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "residual"):
+            seconds(f"Rate({name}=...)", getattr(self, name))
+
+    def __call__(self, nbytes: float, starts: float = 1) -> float:
+        """Seconds of so many messages with so many bytes in all."""
+        return self.alpha * starts + self.beta * nbytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of link: how long each kind of request takes over it."""
+
+    ring: Rate  # the P - 1 messages in a row of a reduce-scatter or an all-gather
+    direct: Rate  # messages to everybody at once, one after the other on the wire
+    swap: Rate  # a message between two
+    broadcast: Rate  # a round of a binomial tree
+
+    @staticmethod
+    def of(alpha: float, beta: float) -> Link:
+        """A link that treats all kinds of requests alike."""
+        rate = Rate(alpha, beta)
+        return Link(rate, rate, rate, rate)
+
+    def charged(self) -> Link:
+        """A link on which requests take what they cost a processor."""
+        return self._each(lambda r: Rate(r.processor.call, r.processor.each))
+
+    def stretched(self, factor: float) -> Link:
+        """The same link with `factor` times the seconds per byte."""
+        return self._each(lambda r: replace(r, beta=r.beta * factor))
+
+    def _each(self, change: Callable[[Rate], Rate]) -> Link:
+        return Link(*(change(getattr(self, field.name)) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Network:
+    """`hosts` with `ranks_per_host` ranks each, behind one network card a host.
+
+    Ranks are numbered host by host. Those that share processors finish one after the
+    other; those that have too few keep them busy for a share of the time (`occupancy`),
+    and wait for each other for the rest.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    inter: Link  # of a host
+    intra: Link | None = None  # among the ranks of one host; None: free, as memory is
+    device: Device = Device()  # noqa: RUF009  (frozen: not shared by mistake)
+    # Factors by which something slows: compute while the queue is busy, a request while
+    # another queue's is on the wire, the queue's own work and the training thread's (1
+    # where each has a processor, 2 where ranks have one or less).
+    interference: float = 1.0
+    contention: float = 2.0
+    sharing: float = 1.0
+    spread: float = 0.0  # of the work before it: by so much a request is answered later
+    processors: float | None = None  # for each rank alone; None: enough
+    occupancy: float = 1.0
+    rate: float | None = None  # bits/s: nominal, of `inter`
+    # As gradtide's transport over Gloo has them: parts of so many bytes and less, among
+    # so many ranks (0: never), travel directly, and so do all-reduces that are small.
+    one_hop_bytes: int = HOP
+    one_hop_ranks: int = FEW
+    small_bytes: int = SMALL
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1 or self.ranks_per_host < 1:
+            raise ValueError(
+                f"{self.hosts} hosts x {self.ranks_per_host} ranks: both are 1 or more"
+            )
+        for name, (fits, expected) in LIMITS.items():
+            if not fits(value := getattr(self, name)):
+                raise ValueError(f"{name}={value!r}: {expected}")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def share(self) -> float:
+        """Of a processor, what a rank has while all ranks work."""
+        return 1.0 if self.processors is None else min(self.processors, 1.0)
+
+    def occupied(self, seconds: float) -> float:
+        """How long ranks keep their processors busy that work for `seconds` each."""
+        if self.processors is None:
+            return 0.0
+        return seconds / self.processors / self.occupancy
+
+    def charged(self) -> Network:
+        """The same network, on which requests take what they cost a processor."""
+        intra = self.intra and self.intra.charged()
+        return replace(self, inter=self.inter.charged(), intra=intra)
+
+    @staticmethod
+    def ideal(
+        hosts: int,
+        ranks_per_host: int,
+        bits_per_second: float,
+        *,
+        alpha: float = 5e-5,
+        device: Device = TYPICAL,
+    ) -> Network:
+        """A network at its nominal rate, with `alpha` seconds for each message.
+
+        Within a host a message takes a tenth of `alpha`, and its bytes no time.
+        """
+        _check_rate(bits_per_second)
+        return Network(
+            hosts,
+            ranks_per_host,
+            Link.of(alpha, 8 / bits_per_second),
+            Link.of(alpha / 10, 0.0),
+            device=device,
+            rate=bits_per_second,
+        )
+
+    def scaled(
+        self,
+        *,
+        hosts: int | None = None,
+        ranks_per_host: int | None = None,
+        rate: float | None = None,
+    ) -> Network:
+        """What if: more hosts, more ranks on each, or hosts' links of another rate.
+
+        `rate` is bits/s; seconds per byte change in proportion to the nominal rate, or
+        where that is not known so that rings run at `rate`.
+        """
+        asked = {"hosts": hosts, "ranks_per_host": ranks_per_host, "rate": rate}
+        given: dict[str, Any] = {k: v for k, v in asked.items() if v is not None}
+        there = replace(self, **given)
+        if rate is None:
+            return there
+        _check_rate(rate)
+        ring = self.inter.ring
+        if self.rate is None and ring.beta == 0:
+            raise ValueError("this network's rings are free: no rate to scale")
+        factor = (self.rate or 8 / (ring.beta or 1.0)) / rate
+        return replace(there, inter=self.inter.stretched(factor))
+
+    def save(self, path: Path) -> None:
+        """Write JSON."""
+        DOCUMENT.save(path, self)
+
+
+def imagine(
+    measured: Network | None,
+    ranks: int | None,
+    ranks_per_host: int | None,
+    rate: float | None,
+) -> Network:
+    """`measured` (None: an ideal one) with other ranks or links; `rate` in bits/s.
+
+    Hosts hold as many ranks as in the measured network (one, if there is none) unless
+    `ranks_per_host` says otherwise. Raises ValueError where something has to be said.
+    """
+    if measured is None:
+        if rate is None or ranks is None:
+            raise ValueError(
+                "say for which network: --network FILE (made by `gradtide profile "
+                "network`), or --ranks 32 --rate 10gbit for one as it should be"
+            )
+        measured = Network.ideal(1, 1, rate)
+    if ranks_per_host is not None and ranks_per_host < 1:
+        raise ValueError(f"--ranks-per-host {ranks_per_host}: 1 or more")
+    per_host = ranks_per_host or measured.ranks_per_host
+    ranks = measured.hosts * per_host if ranks is None else ranks
+    if ranks < 2:
+        raise ValueError(f"--ranks {ranks}: one rank has nobody to average with")
+    if ranks > MOST:
+        raise ValueError(f"--ranks {ranks}: at most {MOST} can be planned for")
+    if ranks % per_host:
+        raise ValueError(
+            f"--ranks {ranks} on hosts of {per_host}: choose a multiple, or say "
+            "--ranks-per-host"
+        )
+    return measured.scaled(hosts=ranks // per_host, ranks_per_host=per_host, rate=rate)
+
+
+def load(path: Path) -> Network:
+    """The network that `Network.save` wrote; `ValueError` says what is wrong."""
+    found = DOCUMENT.read(path)
+    found.pop("skew", None)  # seconds after any work, in files of earlier versions
+    try:
+        itemgetter("intra", "device")(found)
+        itemgetter(*FIRST)(found["device"])
+        return decode(Network, found)
+    except (KeyError, TypeError, AttributeError) as error:
+        remedy = DOCUMENT.remedy(path)
+        raise ValueError(f"{path} is damaged ({error}): {remedy}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _check_rate(bits_per_second: float) -> None:
+    if not 0 < bits_per_second < math.inf:
+        raise ValueError(f"{bits_per_second!r} bits/s: a rate is above 0")

@@ -1,0 +1,144 @@
+"""A plan as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from gradtide.planner.advice import Advice, percent
+from gradtide.planner.network import Network
+from gradtide.planner.search import Choice
+from gradtide.planner.stages import Stages
+from gradtide.planner.trace import StepTrace
+from gradtide.planner.virtual import Prediction
+
+FORMAT, VERSION = "gradtide plan", 1
+MOST = 6  # lossy schemes in a table
+_NUMBERS = ("step ms", "exposed", "limit", "MB sent", "buckets", "break-even")
+
+
+def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
+    """The verdict, the rules that hold, and the schemes, the fastest first.
+
+    At most MOST lossy ones; below, what is refused.
+    """
+    grid = _grid("scheme")
+    for heading in _NUMBERS:
+        grid.add_column(heading, justify="right", no_wrap=True)
+    # Below the table: in 80 columns they would get one of a word's width.
+    why = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    why.add_column(overflow="fold", max_width=28)
+    why.add_column(overflow="fold")
+    usable = [choice for choice in advice.choices if not choice.refused]
+    left_out = [choice for choice in usable if choice.kind == "lossy"][MOST:]
+    for choice in usable:
+        if choice in left_out:
+            continue
+        style = "bold" if choice is advice.recommended else ""
+        grid.add_row(choice.name, *_numbers(advice, choice), style=style)
+        why.add_row(choice.name, "; ".join(advice.reasons(choice)), style=style)
+    lines = [
+        Text(
+            f"{trace.name}: {trace.nbytes / 1e6:.4g} MB of gradients, "
+            f"{1e3 * trace.compute:.4g} ms of compute a step; {network.hosts} hosts x "
+            f"{network.ranks_per_host} ranks; predicted on the virtual clock"
+        ),
+        Text(advice.verdict, style="bold"),
+        *(Text(f"rule: {rule.name}: {rule.words}") for rule in advice.rules),
+        Text(f"as a scheme: {advice.recommended.scheme!r}"),
+    ]
+    curved = stages({choice.name: choice.prediction for choice in advice.choices})
+    if curved is not None:
+        lines.append(Text("K-FAC: below, what a step consists of; not ranked"))
+    refused: dict[str, list[str]] = {}
+    for choice in advice.choices:
+        if choice.refused:
+            refused.setdefault(choice.refused, []).append(choice.name)
+    useless = [
+        Text(f"of no use here: {', '.join(names)}: {reason}", style="dim")
+        for reason, names in refused.items()
+    ]
+    return Group(*lines, grid, why, *([curved] if curved else []), *useless)
+
+
+def stages(predictions: Mapping[str, Prediction]) -> Table | None:
+    """What those steps that have K-FAC consist of, ms: shares, and busy in brackets."""
+    told = {name: p for name, p in predictions.items() if p.breakdown is not None}
+    if not told:
+        return None
+    grid = _grid("ms of a step (busy)")
+    for name in told:
+        grid.add_column(name, justify="right")
+    grid.add_row("whole", *(f"{1e3 * p.step:.4g}" for p in told.values()), style="bold")
+    for name in (field.name for field in fields(Stages)):
+        both = [
+            (getattr(p.breakdown, name), getattr(p.busy, name)) for p in told.values()
+        ]
+        cells = (f"{1e3 * own:.4g} ({1e3 * busy:.4g})" for own, busy in both)
+        grid.add_row(name, *cells)
+    return grid
+
+
+def _grid(heading: str) -> Table:
+    """A table with its first column."""
+    grid = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    grid.add_column(heading, overflow="fold", max_width=28)
+    return grid
+
+
+def _numbers(advice: Advice, choice: Choice) -> list[str]:
+    told = choice.prediction
+    seconds, gain = (told.step, told.exposed, told.limit), _break_even(advice, choice)
+    return [
+        *(f"{1e3 * value:.4g}" for value in seconds),
+        f"{told.sent_bytes / 1e6:.3g}",
+        str(told.buckets),
+        "-" if gain is None else percent(gain),
+    ]
+
+
+def _break_even(advice: Advice, choice: Choice) -> float | None:
+    """None where a scheme loses nothing or is refused."""
+    lossy = choice.kind == "lossy" and not choice.refused
+    return advice.break_even(choice) if lossy else None
+
+
+def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
+    """The plan as JSON; seconds, bytes, and shares.
+
+    `scheme` is what `gradtide.replicate` takes.
+    """
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "trace": trace.name,
+        "hosts": network.hosts,
+        "ranks_per_host": network.ranks_per_host,
+        "margin": advice.margin,
+        "verdict": advice.verdict,
+        "recommended": advice.recommended.name,
+        "scheme": repr(advice.recommended.scheme),
+        "fastest": advice.fastest.name,
+        "lossless": advice.lossless.name,
+        "dense": advice.dense.name,
+        "rules": [asdict(rule) for rule in advice.rules],
+        "choices": [
+            {
+                "name": choice.name,
+                "scheme": repr(choice.scheme),
+                "kind": choice.kind,
+                "refused": choice.refused or None,
+                "prediction": asdict(choice.prediction),
+                "break_even": _break_even(advice, choice),
+                "reasons": advice.reasons(choice),
+            }
+            for choice in advice.choices
+        ],
+    }
+    return json.dumps(document, indent=1) + "\n"

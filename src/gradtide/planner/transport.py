@@ -1,0 +1,250 @@
+"""A transport on a virtual clock: what requests ask for takes time, and nothing else.
+
+[Note: One queue, two clocks] The training thread and the queue have a time each. What
+is submitted runs at once in the real order, but on the queue's time: from when the item
+before it has ended, or earlier. As on the real queue, an item begins (it selects, and
+posts its first request) as soon as all that is left of the one before is waiting.
+Nothing ever looks at the time of the other thread, as nothing does in training: the
+order is a function of the program (guard: tests/planner/test_virtual.py).
+
+[Note: Moments to begin early] The real queue looks for the next item where a request
+has posted all its messages: a ring near its end, direct messages once the last has
+left, swaps at any time, and Gloo's own collectives only when they start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gradtide.core import ops
+from gradtide.core.ops import Group, Op
+from gradtide.planner import cost
+from gradtide.planner.intervals import Interval, held_up, stretched, union
+from gradtide.planner.network import Network
+from gradtide.planner.sketch import shaped
+from gradtide.transport.ring import AHEAD, carried
+
+
+@dataclass
+class Window:
+    """A wait of an item: from when the next may begin, and when the answer is here.
+
+    `last` is the latest moment at which the queue looks for the next item.
+    """
+
+    opens: float
+    last: float
+    ends: float
+
+
+@dataclass
+class WorkItem:
+    """What was submitted, and when it ends."""
+
+    transport: VirtualTransport
+    ends: float = 0.0
+
+    def join(self) -> None:
+        self.transport.now = max(self.transport.now, self.ends)
+
+
+@dataclass
+class Pending:
+    """A request on its way; None: it starts when it is waited for."""
+
+    op: Op
+    ends: float | None
+
+
+class VirtualTransport:
+    """Answers requests after the time that they take on `network`.
+
+    Answers have the right shape and no meaning (`sketch.shaped`), so flows must not
+    look at them: those on tensors without memory cannot, and `rehearsal` makes such
+    flows of all collectives.
+    """
+
+    def __init__(self, network: Network, rank: int = 0) -> None:
+        self.network = network
+        self.group = Group(rank, network.size)
+        self.payload_bytes = 0
+        self.processor = 0.0  # seconds of the rank's, for exchanges
+        self.overhead = 1.0  # times what is counted, that the queue works for longer
+        self._charges = network.charged()
+        self.now = 0.0  # the training thread's time
+        self._until = 0.0  # then it goes on to something else than computing
+        self._at: float | None = None  # the queue's time, while it is the queue's turn
+        self._wire = 0.0  # busy until then
+        self._last = WorkItem(self)
+        self._windows: list[Window] = []
+        self.busy: list[Interval] = []  # when the queue had an item
+        # When a third thread works, as a queue does (None: there is none).
+        self.beside: list[Interval] | None = None
+        self._worked: list[Interval] = []  # when its processor worked; recent ones
+        self._worked_for = 0.0  # seconds since the last request
+
+    # - What a transport does ----------------------------------------------------------
+
+    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> WorkItem:
+        before, now = self._last, self.now
+        windows = self._windows if now < before.ends else []
+        window = next((w for w in windows if w.last >= now), None)
+        if window is not None:
+            start, _ = self.busy.pop()
+            self._at = max(now, window.opens)
+            wire, self._wire = self._wire, window.ends
+            # What the item before works at its end comes after this.
+            worked, self._worked_for = self._worked_for, 0.0
+            begin()
+            self._worked_for += worked
+            self._yield_to(window, before, wire)
+        else:
+            self._at = start = max(now, before.ends)
+            begin()
+        self._at = max(self._at, before.ends)
+        self._windows = []
+        work()
+        self._last = WorkItem(self, self._at)
+        self.busy.append((start, self._at))
+        self._at = None
+        return self._last
+
+    def _yield_to(self, window: Window, before: WorkItem, wire: float) -> None:
+        """The item that was waiting goes on later for the one that has begun."""
+        assert self._at is not None
+        if window is self._windows[-1]:
+            before.ends = max(before.ends, self._at)
+            self._wire = max(wire, self._wire)
+        else:
+            late = max(self._at, self._wire) - window.ends
+            before.ends += late
+            self._wire = wire + late
+
+    def sends(self, op: Op) -> int:
+        """Bytes of payload a rank sends; of a broadcast, the average."""
+        size = self.group.size
+        if isinstance(op, ops.Broadcast):
+            return (size - 1) * op.tensor.nbytes // size
+        if isinstance(op, ops.AllReduce) and self._is_small(op):
+            return (size - 1) * op.tensor.nbytes
+        return ops.payload_bytes(op, self.group)
+
+    def issue(self, op: Op) -> Pending:
+        self.payload_bytes += self.sends(op)
+        if isinstance(op, ops.ToHost) or self.group.size == 1:
+            return Pending(op, self.clock())
+        # Posting it is part of what the request was measured to cost.
+        self._keep_busy(self.overhead * self.network.device.request)
+        posted = cost.seconds(op, self.group, self._charges)
+        self.processor += self.overhead * posted
+        collective = isinstance(op, ops.AllReduce) and not self._is_small(op)
+        if collective or isinstance(op, ops.Broadcast):
+            return Pending(op, None)
+        return Pending(op, self._travel(op))
+
+    def wait(self, pending: Pending) -> Any:
+        op, ends, now = pending.op, pending.ends, self.clock()
+        if ends is None:
+            start = max(now, self._wire)
+            ends = self._travel(op)
+            self._windows.append(Window(start, start, ends))
+        elif ends > now:
+            self._windows.append(self._window(op, ends))
+        self.wait_until(ends)
+        return shaped(op, self.group)
+
+    def carried(self, total: float, largest: float, smallest: float) -> float:
+        return carried(total, largest, smallest, self.group.size)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.group.size
+
+    def close(self) -> None: ...
+
+    # - Time ---------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """Seconds: the time of whoever is running."""
+        return self.now if self._at is None else self._at
+
+    def wait_until(self, moment: float) -> None:
+        """The queue waits, if the moment is still to come."""
+        self._at = max(self.clock(), moment)
+
+    def work(self, seconds: float) -> None:
+        """The processor works for an exchange: on the queue, or in the training.
+
+        Seconds as where all ranks work at once.
+        """
+        if self._at is None:
+            self.charge(seconds)
+            self.compute(seconds)
+        else:
+            seconds *= self.overhead
+            self.charge(seconds)
+            self._keep_busy(seconds)
+            self._worked_for += seconds
+
+    def _keep_busy(self, seconds: float) -> None:
+        """The queue works for so long, or longer where the training thread does."""
+        if seconds:
+            now, shared = self.clock(), [(self.now, self._until)]
+            self._at = stretched(now, seconds, shared, self.network.sharing)
+            self._worked.append((now, self._at))
+
+    def charge(self, seconds: float) -> None:
+        """The processor works for so long, if all ranks work at once."""
+        self.processor += seconds * self.network.share
+
+    def expect(self, seconds: float) -> None:
+        """The training thread will compute for so long, as far as it knows.
+
+        Where the queue has no processor of its own, its work takes longer until then.
+        """
+        self._until = self.now + seconds
+
+    def rest(self, seconds: float) -> None:
+        """The training thread waits for something that nothing here slows down."""
+        self.now += seconds
+
+    def compute(self, seconds: float) -> None:
+        """The training thread computes: slower while other threads are busy."""
+        self.now = self.computed(self.now, seconds)
+
+    def computed(self, start: float, seconds: float) -> float:
+        """When the training thread ends what it begins to compute at `start`."""
+        network, beside = self.network, self.beside
+        busy = self.busy if beside is None else union([*self.busy, *beside])
+        if network.sharing == 1.0:
+            return stretched(start, seconds, busy, network.interference)
+        # Time only goes on.
+        self._worked = [i for i in self._worked if i[1] > self.now]
+        others = [i for i in beside or () if i[1] > self.now]
+        taken = union([*self._worked, *others])
+        recent = [i for i in busy if i[1] > start]
+        return held_up(
+            start, seconds, recent, network.interference, taken, network.sharing
+        )
+
+    def _travel(self, op: Op) -> float:
+        """Put a request behind what is on the wire; when it will have been answered."""
+        late = self.network.spread * self._worked_for  # the last of the ranks
+        self._worked_for = 0.0
+        start = max(self.clock() + late, self._wire)
+        self._wire = start + cost.seconds(op, self.group, self.network)
+        return self._wire
+
+    def _window(self, op: Op, ends: float) -> Window:
+        start = self.clock()
+        if isinstance(op, ops.Swap | ops.AllReduce):
+            return Window(start, ends, ends)
+        tail = (ends - start) / (self.group.size - 1)
+        last = ends if isinstance(op, ops.AllToAll) else ends - tail / AHEAD
+        return Window(ends - tail, last, ends)
+
+    def _is_small(self, op: ops.AllReduce) -> bool:
+        """Whether it goes in one hop, and not as one of Gloo's collectives."""
+        few = self.group.size <= self.network.one_hop_ranks
+        return few and op.tensor.nbytes <= self.network.small_bytes

@@ -1,0 +1,517 @@
+"""Data parallelism on the user's own module and optimizer, by hooks alone.
+
+Gradients are taken in as backward produces them and leave in buckets. Their means are
+back in `.grad` when backward returns; or, under a schedule that updates before the next
+forward, they are applied just before a module that reads the parameters runs. Here is
+the public side; what hooks (`hooks`) tell of the program goes to `training`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradtide.core.engine import Engine
+from gradtide.fusion import BySize, Search
+from gradtide.runtime import checkpoint as state
+from gradtide.runtime.broadcast import synchronize
+from gradtide.runtime.checkpoint import StateDict, packed
+from gradtide.runtime.hooks import Hooks
+from gradtide.runtime.training import Training, momentum_of
+from gradtide.runtime.validation import (
+    SetupGuard,
+    Signature,
+    check_ranks_agree,
+    describe,
+    validate,
+    validate_collective,
+    validate_optimizer,
+)
+from gradtide.scheme import Scheme, check, parse, start, undecided
+from gradtide.transport import ProcessGroup, Transport, connect
+
+if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
+    from gradtide.kfac.preconditioner import Preconditioner
+    from gradtide.planner.auto import AutoSelector
+    from gradtide.planner.tuning import Tuner
+
+Buffers: TypeAlias = Literal["broadcast", "local"]
+
+
+def replicate(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheme: str | Scheme = "wfbp",
+    *,
+    process_group: ProcessGroup | None = None,
+    buffers: Buffers = "broadcast",
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> Replica:
+    """Average the gradients of `model` over the ranks of a process group.
+
+    This is a collective call. The module and the optimizer stay the user's own, and the
+    training loop stays as it is on one machine. Parameters and buffers are overwritten
+    with rank 0's.
+
+    Args:
+        model: The module to train, the same architecture on every rank, already on its
+            device. Do not wrap it in DistributedDataParallel.
+        optimizer: The optimizer of the model's parameters. It has to hold all
+            parameters that require a gradient.
+        scheme: What travels, in which buckets, and when; the same on every rank. It is
+            a recipe's name ("dear"), a constructor call as text ("oktopk(0.01)"), or a
+            `Scheme`. The default exchanges exact means during backward, as
+            DistributedDataParallel does.
+        process_group: The ranks that train together. None stands for all ranks, the
+            default group.
+        buffers: With "broadcast" every training forward begins with rank 0's buffers
+            (running statistics of norms), as in DistributedDataParallel. With "local"
+            every rank keeps its own, which saves that exchange.
+        grad_scaler: The GradScaler that multiplies the loss. Only a scheme with K-FAC
+            has to know it, because its factors are squares of gradients.
+
+    Returns:
+        The `Replica`, which links module, optimizer and ranks. Keep it as long as the
+            training lasts.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: The model, the optimizer or the scheme cannot be used, or differs
+            between ranks. It is raised on every rank, before anything is exchanged.
+        CommunicationError: A rank died, or stalled past the group's timeout.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    transport = connect(process_group, device)
+
+    def prepare() -> tuple[Scheme, Signature]:
+        chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+        validate(model, optimizer, chosen.schedule, buffers)
+        validate_collective(model, chosen.collective, chosen.schedule)
+        momentum_of(optimizer, chosen)
+        if chosen.preconditioner is not None:
+            from gradtide.kfac.costs import admitted
+
+            admitted(model, chosen.preconditioner)
+        return chosen, describe(model, chosen)
+
+    try:
+        chosen = check_ranks_agree(transport, prepare)
+    except (ValueError, TypeError):
+        transport.close()
+        raise
+    return Replica(model, optimizer, chosen, transport, buffers, grad_scaler)
+
+
+class Replica:
+    """The link between a module, its optimizer and the other ranks.
+
+    `replicate` makes it. Every method says whether it is a collective call, which all
+    ranks have to make at the same point of their program, or a local one.
+
+    Attributes:
+        model: The module that is trained.
+        optimizer: The optimizer that was passed.
+        scheme: The `Scheme` in use. A search for a fusion, "auto" and `adopt` change
+            it.
+        tuning: The search for a fusion, with `tried` and `best`; None without one.
+        engine: What drives the exchanges. Its `telemetry` has single requests.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheme: Scheme,
+        transport: Transport,
+        buffers: Buffers,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.scheme = model, optimizer, scheme
+        self.engine = Engine(transport)
+        synchronize(self.engine, [*model.parameters(), *model.buffers()])
+        self._admitted = SetupGuard(model, optimizer)
+        scale = None if grad_scaler is None else grad_scaler.get_scale
+        self._training = Training(model, optimizer, start(scheme), self.engine, scale)
+        self._hooks = Hooks(
+            model,
+            optimizer,
+            self._training,
+            buffers == "broadcast",
+            lambda: None if self.tuning is None else self.tuning.stepped(),
+        )
+        self._hooks.follow()
+        self._auto = self._selector()
+        self.tuning = self._search()
+        self._counted = self._totals()  # when metrics() was last called
+        self._density = 0.0
+
+    @property
+    def kfac(self) -> Preconditioner | None:
+        """The K-FAC preconditioner; None if the scheme has none. Local."""
+        second = self._training.preconditioning
+        return None if second is None else second.kfac
+
+    # - The user's side ----------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients in `.grad` without exchanging them. Local.
+
+        Use it as a context manager around all but the last backward pass of a step, on
+        every rank alike. The next backward outside exchanges what has been added up.
+
+        Returns:
+            A context manager.
+        """
+        quiet = self._training.no_sync_active
+        self._be_quiet(True)
+        try:
+            yield
+        finally:
+            self._be_quiet(quiet)
+
+    def _be_quiet(self, quiet: bool) -> None:
+        self._training.no_sync_active = quiet
+        if self.kfac is not None:
+            self.kfac.statistics.quiet = quiet
+
+    def clip_grad_norm_(
+        self, max_norm: float, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the averaged gradients to a total 2-norm of at most `max_norm`.
+
+        This is a collective call, between backward and step, in the place of
+        `torch.nn.utils.clip_grad_norm_`. Every rank computes the norm of the part of
+        the mean that it owns, and the ranks gather P numbers. All trainable parameters
+        of the model count. What a sparse scheme keeps as the residual is not scaled.
+        Where steps are exchanged (LOCAL), the norm is that of the rank's own
+        gradients, and the call is local.
+
+        Args:
+            max_norm: The largest total 2-norm that is left as it is, above 0, in the
+                units of the gradients.
+            error_if_nonfinite: Whether to raise an error if the norm is infinite or
+                NaN.
+
+        Returns:
+            The exact norm before scaling, the same on every rank, as a tensor without
+                dimensions; float64 if any gradient is, otherwise float32.
+
+        Raises:
+            RuntimeError: The norm is not finite and `error_if_nonfinite` is True, or
+                a `.grad` was replaced by another tensor since backward.
+        """
+        norm = self._training.clip(max_norm, error_if_nonfinite)
+        if self._auto is not None:
+            self._auto.inspector.note()
+        return norm
+
+    def gather_gradients(self) -> None:
+        """Put the averaged gradients into `.grad` now, also under a deferred schedule.
+
+        This is a collective call, between backward and step, for a loop that reads or
+        edits gradients under DEAR. The next `step()` changes the parameters at once,
+        and the second half of this step's exchange hides behind nothing. Under other
+        schedules gradients are there already, and nothing happens.
+        """
+        self._training.gather()
+
+    def metrics(self, *, residual: bool = False) -> dict[str, float]:
+        """Return numbers of this rank's training, for any logger. Local.
+
+        Call it once a step, after `optimizer.step()`. It reads counters: nothing is
+        exchanged, no tensor is touched, and no device is waited for, unless `residual`
+        asks for more. Times, bytes and the density are of what has happened since the
+        call before, at first since `replicate`. Under a schedule that defers, the
+        second half of a step's exchange counts in the call after the next step. The
+        keys are:
+
+        - `step`: The steps that the optimizer has taken; of a run that was resumed,
+          since its beginning.
+        - `exposed_seconds`: The seconds for which the training thread waited for the
+          communication queue. Nothing hid these.
+        - `exchange_seconds`: The seconds for which the communication queue waited for
+          answers to its requests, hidden or not. Over NCCL neither time says much,
+          because the host does not wait there.
+        - `sent_bytes`: The bytes of payload that this rank sent.
+        - `density`: The entries that travelled, as a share (0 to 1) of those in the
+          buckets whose exchange has ended; 1 for a dense exchange. If none has ended
+          since the call before, it is what it was then.
+        - `skipped_steps`: How often, since `replicate`, exchanged gradients were
+          cleared without an `optimizer.step()`, as by a GradScaler that has found
+          infinities. It is counted when the next backward begins. A fused optimizer
+          skips within its step, which counts as a step.
+        - `residual_norm`: The 2-norm of this rank's residual, in the units of
+          gradients, or of steps where these are exchanged (LOCAL). It is there only if
+          `residual` is True.
+
+        Args:
+            residual: Whether to compute `residual_norm` as well. That applies what is
+                deferred first, as `flush` does, so under DEAR this step's exchange
+                hides in no forward; and it reads each gradient buffer that has a
+                residual once, and waits for its device.
+
+        Returns:
+            A new dictionary of numbers, those that are whole of type int.
+
+        Raises:
+            RuntimeError: `residual` is True during backward, or between backward and
+                step under a deferred schedule.
+        """
+        training, before = self._training, self._counted
+        found = {"residual_norm": self._residual_norm()} if residual else {}
+        self._counted = self._totals()
+        new = {name: total - before[name] for name, total in self._counted.items()}
+        selected, offered = new.pop("selected"), new.pop("offered")
+        if offered:
+            self._density = selected / offered
+        return {
+            "step": training.num_steps,
+            **new,
+            "density": self._density,
+            "skipped_steps": training.num_skipped,
+            **found,
+        }
+
+    def _totals(self) -> dict[str, float]:
+        """All that was counted so far, of which metrics() tells the differences."""
+        sent = self.engine.transport.payload_bytes
+        return {**self.engine.telemetry.totals(), "sent_bytes": sent}
+
+    def _residual_norm(self) -> float:
+        step = self._training.step
+        if step.open or step.held:
+            raise RuntimeError(
+                "metrics(residual=True) between backward and step, while gradients are "
+                "on their way: call it after optimizer.step()"
+            )
+        self.flush()
+        return _norm_of_residuals(self._training)
+
+    def flush(self) -> None:
+        """Apply the updates that `step()` has deferred. Local.
+
+        It waits for means that are on their way, but for no call of another rank. Use
+        it before parameters are read outside their module's forward under DEAR: to
+        evaluate, save or copy the model. Under other schedules nothing happens.
+        """
+        self._training.flush()
+
+    def adopt(self, scheme: str | Scheme) -> None:
+        """Go on with another scheme from the next step on, and lose nothing.
+
+        This is a collective call, between `optimizer.step()` and the next backward.
+        Updates that are deferred are applied first. The residual stays with its rank
+        for the new collective; a dense exchange delivers it with the next gradients.
+        Algorithms start anew if the collective is another one. Otherwise they keep
+        their count of steps, and `Corrected` keeps its velocity. The first step of a
+        schedule that defers is an ordinary one, in which the order of the modules is
+        recorded.
+
+        Args:
+            scheme: The new scheme, the same on every rank, as for `replicate`. Its
+                preconditioner has to be the present one, and it has to exchange
+                gradients if the present one does, or steps (LOCAL) if that does.
+
+        Raises:
+            RuntimeError: The call comes during backward, inside `no_sync`, or between
+                backward and step.
+            ValueError: The scheme cannot be used here, or is not the same on all
+                ranks. It is raised on every rank, and the replica goes on as before.
+        """
+        self._refuse_moment()
+        self.flush()
+
+        def prepare() -> tuple[Scheme, Signature]:
+            chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+            if undecided(chosen) is not None:
+                raise ValueError("adopt() takes a decided scheme: replicate with auto")
+            validate_optimizer(self.model, self.optimizer, chosen.schedule)
+            validate_collective(self.model, chosen.collective, chosen.schedule)
+            momentum_of(self.optimizer, chosen)
+            if (chosen.schedule.launch == "step") != (
+                self.scheme.schedule.launch == "step"
+            ):
+                raise ValueError(
+                    f"adopt({chosen!r}): what was left behind of gradients is no step, "
+                    "nor the other way round; call remove() and replicate()"
+                )
+            if chosen.preconditioner != self.scheme.preconditioner:
+                raise ValueError(
+                    f"adopt({chosen!r}): the preconditioner stays as it is; call "
+                    "remove() and replicate() for another one"
+                )
+            return chosen, {"scheme": repr(chosen)}
+
+        if self.tuning is not None:
+            self.tuning.settle()
+        self._adopt(check_ranks_agree(self.engine.transport, prepare))
+        self.tuning = self._search()
+
+    def _adopt(self, scheme: Scheme) -> None:
+        """`adopt` what all ranks have agreed on, when nothing is on its way."""
+        self._training.adopt(scheme)
+        self._hooks.follow()
+        self.scheme = scheme
+
+    def _selector(self) -> AutoSelector | None:
+        """Begin to look for a scheme, if it is still to be chosen."""
+        auto = undecided(self.scheme)
+        if auto is None:
+            return None
+        from gradtide.planner.auto import AutoSelector
+
+        return AutoSelector(self, auto)
+
+    def _search(self) -> Tuner | None:
+        """Begin to search for a fusion, if the scheme's is one that is searched for."""
+        fusion = self.scheme.fusion
+        if not isinstance(fusion, Search) or undecided(self.scheme) is not None:
+            return None
+        from gradtide.planner.tuning import Tuner
+
+        flats = [bucket.payload.flat for bucket in self._training.buckets]
+        whole = sum(flat.nbytes for flat in flats)
+        return Tuner(self.engine, fusion, whole, flats[0].device, self._recut)
+
+    def _recut(self, fusion: BySize) -> None:
+        """Go on with other buckets, between step() and the next backward."""
+        self.flush()
+        self._adopt(replace(self.scheme, fusion=fusion))
+
+    def _refuse_moment(self) -> None:
+        """Raise RuntimeError unless all that was exchanged has been made use of."""
+        moment = self._training.moment()
+        if moment is not None:
+            raise RuntimeError(
+                f"adopt() {moment}: call it after optimizer.step(), before the next "
+                "backward"
+            )
+
+    def state_dict(self, *, world_size: int | None = None) -> StateDict:
+        """Return what this rank needs to go on as if the run had not stopped. Local.
+
+        Save it on every rank, beside the states of model and optimizer. It holds the
+        rank's residual by parameter name, under a key of the rank's own, what the
+        algorithms remember, and the order of the buckets. Updates that are deferred
+        are applied first. It is right for torch.save and for
+        torch.distributed.checkpoint.
+
+        Args:
+            world_size: The number of ranks of a checkpoint that is to be read with
+                torch.distributed.checkpoint: load into what is returned for it. None
+                stands for the present number, and is right for saving.
+
+        Returns:
+            A dictionary of tensors, strings and dictionaries of these.
+
+        Raises:
+            RuntimeError: The call comes between backward and step under a deferred
+                schedule.
+        """
+        self.flush()
+        if self._training.step.held:
+            raise RuntimeError(
+                "state_dict() between backward and step, while means are on their way: "
+                "call it after optimizer.step()"
+            )
+        group = self.engine.transport.group
+        size = group.size if world_size is None else world_size
+        training = self._training
+        if size == group.size:
+            saved = state.save(
+                training.placement, self.scheme, group, training.num_steps
+            )
+            if training.steps is not None:  # every rank's optimizer has its own
+                own = self.optimizer.state_dict()["state"]
+                saved[f"rank{group.rank}"]["optimizer"] = packed(own)
+        else:
+            saved = state.blank(training.placement, group, size)
+        if self._training.preconditioning is not None:
+            self._training.preconditioning.save(saved, group)
+        if self.tuning is not None:
+            saved["tuning"] = self.tuning.save()
+        return saved
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict()` returned.
+
+        This is a collective call, before training. Load the optimizer's state first:
+        where steps are exchanged (LOCAL), every rank has one of its own, which is in
+        here.
+
+        Args:
+            saved: This rank's own state. If the number of ranks is another one, it is
+                one dictionary with the states of all ranks: their residuals are shared
+                out, so that the sum is kept.
+
+        Raises:
+            ValueError: The state of some rank is damaged or does not fit, or states
+                are of different steps. It is raised on every rank, before anything
+                changes.
+        """
+        training, group = self._training, self.engine.group
+        second = training.preconditioning
+
+        def prepare() -> tuple[Any, Signature]:
+            with state.refusing_damage():
+                found = state.read(training.placement, group, saved)
+                factors = [] if second is None else second.read(saved, group)
+                json.loads(saved.get("tuning") or "{}")
+            return (found, factors), found.common
+
+        remedy = "load what was saved at one moment, on every rank"
+        found, factors = check_ranks_agree(self.engine.transport, prepare, remedy)
+        if self._auto is not None:
+            self._auto.resume(saved)
+        self.flush()
+        if self.tuning is not None and found.size == group.size:
+            self.tuning.load(saved.get("tuning"))
+        state.load(training.placement, self.scheme, group, found)
+        training.num_steps = found.step or 0
+        if second is not None:
+            second.load(factors, saved, group)
+        if training.steps is not None and found.optimizer is not None:
+            groups = self.optimizer.state_dict()["param_groups"]
+            own = {"state": found.optimizer, "param_groups": groups}
+            self.optimizer.load_state_dict(own)
+
+    def remove(self) -> None:
+        """Apply what is deferred, and detach from module and optimizer.
+
+        This is a collective call, between two steps. Afterwards module and optimizer
+        are plain ones, and the replica is of no use. Residuals are dropped: where they
+        matter, `adopt` a dense scheme and take one more step before.
+        """
+        self.gather_gradients()
+        self.flush()
+        if self.tuning is not None:
+            self.tuning.settle()
+        if self._auto is not None:
+            self._auto.remove()
+        if self.kfac is not None:
+            self.kfac.finish()
+            self.kfac.close()
+        self._admitted.remove()
+        self._hooks.remove()
+        self.engine.transport.close()
+
+
+@torch.no_grad()
+def _norm_of_residuals(training: Training) -> float:
+    """The 2-norm of all that is left in buckets; nothing may be under way."""
+    total = 0.0
+    for bucket in training.buckets:
+        if not bucket.residual_empty:
+            flat = bucket.payload.flat
+            wide = torch.promote_types(flat.dtype, torch.float32)
+            total += float(torch.linalg.vector_norm(flat, dtype=wide)) ** 2
+    return math.sqrt(total)

@@ -1,0 +1,258 @@
+"""A bucket of gradients: what it holds, and what is done to it in a step.
+
+[Note: residual] What was not delivered of a bucket is its residual, and the next
+gradients are added to it (error feedback). Where the residual is empty they overwrite
+what is there, which may have been handed out as the mean. Only this module says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradtide.core.engine import Engine, InFlight
+from gradtide.core.payload import Collective, Payload
+from gradtide.core.step import Bucket
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+LARGE = 1 << 16  # elements: from here on a copy takes longer than a call from Python
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter's place in the flat buffer of its bucket."""
+
+    name: str
+    param: nn.Parameter
+    position: int  # in the order in which gradients get ready
+    begin: int
+    arrived: bool = False  # its gradient, in this backward
+    copied: bool = False  # in already: not left to the bucket's copy_in()
+    used: bool = True  # by some rank, in the last exchange
+    wanted: bool = False  # its gradient was still there at the deferred step
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This parameter's part of a flat tensor, in the parameter's memory format."""
+        p = self.param
+        piece = flat[self.begin : self.begin + p.numel()]
+        last = FORMATS.get(p.dim())
+        if last is not None and p.is_contiguous(memory_format=last):
+            return piece.as_strided(p.shape, p.stride(), piece.storage_offset())
+        return piece.view(p.shape)
+
+
+class GradientBucket(Bucket):
+    """Gradients that travel as one."""
+
+    keeps = True
+
+    def __init__(self, slots: list[Slot], flat: Tensor, collective: Collective) -> None:
+        super().__init__("", len(slots))
+        self.slots, self.collective = slots, collective
+        self.views: Sequence[Tensor] = [slot.of(flat) for slot in slots]
+        self.payload = Payload(flat, self.views)
+        self.residual_empty = True
+        self.had_residual = False  # when the exchange began
+        self.momentum_applied = False  # the exchange computes the optimizer's momentum
+        self.mean: Tensor | None = None  # as last delivered
+        self.flight: InFlight | None = None
+
+    def rearm(self) -> None:
+        super().rearm()
+        for slot in self.slots:
+            slot.arrived = slot.copied = False
+
+    # - What is put in -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def copy_in_one(self, slot: Slot) -> None:
+        """Add a gradient that has just arrived to the flat buffer, and drop `.grad`.
+
+        It is in the processor's cache still, and the next one gets the same memory: to
+        wait for the bucket to be full costs another pass over memory, and fresh pages.
+        """
+        grad, view = slot.param.grad, slot.of(self.payload.flat)
+        if grad is None:
+            return
+        slot.param.grad = None
+        if grad.data_ptr() != view.data_ptr():
+            fresh = self.residual_empty and not slot.copied
+            (view.copy_ if fresh else view.add_)(_dense(slot, grad))
+        slot.copied = True
+
+    def copy_in(self) -> None:
+        """`copy_in_one` all that has arrived, many small ones at once."""
+        self.had_residual = not self.residual_empty
+        views, grads = [], []
+        for slot, view in zip(self.slots, self.views, strict=True):
+            if slot.copied:
+                continue
+            grad = slot.param.grad
+            if slot.arrived and grad is not None:
+                slot.param.grad = None
+                # A gradient that was accumulated in the buffer itself is there already.
+                if grad.data_ptr() != view.data_ptr():
+                    views.append(view)
+                    grads.append(_dense(slot, grad))
+            elif self.residual_empty:
+                view.zero_()
+        self.put(views, grads)
+
+    def put(self, views: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Add values to the residual in some views."""
+        if views:
+            add = torch._foreach_copy_ if self.residual_empty else torch._foreach_add_
+            add(list(views), list(values))
+
+    def begin_residual(self) -> None:
+        """Have a residual from now on; it is zero where there was none."""
+        if self.residual_empty:
+            self.payload.flat.zero_()
+            self.residual_empty = False
+
+    def reset(self) -> None:
+        """Forget the residual, and what the algorithm remembers."""
+        self.payload.flat.zero_()
+        self.payload.state.clear()
+        self.residual_empty = True
+
+    # - Its exchange -------------------------------------------------------------------
+
+    def launch(self, engine: Engine, hold: bool = False) -> None:
+        """Send it on its way; the payload is the flow's until it is finished."""
+        flow = self.collective.reduce(self.payload, engine.group)
+        self.flight = engine.launch(self.name, flow, hold)
+
+    def finish(self, engine: Engine) -> None:
+        """Wait for the mean, if an exchange is under way."""
+        if self.flight is None:
+            return
+        mean: Tensor = engine.finish(self.flight)
+        self.flight, self.mean = None, mean
+        payload = self.payload
+        self.residual_empty = mean.data_ptr() == payload.flat.data_ptr()
+        numel = payload.flat.numel()
+        engine.telemetry.select(
+            numel if self.residual_empty else payload.num_sent, numel
+        )
+        payload.num_sent = 0
+
+    def drop(self, engine: Engine) -> None:
+        """Give up a held exchange: what its memory held as the mean is gone."""
+        assert self.flight is not None
+        kept, self.flight = engine.drop(self.flight).untyped_storage(), None
+        own = self.payload.flat.untyped_storage()
+        self.residual_empty = kept.data_ptr() == own.data_ptr()
+
+    # - What is taken out --------------------------------------------------------------
+
+    def gradients(self) -> Sequence[Tensor]:
+        """The delivered mean in the shapes of the slots."""
+        if self.residual_empty:
+            return self.views
+        assert self.mean is not None
+        return [slot.of(self.mean) for slot in self.slots]
+
+    def delivered(self) -> list[tuple[Slot, Tensor]]:
+        """The slots with a gradient: those that some rank used now, or earlier.
+
+        The residual of a parameter may arrive when no rank uses it any more.
+        """
+        return [
+            (slot, gradient)
+            for slot, gradient in zip(self.slots, self.gradients(), strict=True)
+            if slot.used or (self.had_residual and bool(gradient.any()))
+        ]
+
+    def expose(self) -> None:
+        """Make the delivered mean the `.grad` of its parameters."""
+        for slot, gradient in self.delivered():
+            slot.param.grad = gradient
+
+    # - Buckets that are cut anew ------------------------------------------------------
+
+    @torch.no_grad()
+    def carry(self, before: Sequence[Place], same: bool) -> None:
+        """Take over the residuals that other buckets have of these parameters.
+
+        `before` says where each slot's parameter was. If the collective is the `same`,
+        what it remembers comes along as far as it is not about a bucket as a whole.
+        """
+        self.residual_empty = all(place.bucket.residual_empty for place in before)
+        for slot, place in zip(self.slots, before, strict=True):
+            old, view = place.bucket, slot.of(self.payload.flat)
+            left = place.slot.of(old.payload.flat)
+            moved = left.data_ptr() != view.data_ptr()
+            if moved and not old.residual_empty:
+                view.copy_(left)
+            elif not moved and old.residual_empty and not self.residual_empty:
+                # What is there was handed out as the mean, and may be a gradient still.
+                grad = slot.param.grad
+                if grad is not None and grad.data_ptr() == view.data_ptr():
+                    slot.param.grad = grad.clone()
+                view.zero_()
+        if same:
+            self.payload.state.update(self._remembered(before))
+
+    def _remembered(self, before: Sequence[Place]) -> dict[str, Tensor]:
+        """What the algorithm can go on with.
+
+        That is everything, if the bucket is an old one. Otherwise it is the numbers of
+        steps, if those of all the old buckets are equal, and what has an entry for
+        every element (a velocity). Thresholds, boundaries and factors are about a
+        bucket as a whole, and are learnt anew, as in a first step.
+        """
+        olds = list(dict.fromkeys(place.bucket for place in before))
+        states = [old.payload.state for old in olds]
+        if [id(s.param) for s in self.slots] == [id(s.param) for s in olds[0].slots]:
+            return states[0]
+        kept: dict[str, Tensor] = {}
+        for key in {key: None for state in states for key in state}:
+            found = [(old, old.payload.state.get(key)) for old in olds]
+            numbers = {_count(value) for _, value in found}
+            if None not in numbers:
+                if len(numbers) == 1:
+                    kept[key] = torch.tensor(numbers.pop())
+            elif all(_is_like(value, old.payload.flat) for old, value in found):
+                kept[key] = torch.zeros_like(self.payload.flat)
+                for slot, place in zip(self.slots, before, strict=True):
+                    value = place.bucket.payload.state.get(key)
+                    if value is not None:
+                        slot.of(kept[key]).copy_(place.slot.of(value))
+        return kept
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a parameter's gradient goes; kept when the buckets are cut anew."""
+
+    bucket: GradientBucket
+    slot: Slot
+
+
+def lives_in(tensor: Tensor, flat: Tensor) -> bool:
+    """Whether a tensor is in the memory of a flat one."""
+    return 0 <= tensor.data_ptr() - flat.data_ptr() < max(flat.nbytes, 1)
+
+
+def _count(value: Tensor | None) -> int | None:
+    """The number of steps that an algorithm remembers by a value, if it does."""
+    if value is None or value.dtype != torch.int64 or value.dim():
+        return None
+    return int(value)
+
+
+def _is_like(value: Tensor | None, flat: Tensor) -> bool:
+    return value is None or (value.shape, value.dtype) == (flat.shape, flat.dtype)
+
+
+def _dense(slot: Slot, grad: Tensor) -> Tensor:
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {slot.name} is {grad.layout}: gradtide averages dense "
+            "gradients; build the embedding with sparse=False"
+        )
+    return grad

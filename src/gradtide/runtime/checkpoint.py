@@ -1,0 +1,223 @@
+"""What has to be saved so that a run goes on as if it had not been stopped.
+
+Each rank saves its residuals by parameter, and what each bucket's algorithm remembers;
+common to all is the order that the buckets follow. A rank's own entries are under its
+own key, so that `torch.distributed.checkpoint`, which takes equal keys for replicas,
+saves those of every rank.
+
+Nothing is loaded that all ranks did not agree on: every rank reads its state (`read`),
+all compare what must be common, and only then anything changes (`load`).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradtide.core.ops import Group
+from gradtide.core.payload import traits
+from gradtide.runtime.buckets import GradientBucket
+from gradtide.runtime.placement import Placement
+from gradtide.runtime.validation import Signature
+
+StateDict: TypeAlias = dict[str, Any]
+DAMAGE = LookupError, TypeError, AttributeError, RuntimeError
+Algorithms = dict[str, dict[str, Tensor]]  # by the names of a bucket's parameters
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A state that this rank has read, and found to fit."""
+
+    size: int
+    scheme: str
+    step: int | None  # None: of a version that did not count
+    order: Sequence[str] | None
+    residuals: dict[str, Tensor]  # that this rank takes over
+    algorithms: Sequence[Algorithms]
+    optimizer: dict[Any, Any] | None  # its state, where each rank has its own
+
+    @property
+    def common(self) -> Signature:
+        """What has to be the same on all ranks."""
+        order = None if self.order is None else repr(self.order).encode()
+        return {
+            "the state's world_size": self.size,
+            "the state's step": self.step,
+            "the state's scheme": self.scheme,
+            "the state's order": "none" if order is None else sha256(order).hexdigest(),
+        }
+
+
+def save(placement: Placement, scheme: object, group: Group, step: int) -> StateDict:
+    """This rank's state after so many steps; the tensors are copies."""
+    ready = sorted(placement.slots, key=lambda slot: slot.position)
+    states = {_names(bucket): bucket.payload.state for bucket in placement.buckets}
+    # Thresholds and counters live on the host: reading them waits for no device.
+    host, device = (
+        {
+            names: {k: v for k, v in state.items() if (v.device.type == "cpu") == here}
+            for names, state in states.items()
+        }
+        for here in (True, False)
+    )
+    return {
+        "scheme": repr(scheme),
+        "world_size": group.size,
+        "step": step,
+        "order": [slot.name for slot in ready] if placement.ordered else None,
+        f"rank{group.rank}": {
+            "remainders": _residuals(placement),
+            "algorithm": packed((host, device)),
+        },
+    }
+
+
+def blank(placement: Placement, group: Group, size: int) -> StateDict:
+    """What this rank of `group` has to read of a checkpoint of `size` other ranks."""
+    like = _residuals(placement)
+    ranks = {
+        f"rank{rank}": {"remainders": {n: torch.zeros_like(r) for n, r in like.items()}}
+        for rank in range(group.rank, size, group.size)
+    }
+    return {"scheme": "", "world_size": size, "step": 0, "order": None, **ranks}
+
+
+@contextmanager
+def refusing_damage() -> Iterator[None]:
+    """Raise ValueError for whatever comes of a state that is not whole."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise ValueError(
+            f"this is no whole state of gradtide's ({type(error).__name__}: {error}): "
+            "load what sync.state_dict() returned, from a file that was written to its "
+            "end"
+        ) from error
+
+
+def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
+    """What this rank has to load of a state, whichever number of ranks saved it.
+
+    Changes nothing. Raises ValueError for a state that does not fit, and what DAMAGE
+    lists for one that is not whole.
+    """
+    size = int(state["world_size"])
+    if size < 1:
+        raise ValueError(f"the state has world_size={size}: 1 or more ranks saved one")
+    # Of the first that are missing: there may be as many as a number can say.
+    few = range(group.rank, size, group.size)[: len(state) + 1]
+    keys = [f"rank{rank}" for rank in few]
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise ValueError(
+            f"the state has no {missing[0]!r}: every rank saves its own, and with "
+            f"{group.size} ranks now and {size} then, rank {group.rank} needs those of "
+            f"{', '.join(keys[:9])} in one dictionary"
+        )
+    own = state[keys[0]] if size == group.size else {}
+    sums: dict[str, Tensor] = {}
+    for key in keys:
+        for name, residual in state[key]["remainders"].items():
+            sums[name] = sums[name] + residual if name in sums else residual
+    found = Saved(
+        size,
+        str(state["scheme"]),
+        None if state.get("step") is None else int(state["step"]),
+        None if state["order"] is None else list(state["order"]),
+        sums,
+        unpacked(own["algorithm"]) if own else (),
+        unpacked(own["optimizer"]) if "optimizer" in own else None,
+    )
+    _check(placement, found)
+    return found
+
+
+def load(placement: Placement, scheme: object, group: Group, saved: Saved) -> None:
+    """Go on from a state that all ranks have read and agreed on.
+
+    With another number of ranks each takes over the residuals of some, so that their
+    sum is kept, and the algorithms start anew; so they do under another scheme.
+    """
+    if saved.order is not None:
+        placement.resume(saved.order)
+    for bucket in placement.buckets:
+        bucket.reset()
+        for slot, view in zip(bucket.slots, bucket.views, strict=True):
+            residual = saved.residuals.get(slot.name)
+            if residual is not None:
+                bucket.begin_residual()  # on all ranks, whoever has a residual
+                view.copy_(residual)
+    if saved.size == group.size and saved.scheme == repr(scheme):
+        for bucket in placement.buckets:
+            host, there = (one.get(_names(bucket), {}) for one in saved.algorithms)
+            device = bucket.payload.flat.device
+            bucket.payload.state.update(host)
+            bucket.payload.state.update({k: v.to(device) for k, v in there.items()})
+
+
+def packed(value: object) -> bytes:
+    """Nested containers of tensors, numbers and texts as one opaque piece.
+
+    A checkpoint is read into the keys that are there, and those of some states are not
+    known before a first step.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(piece: bytes) -> Any:
+    """What was `packed`, on the CPU. Raises RuntimeError for what is not whole."""
+    try:
+        return torch.load(io.BytesIO(piece), weights_only=True, map_location="cpu")
+    except Exception as error:  # torch raises many kinds, for many kinds of damage
+        raise RuntimeError(f"{len(piece)} bytes cannot be read: {error}") from error
+
+
+def _residuals(placement: Placement) -> dict[str, Tensor]:
+    """Copies of the residuals by parameter; none where there never is one."""
+    return {
+        slot.name: torch.zeros_like(view) if bucket.residual_empty else view.clone()
+        for bucket in placement.buckets
+        # A dense exchange owes what a sparse one left to it, until it has run.
+        if not (bucket.residual_empty and traits(bucket.collective).dense)
+        for slot, view in zip(bucket.slots, bucket.views, strict=True)
+    }
+
+
+def _names(bucket: GradientBucket) -> str:
+    """The bucket's parameters: what its algorithm remembers is about these."""
+    return " ".join(slot.name for slot in bucket.slots)
+
+
+def _check(placement: Placement, saved: Saved) -> None:
+    shapes = {slot.name: slot.param.shape for slot in placement.slots}
+    if saved.order is not None and sorted(saved.order) != sorted(shapes):
+        odd = sorted(set(saved.order) ^ set(shapes)) or sorted(saved.order)
+        raise ValueError(
+            f"the state's order is not one of this model's trainable parameters (see "
+            f"{odd[0]!r}): build the model that was saved"
+        )
+    for name, residual in saved.residuals.items():
+        if name not in shapes:
+            raise ValueError(
+                f"the state holds what was left of {name}, which this model does not "
+                "have or does not train: build the model that was saved"
+            )
+        if residual.shape != shapes[name]:
+            raise ValueError(
+                f"the state's residual of {name} has shape {tuple(residual.shape)}, "
+                f"the parameter {tuple(shapes[name])}: build the model that was saved"
+            )
+        if not residual.isfinite().all():
+            raise ValueError(
+                f"the state's residual of {name} is not finite: load an earlier state"
+            )

@@ -1,0 +1,193 @@
+"""The hooks on the user's module and optimizer, which tell `training` of a step.
+
+A copy of the module has none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradtide.core.autograd import Hook, before_backward, in_backward
+from gradtide.core.step import Stage
+from gradtide.runtime.broadcast import broadcast
+from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
+from gradtide.runtime.training import Training
+from gradtide.runtime.updates import closes
+
+
+class Hooks:
+    """Hooks for every schedule, and those through which parameters change.
+
+    With `buffers` every training forward begins with rank 0's buffers. `stepped` is
+    called after each of the optimizer's steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        training: Training,
+        buffers: bool,
+        stepped: Callable[[], None],
+    ) -> None:
+        self._model, self._optimizer, self._training = model, optimizer, training
+        # Whose buffers to send; to look for them anew in every forward takes longer.
+        self._buffered = [
+            module
+            for module in model.modules()
+            if buffers and any(True for _ in module.buffers(False))
+        ]
+        self._handles: list[Any] = []
+        self._update_handles: list[Any] = []  # of what depends on the schedule
+        keep = self._handles.append
+        for p in training.placement.places:
+            hook = self._gradient_hook(p)
+            keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        keep(model.register_forward_pre_hook(Hook(lambda *_: self._before_forward())))
+        # A gradient hook alone could not tell the backward's end from that of a nested
+        # one (re-entrant activation checkpointing runs backwards inside backward).
+        look = Hook(lambda *a: before_backward(a[-1], training.begin))
+        keep(model.register_forward_hook(look))
+        keep(optimizer.register_step_pre_hook(lambda *a: self._stepping(*a)))
+        keep(optimizer.register_step_post_hook(lambda *_: training.stepped()))
+        keep(optimizer.register_step_post_hook(lambda *_: stepped()))
+
+    def follow(self) -> None:
+        """Have parameters change in the forward, or at step(), as the schedule says."""
+        for handle in self._update_handles:
+            handle.remove()
+        training, self._update_handles = self._training, []
+        if training.step.schedule.update != "forward":
+            return
+
+        def flush(*_: Any) -> None:
+            training.flush()
+
+        self._update_handles = training.updates.watch(self._model, self._before_read)
+        keep = self._update_handles.append
+        keep(self._optimizer.register_state_dict_pre_hook(flush))
+        keep(self._optimizer.register_load_state_dict_pre_hook(flush))
+        for module in self._model.modules():
+            hook = Hook(flush, partial(self._copied, module))
+            keep(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            keep(module.register_load_state_dict_pre_hook(Hook(flush)))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Leave module and optimizer as they were."""
+        for handle in (*self._handles, *self._update_handles):
+            handle.remove()
+        self._handles, self._update_handles = [], []
+
+    def _gradient_hook(self, p: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        """What torch calls when the parameter's gradient is complete.
+
+        Hot path: models have hundreds of parameters, and Python is on backward's way.
+        """
+        training = self._training
+        placement, step, steps = training.placement, training.step, training.steps
+        place, large, due = placement.places[p], p.numel() >= LARGE, Stage.DUE
+
+        def take(_: nn.Parameter) -> None:
+            if training.no_sync_active:
+                return
+            if not step.open:  # the backward did not start at the model's own output
+                training.begin()
+            slot, bucket = place.slot, place.bucket
+            if steps is not None and steps.on:
+                slot.arrived = True  # and it stays in `.grad`
+                return
+            if slot.arrived:
+                _take_again(bucket, slot)
+                return
+            slot.arrived = True
+            bucket.missing -= 1
+            if large and bucket.stage is not due:
+                bucket.copy_in_one(slot)
+            if placement.recorded is not None:
+                placement.recorded.append(slot.name)
+            if not bucket.missing:
+                with torch.no_grad():
+                    step.full()
+
+        take.gradtide = True  # type: ignore[attr-defined]  # how validate() knows its own
+        return take
+
+    def _before_read(self, module: nn.Module) -> None:
+        """A module is about to run: what it reads must be up to date."""
+        training, placement = self._training, self._training.placement
+        if placement.recorded is not None:
+            placement.called.add(module)
+            return
+        for bucket in placement.reads.get(module, ()):
+            training.step.apply(bucket)
+        training.updates.rest([module])
+
+    def _copied(self, module: nn.Module) -> None:
+        """Flush before a module is copied, and raise if it is too late.
+
+        Those parameters that are the module's own are in the copy already.
+        """
+        places = self._training.placement.places
+        for name, p in module.named_parameters(recurse=False):
+            if p in places and places[p].bucket.stage is Stage.DUE:
+                raise RuntimeError(
+                    f"the model is copied or saved while the update of {name} is "
+                    "deferred: call sync.flush() before"
+                )
+        self._training.flush()
+
+    def _before_forward(self) -> None:
+        training = self._training
+        if training.step.open and not in_backward():
+            raise RuntimeError(
+                "the last backward pass raised before its end, so the ranks may have "
+                "sent different gradients: end the run, or call sync.remove() on every "
+                "rank and replicate() again"
+            )
+        exchanged = self._model.training and torch.is_grad_enabled()
+        if training.no_sync_active or not exchanged:
+            return
+        if training.preconditioning is not None:
+            training.step.forward()
+        if self._buffered:
+            own = [buffer for m in self._buffered for buffer in m.buffers(False)]
+            broadcast(training.engine, own)
+
+    def _stepping(self, _: Optimizer, args: Any, kwargs: Any) -> None:
+        if closes(args, kwargs):
+            self._refuse_closure()
+        self._training.stepping()
+
+    def _refuse_closure(self) -> None:
+        """Raise RuntimeError where the optimizer's step can have no closure."""
+        training = self._training
+        if training.steps is not None:
+            why = "as often as each rank likes, and every time all ranks have to"
+        elif training.step.schedule.update == "forward":
+            why = "inside the step, which a deferred update cannot"
+        elif training.preconditioning is not None:
+            why = "inside the step, after K-FAC has preconditioned the gradients"
+        else:
+            return
+        raise RuntimeError(
+            f"step(closure) evaluates the model {why}: call step() without a closure, "
+            "or use 'wfbp'"
+        )
+
+
+def _take_again(bucket: GradientBucket, slot: Slot) -> None:
+    """Take a second gradient in one backward pass; RuntimeError if it is too late."""
+    if bucket.stage is Stage.SENT:
+        raise RuntimeError(
+            f"{slot.name} got a second gradient in one backward pass after its "
+            "bucket had left: use checkpoint(..., use_reentrant=False), or a "
+            "scheme with schedule=SEQUENTIAL"
+        )
+    if slot.copied:
+        bucket.copy_in_one(slot)

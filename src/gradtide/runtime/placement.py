@@ -1,0 +1,189 @@
+"""Where every gradient goes: flat buffers, their buckets, and who reads these.
+
+This module knows names, modules and buckets; nothing of flows or other ranks. The first
+step is recorded (in `recorded` and `called`, by those who see it), so that afterwards
+the buckets follow the order in which gradients really get ready.
+
+[Note: slots] Every parameter's slot is padded to a multiple of the number of ranks, so
+any run of slots divides into equal parts: buckets can be cut anew without moving a
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain, pairwise
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gradtide.core.payload import Collective
+from gradtide.fusion import Fusion, Trace
+from gradtide.runtime.buckets import GradientBucket, Place, Slot
+from gradtide.scheme import Scheme
+
+Named: TypeAlias = tuple[str, nn.Parameter]
+Kind: TypeAlias = tuple[torch.dtype, torch.device]
+
+
+class Placement:
+    """The trainable parameters of a model, laid out in buckets for `size` ranks."""
+
+    def __init__(self, model: nn.Module, scheme: Scheme, size: int) -> None:
+        self._model, self._scheme, self._size = model, scheme, size
+        self.places: dict[nn.Parameter, Place] = {}
+        self.reads: dict[nn.Module, list[GradientBucket]] = {}
+        self.readers: dict[GradientBucket, list[nn.Module]] = {}
+        self.recorded: list[str] | None = []  # of a step under way; None: known
+        self.ordered = False  # the buckets follow the real order
+        self.called: set[nn.Module] = set()
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._memory: dict[Kind, Tensor] = {}
+        self._lay_out(named[::-1], scheme)
+
+    @property
+    def slots(self) -> Iterator[Slot]:
+        """The slots of all buckets, in order."""
+        return chain.from_iterable(bucket.slots for bucket in self.buckets)
+
+    def follow(self, order: Sequence[str]) -> None:
+        """Lay the buckets out anew, in the order in which gradients got ready."""
+        self.recorded, self.ordered = None, True
+        place = {name: i for i, name in enumerate(order)}
+        ready = sorted(self._named, key=lambda n: place.get(n[0], len(place)))
+        self._memory = {}
+        self._lay_out(ready, self._scheme)
+        self._find_reads()
+
+    def resume(self, order: Sequence[str]) -> None:
+        """`follow` an order that another run has recorded.
+
+        It does not tell which modules ran: where that matters, the next step does.
+        """
+        self.follow(order)
+        self._record_modules()
+
+    def _record_modules(self) -> None:
+        if self._scheme.schedule.update == "forward" and not self.called:
+            self.recorded = []
+
+    def adopt(self, scheme: Scheme) -> None:
+        """Cut the buckets anew, for another scheme; no gradient is moved.
+
+        Residuals stay where they are: a collective that delivers everything delivers
+        them with the next gradients. If updates are now deferred, and were not before,
+        the next step is recorded again, as the first one was. Raises ValueError, and
+        has changed nothing, for a fusion whose cuts do not fit.
+        """
+        self._lay_out(self._named, scheme)
+        self._record_modules()
+        if self.recorded is None:
+            self._find_reads()
+
+    def _lay_out(self, ready: Sequence[Named], scheme: Scheme) -> None:
+        buckets = lay_out(
+            ready, scheme.fusion, scheme.collective, self._size, self._memory
+        )
+        before = {p: replace(place) for p, place in self.places.items()}
+        same = scheme.collective == self._scheme.collective
+        self._named, self._scheme, self.buckets = ready, scheme, buckets
+        for bucket in buckets:
+            for slot in bucket.slots:
+                place = self.places.setdefault(slot.param, Place(bucket, slot))
+                place.bucket, place.slot = bucket, slot
+            if before:
+                bucket.carry([before[slot.param] for slot in bucket.slots], same)
+
+    def _find_reads(self) -> None:
+        """Which buckets a module needs before it runs.
+
+        The parameters of a module whose forward was never called (an attention's output
+        projection, say) are read by the nearest module above it that was; and by the
+        module itself, should it be called after all.
+        """
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        reads: dict[nn.Module, set[GradientBucket]] = {}
+        for name, module in modules.items():
+            own = [p for p in module.parameters(recurse=False) if p in self.places]
+            buckets = {self.places[p].bucket for p in own}
+            reads.setdefault(module, set()).update(buckets)
+            while modules[name] not in self.called and name:
+                name = name.rpartition(".")[0]
+            reads.setdefault(modules[name], set()).update(buckets)
+        last_first = {bucket: -i for i, bucket in enumerate(self.buckets)}
+        self.reads = {
+            module: sorted(buckets, key=last_first.__getitem__)
+            for module, buckets in reads.items()
+            if buckets
+        }
+        self.readers = {bucket: [] for bucket in self.buckets}
+        for module, needs in self.reads.items():
+            for bucket in needs:
+                self.readers[bucket].append(module)
+
+
+def lay_out(
+    ready: Sequence[Named],
+    fusion: Fusion,
+    collective: Collective,
+    size: int,
+    memory: dict[Kind, Tensor] | None = None,
+) -> list[GradientBucket]:
+    """Buckets for parameters in the order in which their gradients get ready.
+
+    The buckets come in the order in which they get full, named grad0, grad1, ... They
+    are slices of the flat buffers in `memory`, to which what is not there yet is added:
+    the same parameters in the same order have the same places in it, however they are
+    cut. Raises ValueError, and has done nothing, for cuts that do not fit.
+    """
+    kinds: dict[Kind, list[tuple[int, Named]]] = {}
+    for position, (name, p) in enumerate(ready):
+        kinds.setdefault((p.dtype, p.device), []).append((position, (name, p)))
+    memory = {} if memory is None else memory
+    buckets = [
+        bucket
+        for kind, members in kinds.items()
+        for bucket in _cut(members, fusion, collective, size, kind, memory)
+    ]
+    buckets.sort(key=lambda bucket: bucket.slots[-1].position)
+    for i, bucket in enumerate(buckets):
+        bucket.name = f"grad{i}"
+    return buckets
+
+
+def _cut(
+    members: list[tuple[int, Named]],
+    fusion: Fusion,
+    collective: Collective,
+    size: int,
+    kind: Kind,
+    memory: dict[Kind, Tensor],
+) -> list[GradientBucket]:
+    """The buckets of one dtype and device, as slices of one flat buffer."""
+    dtype, device = kind
+    padded = [-(-p.numel() // size) * size for _, (_, p) in members]
+    cuts = fusion(Trace([n * dtype.itemsize for n in padded]), lambda _: 0.0)
+    covered = [0, *(cut.stop for cut in cuts)]
+    in_turn = all(a < b for a, b in pairwise(covered))
+    joined = [cut.start for cut in cuts] == covered[:-1]
+    if not in_turn or not joined or covered[-1] != len(members):
+        raise ValueError(
+            f"{fusion!r} returned {cuts}: a fusion cuts {len(members)} tensors into "
+            "consecutive, non-empty slices that cover all of them"
+        )
+    if kind not in memory:
+        memory[kind] = torch.zeros(sum(padded), dtype=dtype, device=device)
+    begins = [*accumulate(padded, initial=0)]
+    buckets = []
+    for cut in cuts:
+        begin, end = begins[cut.start], begins[cut.stop]
+        slots = [
+            Slot(name, p, position, offset - begin)
+            for (position, (name, p)), offset in zip(
+                members[cut], begins[cut], strict=True
+            )
+        ]
+        buckets.append(GradientBucket(slots, memory[kind][begin:end], collective))
+    return buckets

@@ -1,0 +1,331 @@
+"""A replica's training: what each action of a step does to gradients and parameters.
+
+`Step` says what happens when; the hooks on the user's module and optimizer (`hooks`)
+say what the program does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradtide.collectives.corrected import moves, takes_over, with_momentum
+from gradtide.core.autograd import after_backward
+from gradtide.core.engine import Engine
+from gradtide.core.ops import AllReduce
+from gradtide.core.step import Stage, Step
+from gradtide.runtime.buckets import GradientBucket
+from gradtide.runtime.clipping import clip, unscale
+from gradtide.runtime.local_steps import LocalSteps
+from gradtide.runtime.momentum import Momentum
+from gradtide.runtime.nonfinite import NonFiniteGuard
+from gradtide.runtime.placement import Placement
+from gradtide.runtime.updates import DeferredGrad, Updates
+from gradtide.scheme import Scheme
+
+if TYPE_CHECKING:
+    from gradtide.runtime.preconditioning import Launchable, Places, Preconditioning
+
+
+class Training:
+    """Carries steps out, on one rank. With K-FAC its constructor is a collective call.
+
+    `scale` tells the factor of a GradScaler, which K-FAC has to know.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheme: Scheme,
+        engine: Engine,
+        scale: Callable[[], float] | None,
+    ) -> None:
+        self.engine, self.optimizer = engine, optimizer
+        self.no_sync_active = False  # inside no_sync()
+        self.num_steps = 0  # steps of the optimizer
+        self.num_skipped = 0  # exchanged gradients that no step took
+        self._untaken = False  # an exchanged backward is over that no step has taken
+        self._stepping = False  # inside the optimizer's step
+        self.placement = Placement(model, scheme, engine.group.size)
+        self.updates = Updates(self.placement, self._unscale)
+        self.guard = NonFiniteGuard(self.placement, engine.transport)
+        self.step = Step(self, scheme.schedule)
+        self.momentum = momentum_of(optimizer, scheme)
+        self._used: Callable[[], Any] | None = None
+        self.steps: LocalSteps | None = None
+        if scheme.schedule.launch == "step":
+            known = engine, self.placement, self.guard, optimizer
+            self.steps = LocalSteps(*known, scheme.schedule.gain)
+        self.preconditioning: Preconditioning | None = None
+        if scheme.preconditioner is not None:
+            from gradtide.kfac.preconditioner import Preconditioner
+            from gradtide.runtime import preconditioning
+
+            full, config = self.step.full, scheme.preconditioner
+            kfac = Preconditioner(model, config, engine, self.begin, full, scale)
+            self.preconditioning = preconditioning.Preconditioning(self.placement, kfac)
+        self._second = self.preconditioning or Unpreconditioned(self.placement)
+
+    def adopt(self, scheme: Scheme) -> None:
+        """Go on with another scheme, when nothing is on its way."""
+        self._second.finish()
+        self.placement.adopt(scheme)
+        self.updates.reset()
+        self.step.schedule = scheme.schedule
+        self.momentum = momentum_of(self.optimizer, scheme)
+
+    # - What hooks tell ----------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """A backward pass through the model begins, if it has not begun already."""
+        if self._untaken and not self.step.open and not self._accumulating():
+            self.num_skipped += 1
+            self._untaken = False
+        if self.step.begin(self.no_sync_active):
+            after_backward(self._end)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        # With nothing arrived, it was torch.autograd.grad().
+        arrived = any(slot.arrived for slot in self.placement.slots)
+        self.step.end(arrived)
+        # What a step's closure evaluates is taken by that step.
+        self._untaken = (self._untaken or arrived) and not self._stepping
+
+    @torch.no_grad()
+    def stepping(self) -> None:
+        """The optimizer's step begins."""
+        if self.step.step():
+            self.updates.expect()
+        self._stepping, self._untaken = True, False
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """The optimizer's step is over."""
+        self._stepping = False
+        self.num_steps += 1
+        if self.momentum is not None:
+            self.momentum.give_back()
+        if self.steps is None or not self.steps.on:
+            return
+        self.steps.stepped()
+        self.step.stepped()
+        self.steps.remember()
+
+    # - What a replica asks for --------------------------------------------------------
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Apply all that is due."""
+        self.step.flush()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Deliver now what is held until step()."""
+        self.step.gather()
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        """Scale gradients to a total 2-norm of at most `max_norm`."""
+        if self.local:
+            return nn.utils.clip_grad_norm_(
+                self.placement.places, max_norm, error_if_nonfinite=error_if_nonfinite
+            )
+        return clip(self.engine, self.buckets, max_norm, error_if_nonfinite)
+
+    def moment(self) -> str | None:
+        """Where a step stands; None between a step and the next backward."""
+        if self.step.open or self.no_sync_active:
+            return "during a backward pass or inside no_sync()"
+        left = any(p.grad is not None for p in self.placement.places)
+        if self.step.held or (self.step.fresh and left):
+            return "between backward and step()"
+        return None
+
+    def _accumulating(self) -> bool:
+        """Whether gradients are there to which those of a backward are added."""
+        if self.step.held:  # they are given up
+            return False
+        grads = (p.grad for p in self.placement.places)
+        return any(grad is not None and bool(grad.any()) for grad in grads)
+
+    # - What a step does ---------------------------------------------------------------
+
+    @property
+    def buckets(self) -> Sequence[GradientBucket]:
+        return self.placement.buckets
+
+    @property
+    def recording(self) -> bool:
+        return self.placement.recorded is not None
+
+    @property
+    def local(self) -> bool:
+        return self.steps is not None and self.steps.on
+
+    def plan(self) -> Sequence[Launchable]:
+        return self._second.plan()
+
+    def prepare(self, quiet: bool) -> None:
+        self._second.settle()
+        if quiet:
+            return
+        if self.steps is not None:
+            self.steps.decide()
+        if self.placement.recorded:
+            # All follow the order in which rank 0's gradients got ready.
+            orders = self.engine.transport.gather_objects(self.placement.recorded)
+            self.placement.follow(orders[0])
+            self._second.follow()
+
+    def fill(self, bucket: Any) -> None:
+        if not bucket.keeps:
+            self._second.leave(bucket)
+        elif self.steps is not None and self.steps.on:
+            self.steps.offer(bucket)
+        else:
+            bucket.momentum_applied = False
+            if self.momentum is not None:
+                # Alone nothing is selected, and the optimizer can do it itself.
+                alone = self.engine.group.size == 1
+                a, b = (0.0, 1.0) if alone else self.momentum.now()
+                own = bucket.collective = with_momentum(bucket.collective, a, b)
+                bucket.momentum_applied = a > 0 and moves(own, bucket.payload.state)
+            bucket.copy_in()
+
+    def launch(self, bucket: Any, hold: bool) -> None:
+        bucket.launch(self.engine, hold)
+
+    def collect(self) -> None:
+        if self.steps is not None and self.steps.on:
+            self.steps.check()
+        else:
+            self._second.collect()
+
+    def conclude(self, hold: bool) -> None:
+        """Ask which parameters got a gradient on some rank; let inverses follow."""
+        arrived = [slot.arrived for slot in self.placement.slots]
+
+        def flags() -> AllReduce:
+            numbers = [*arrived, *self.guard.flags()]
+            return AllReduce(torch.tensor(numbers, dtype=torch.int32))
+
+        self._used = self.engine.ask("used", flags)
+        self._second.invert(hold)
+        if hold:
+            self.updates.promise()
+
+    def _learn(self) -> None:
+        """Learn which parameters some rank used; all leave the others alone."""
+        if self._used is not None:
+            counts = iter(self._used().tolist())
+            self._used = None
+            for slot, count in zip(self.placement.slots, counts, strict=False):
+                slot.used = count > 0
+            self.guard.update([*counts])  # the flags behind those of the slots
+
+    def receive(self, bucket: GradientBucket) -> None:
+        bucket.finish(self.engine)
+
+    def deliver(self) -> None:
+        self._learn()
+        self.updates.withdraw(dropped=False)
+        self.guard.forget()
+        for bucket in self.buckets:
+            bucket.expose()
+
+    def drop(self) -> None:
+        self.updates.withdraw(dropped=True)
+        for bucket in self.buckets:
+            bucket.drop(self.engine)
+        self._learn()
+        self.guard.forget()
+
+    def update(self, fresh: bool) -> None:
+        """Refuse what would destroy the model; momentum and K-FAC before the step."""
+        self.guard.refuse()
+        if self.steps is not None and self.steps.on:
+            self.steps.stepping()
+        if not fresh:
+            return
+        moved = any(bucket.momentum_applied for bucket in self.buckets)
+        if self.momentum is not None and moved:
+            self.momentum.take()
+        self._second.precondition(self.optimizer)
+
+    def defer(self) -> None:
+        self.updates.note(self.optimizer)
+        self._second.defer(self.optimizer)
+
+    def release(self, bucket: GradientBucket) -> None:
+        assert bucket.flight is not None
+        self.engine.release(bucket.flight)
+        if bucket.stage is Stage.DUE:
+            self._second.release(bucket)
+
+    def refuse(self, bucket: GradientBucket) -> None:
+        for slot in bucket.slots:
+            if slot.arrived:
+                raise RuntimeError(
+                    f"{slot.name} was used outside the forward of its module, before "
+                    "its deferred update: call sync.flush() before such a forward, or "
+                    "use a schedule that updates at step(), such as 'wfbp'"
+                )
+
+    def needs(self, bucket: GradientBucket) -> Iterable[GradientBucket]:
+        self._learn()
+        if self.guard.ranks:
+            for other in self.buckets:  # to name the parameter
+                if other.stage is Stage.DUE:
+                    other.finish(self.engine)
+            self.guard.refuse()
+        return self._second.needs(bucket)
+
+    def apply(self, bucket: GradientBucket) -> None:
+        if self.steps is not None and self.steps.on:
+            self.steps.settle(bucket)
+            return
+        self._second.update(bucket)
+        start = self.engine.clock()
+        self.updates.apply(bucket)
+        self.engine.telemetry.applied.append((start, self.engine.clock()))
+
+    def _unscale(
+        self, asked: DeferredGrad, found_inf: Tensor, inv_scale: Tensor
+    ) -> None:
+        """A GradScaler unscales deferred gradients; all ranks skip if one has to."""
+        self._second.check_scale()
+        held = self.buckets if self.step.held else ()
+        unscale(self.engine, held, asked, found_inf, inv_scale)
+        self._learn()
+        if self.guard.ranks:
+            found_inf.fill_(1.0)
+
+
+def momentum_of(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:
+    """The optimizer's momentum, if the scheme takes it over; ValueError if it can't."""
+    return Momentum(optimizer) if takes_over(scheme.collective) else None
+
+
+class Unpreconditioned:
+    """Stands for `Preconditioning` where a scheme has none, and does nothing."""
+
+    def __init__(self, placement: Places) -> None:
+        self._placement = placement
+
+    def plan(self) -> Sequence[Launchable]:
+        return self._placement.buckets
+
+    def needs(self, bucket: GradientBucket) -> set[GradientBucket]:
+        return set()
+
+    def _nothing(self, *_: object) -> None: ...
+
+    leave = collect = invert = settle = finish = follow = check_scale = _nothing
+    precondition = defer = release = update = _nothing

@@ -1,0 +1,284 @@
+"""What can be trained, and what all ranks must have in common.
+
+Each rank checks for itself what it is given, then all compare, before anything else is
+exchanged. A `SetupGuard` checks at every step what was added since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from gradtide.core.autograd import Hook
+from gradtide.core.payload import Collective, traits
+from gradtide.core.schedule import Schedule
+from gradtide.runtime.probing import probe
+from gradtide.transport import Transport
+
+Signature: TypeAlias = Mapping[str, Any]
+T = TypeVar("T")
+
+# Where torch's own ways to exchange gradients are defined: DistributedDataParallel,
+# replicate(), fully_shard() and FullyShardedDataParallel, as classes of a module.
+EXCHANGING = (
+    "torch.nn.parallel.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+)
+
+
+def validate(
+    model: nn.Module, optimizer: Optimizer, schedule: Schedule, buffers: str
+) -> None:
+    """Raise ValueError, naming the remedy, for what cannot be replicated."""
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__module__.startswith(EXCHANGING):
+                raise ValueError(
+                    f"{name or 'the model'} is a {kind.__name__} of torch's "
+                    f"({kind.__module__}), which exchanges gradients itself: pass the "
+                    "plain module"
+                )
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"{name} has sparse gradients, which gradtide does not average: build "
+                "the embedding with sparse=False"
+            )
+    trainable = _trainable(model)
+    if not trainable:
+        raise ValueError("no parameter of the model requires a gradient")
+    for name, p in trainable:
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"{name} is lazy and has no shape yet: run one forward before "
+                "replicate()"
+            )
+        if p.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device: materialise the model first"
+            )
+        if type(p.data) is not torch.Tensor:
+            raise ValueError(
+                f"{name} is a {type(p.data).__name__}: gradtide replicates plain "
+                "tensors, not models that are sharded by FSDP or tensor parallelism"
+            )
+        if _replicated(p):
+            raise ValueError(f"{name} is replicated already: call sync.remove() first")
+    validate_optimizer(model, optimizer, schedule)
+    if buffers not in ("broadcast", "local"):
+        raise ValueError(f"buffers={buffers!r}: use 'broadcast' or 'local'")
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _replicated(p: Tensor) -> bool:
+    hooks = p._post_accumulate_grad_hooks
+    return any(getattr(hook, "gradtide", False) for hook in (hooks or {}).values())
+
+
+def validate_collective(
+    model: nn.Module, collective: Collective, schedule: Schedule
+) -> None:
+    """Raise ValueError, naming the remedy, for numbers that a scheme cannot exchange.
+
+    Complex numbers have no order to select by, and what is cast, factorised or weighed
+    is real: complex numbers can only be added up.
+    """
+    exact = traits(collective).dense and getattr(collective, "wire", None) is None
+    if exact and schedule.launch != "step":
+        return
+    for name, p in _trainable(model):
+        if p.is_complex():
+            raise ValueError(
+                f"{name} is complex, which {collective!r} with {schedule!r} cannot "
+                "exchange: use 'wfbp' or 'dear', or keep a real parameter and "
+                "torch.view_as_complex() in the forward"
+            )
+
+
+def validate_optimizer(
+    model: nn.Module, optimizer: Optimizer, schedule: Schedule
+) -> None:
+    """Raise ValueError, naming the remedy, for a step that a schedule cannot defer."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = _trainable(model)
+    left_out = [name for name, p in named if id(p) not in stepped]
+    if len(left_out) == len(named):
+        raise ValueError(
+            "the optimizer holds none of the model's parameters: build it from this "
+            "model, after the model was moved to its device"
+        )
+    ordinary = schedule.update == "step" and schedule.launch != "step"
+    joins = any(kind.__name__ == "Joinable" for kind in type(optimizer).__mro__)
+    if joins and not ordinary:  # as ZeroRedundancyOptimizer
+        raise ValueError(
+            f"{type(optimizer).__name__} exchanges parameters inside its step, which "
+            "can neither be deferred nor be a rank's own: use a schedule that updates "
+            "at step(), such as 'wfbp'"
+        )
+    if schedule.launch == "step":
+        _validate_steps(optimizer)
+    if schedule.update == "forward" and isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS uses all parameters at once, so its step cannot be deferred: use a "
+            "schedule that updates at step(), such as 'wfbp'"
+        )
+    if left_out and not ordinary:
+        raise ValueError(
+            f"{left_out[0]} requires a gradient but is not in the optimizer, so a "
+            "deferred update, or an exchange of steps, would lose it: add it to a "
+            "group, freeze it, or use 'wfbp'"
+        )
+
+
+def _validate_steps(optimizer: Optimizer) -> None:
+    """Raise ValueError where steps cannot be exchanged."""
+    name = type(optimizer).__name__
+    if callable(getattr(optimizer, "eval", None)):  # as schedule-free ones
+        raise ValueError(
+            f"{name}.eval() moves parameters outside step(), on every rank by what it "
+            "remembers alone: use a schedule that exchanges gradients, such as 'wfbp'"
+        )
+    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+        raise ValueError(
+            f"{name} holds an optimizer that makes its steps, perhaps without its own "
+            "step(): pass the optimizer inside, or use a schedule that exchanges "
+            "gradients, such as 'wfbp'"
+        )
+    probe(optimizer)
+
+
+class SetupGuard:
+    """Refuses by name what a replica was not made for.
+
+    At every step that is a trainable parameter that came later, for no bucket has it;
+    at every forward DistributedDataParallel around the model, which would average once
+    more.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._known = {p for _, p in self._trainable()}
+        alone = Hook(_refuse_ddp)
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            # Whether torch's replicate() was called before or after.
+            model.register_forward_pre_hook(alone),
+            model.register_forward_hook(alone),
+        ]
+        self._look()
+
+    def remove(self) -> None:
+        """Look no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _trainable(self) -> Iterator[tuple[str, Tensor]]:
+        """What the model has and what the optimizer steps, by name."""
+        named: list[tuple[str, Tensor]] = list(self._model.named_parameters())
+        for i, group in enumerate(self._optimizer.param_groups):
+            name = f"a parameter of the optimizer's group {i}"
+            named += [(name, p) for p in group["params"]]
+        return ((name, p) for name, p in named if p.requires_grad)
+
+    def _look(self) -> None:
+        """Note what is there, so that `_signs` tell when that changes."""
+        modules = list(self._model.modules())
+        self._tables = [table for m in modules for table in (m._modules, m._parameters)]
+        self._frozen = [p for p in self._model.parameters() if not p.requires_grad]
+        self._last = self._signs()
+
+    def _signs(self) -> list[int]:
+        """Other numbers where anything was added or thawed.
+
+        Hot path: in every step. To go through the model takes ten times as long.
+        """
+        groups = self._optimizer.param_groups
+        return [
+            *map(id, chain.from_iterable(group["params"] for group in groups)),
+            *map(len, self._tables),
+            *(p.requires_grad for p in self._frozen),
+        ]
+
+    def _before_step(self) -> None:
+        if self._signs() == self._last:
+            return
+        for name, p in self._trainable():
+            if p not in self._known and not _replicated(p):
+                raise RuntimeError(
+                    f"{name} was added or unfrozen after replicate(), so no bucket "
+                    "has it and it would not be averaged: call sync.remove() on every "
+                    "rank and replicate() again"
+                )
+        self._look()
+
+
+def _refuse_ddp(*_: object) -> None:
+    """Raise RuntimeError where something else averages in this forward."""
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise RuntimeError(
+            "the model runs inside DistributedDataParallel or torch's replicate(), "
+            "which exchanges gradients itself: leave that out, or call sync.remove()"
+        )
+
+
+def check_ranks_agree(
+    transport: Transport,
+    prepare: Callable[[], tuple[T, Signature]],
+    remedy: str = "build the same model with the same scheme on every rank",
+) -> T:
+    """Run `prepare` on every rank and compare what the ranks say of themselves.
+
+    Returns the first result of `prepare`; the second is the rank's signature. Raises on
+    *every* rank, so that none waits for another: the rank's own error where `prepare`
+    failed, otherwise ValueError with the rank that failed, or with the first thing that
+    differs, the two ranks that differ in it, and the `remedy`.
+    """
+    try:
+        result, signature = prepare()
+    except (ValueError, TypeError) as error:
+        transport.gather_objects((str(error), {}))
+        raise
+    answers = transport.gather_objects((None, signature))
+    for rank, (message, _) in enumerate(answers):
+        if message is not None:
+            raise ValueError(f"rank {rank} cannot take part: {message}")
+    first = answers[0][1]
+    for rank, (_, other) in enumerate(answers):
+        for key in {**first, **other}:
+            ours, theirs = first.get(key, "not there"), other.get(key, "not there")
+            if ours != theirs:
+                raise ValueError(
+                    f"{key} differs between ranks: rank 0 has {ours}, rank {rank} has "
+                    f"{theirs}; {remedy}"
+                )
+        if list(first) != list(other):
+            raise ValueError(
+                f"rank {rank} registers its parameters in another order than rank 0; "
+                "build the same model on every rank"
+            )
+    return result
+
+
+def describe(model: nn.Module, scheme: object) -> Signature:
+    """A rank's signature: its scheme, then every parameter and buffer."""
+
+    def text(tensor: Tensor) -> str:
+        return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+    named = {"scheme": repr(scheme)}
+    for name, p in model.named_parameters():
+        named[f"parameter {name}"] = text(p) + " frozen" * (not p.requires_grad)
+    for name, buffer in model.named_buffers():
+        named[f"buffer {name}"] = text(buffer)
+    return named

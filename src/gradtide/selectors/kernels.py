@@ -1,0 +1,140 @@
+"""Passes over a bucket that selectors make, on every device.
+
+Selectors know nothing of devices: a kernel for another one is a branch of `above`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradtide.core.unproven import warn_unproven
+
+CHUNK = 1 << 16  # elements whose temporaries stay in a core's cache
+BITS: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.float64: np.int64}
+
+
+def index_dtype(n: int) -> torch.dtype:
+    """What indices below `n` are handed out in."""
+    return torch.int32 if n < 1 << 31 else torch.int64
+
+
+def everything(x: Tensor) -> Tensor:
+    """The indices of all of `x`."""
+    return torch.arange(x.numel(), dtype=index_dtype(x.numel()), device=x.device)
+
+
+def largest(x: Tensor, k: int, found: Tensor) -> Tensor:
+    """The `k` of the indices `found` (sorted) where |x| is largest; all, if not more.
+
+    NaN is largest, then infinity.
+    """
+    if len(found) <= k:
+        return found
+    return found[top(x.index_select(0, found).abs(), k)]
+
+
+def top(sizes: Tensor, k: int) -> Tensor:
+    """Where (bool) the `k` largest are: as a mask, which keeps the order of indices.
+
+    A sort of indices takes longer than all the rest.
+    """
+    best = torch.topk(sizes, k, sorted=False).indices
+    return torch.zeros_like(sizes, dtype=torch.bool).index_fill_(0, best, True)
+
+
+def above(x: Tensor, threshold: float, limit: int) -> Tensor:
+    """Where |x| is not at most `threshold`, so that NaN counts as large.
+
+    The first `limit` sorted indices (1-D, int32) into `x` (1-D, contiguous); a negative
+    threshold finds everything. One pass over memory, and nothing as long as `x` is
+    allocated.
+    """
+    if x.device.type == "cuda":
+        # Here: it takes long to import, and imports this module.
+        from gradtide.selectors import triton_kernels
+
+        if triton_kernels.AVAILABLE:
+            warn_unproven(
+                "gradtide's selection of entries by Triton kernels",
+                "the indices they find on hardware (in Triton's interpreter they are "
+                "tested), and their speed",
+            )
+            return triton_kernels.above(x, threshold, limit)
+    if x.device.type != "cpu" or x.numel() >= 1 << 31:
+        return _nonzero(x, threshold)[:limit].to(index_dtype(x.numel()))
+    if x.dtype in BITS:
+        return _scan(x, threshold, limit)
+    return _in_chunks(lambda begin, end: _nonzero(x[begin:end], threshold), x, limit)
+
+
+def entries(x: Tensor, threshold: float, limit: int) -> tuple[Tensor, Tensor]:
+    """`above`, and the values there: of the same pass where it is a compiled one."""
+    compiled = x.device.type == "cpu" and x.dtype in BITS and x.numel() < 1 << 31
+    if compiled and _compact() is not None:
+        values = torch.empty(min(limit, x.numel()), dtype=x.dtype)
+        found = _scan(x, threshold, limit, values)
+        return found, values[: len(found)]
+    found = above(x, threshold, limit)
+    return found, x.index_select(0, found)
+
+
+def _scan(
+    x: Tensor, threshold: float, limit: int, values: Tensor | None = None
+) -> Tensor:
+    # without its sign, a float orders like the integer of the same bits, and NaN is
+    # above infinity
+    integer = BITS[x.dtype]
+    bits = x.detach().numpy().view(integer)
+    bound = torch.tensor(threshold, dtype=x.dtype).numpy().view(integer)[()]
+    if threshold < 0:
+        bound = integer(-1)
+    compact = _compact()
+    if compact is not None:
+        out = torch.empty(min(limit, x.numel()), dtype=torch.int32)
+        there = None if values is None else values.numpy().view(integer)
+        return out[: compact(bits, bound, out.numpy(), there)]
+    magnitude = np.empty(min(CHUNK, bits.size), integer)
+    unsigned = np.iinfo(integer).max
+
+    def large(begin: int, end: int) -> Tensor:
+        part = magnitude[: end - begin]
+        np.bitwise_and(bits[begin:end], unsigned, out=part)
+        return torch.from_numpy(np.flatnonzero(part > bound))
+
+    return _in_chunks(large, x, limit)
+
+
+def _in_chunks(large: Callable[[int, int], Tensor], x: Tensor, limit: int) -> Tensor:
+    found, count = [], 0
+    for begin in range(0, x.numel(), CHUNK):
+        where = large(begin, min(begin + CHUNK, x.numel()))
+        found.append(where.add_(begin).to(torch.int32))
+        count += len(where)
+        if count >= limit:
+            break
+    return torch.cat(found)[:limit] if found else everything(x)
+
+
+def _nonzero(x: Tensor, threshold: float) -> Tensor:
+    return (x.abs() <= threshold).logical_not_().nonzero().squeeze(1)
+
+
+@cache
+def _compact() -> Callable[..., int] | None:
+    try:
+        from gradtide.selectors.fast import compact
+    except ImportError:
+        warnings.warn(
+            "numba is not installed: entries are selected by numpy, which takes three "
+            'to four times as long. pip install "gradtide[fast]"',
+            stacklevel=2,
+        )
+        return None
+    return cast(Callable[..., int], compact)

@@ -1,0 +1,120 @@
+"""The engine's order is a function of the program, and what holds, holds."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+
+from gradtide.collectives import Dense
+from gradtide.core.engine import Engine, InFlight
+from gradtide.core.ops import AllReduce, Flow, Group
+from gradtide.core.payload import Payload
+from gradtide.core.telemetry import RECORDED
+from gradtide.transport import connect
+
+AVERAGE = Dense()
+
+
+def launch(engine: Engine, name: str, n: int, collective: Any = AVERAGE) -> InFlight:
+    """Hold an average of the ranks' numbers."""
+    flat = torch.full((n,), float(dist.get_rank()))
+    flow = collective.reduce(Payload(flat, [flat]), engine.group)
+    return engine.launch(name, flow, hold=True)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_issues_the_same_requests_whatever_the_clock(size: int) -> None:
+    logs = run_ranks(size, _order)
+    assert all(log == logs[0] for log in logs)
+    scatters = [f"b{i}:ReduceScatter" for i in range(4)]
+    gathers = [f"b{i}:AllGather" for i in reversed(range(4))]
+    assert logs[0] == [*scatters, "probe:AllReduce", *gathers]
+
+
+def _order() -> list[str]:
+    size = dist.get_world_size()
+    engine = Engine(connect(None, torch.device("cpu")))
+    nap, flights = random.Random(dist.get_rank()), []
+    for i in range(4):
+        time.sleep(nap.random() / 50)
+        flights.append(launch(engine, f"b{i}", size * 10**i))
+    probe = engine.ask("probe", AllReduce(torch.ones(1)))
+    time.sleep(nap.random() / 20)
+    assert probe().item() == size
+    for flight in reversed(flights):
+        engine.release(flight)
+    for flight in flights:
+        time.sleep(nap.random() / 50)
+        assert engine.finish(flight).eq((size - 1) / 2).all()
+    engine.transport.close()
+    return [f"{r.bucket}:{r.request}" for r in engine.telemetry.records]
+
+
+def test_a_held_bucket_shows_its_part_and_takes_changes() -> None:
+    run_ranks(2, _held)
+
+
+def _held() -> None:
+    engine = Engine(connect(None, torch.device("cpu")))
+    held, dropped = launch(engine, "a", 6), launch(engine, "b", 6)
+    part, mean = engine.held(held)
+    assert mean is None
+    assert part is not None
+    assert part.tolist() == [0.5] * 3
+    part.mul_(4)
+    assert engine.drop(dropped).tolist() == [0.5] * 3
+    with pytest.raises(AssertionError, match="release it first"):
+        engine.finish(held)
+    engine.release(held)
+    assert engine.finish(held).tolist() == [2.0] * 6
+    engine.transport.close()
+
+
+@dataclass(frozen=True)
+class NoCut:
+    """An algorithm without a second half."""
+
+    def reduce(self, payload: Payload, group: Group) -> Flow:
+        total, _ = yield AllReduce(payload.flat), AllReduce(torch.zeros(1))
+        total /= group.size
+        return payload.flat
+
+
+def test_without_a_cut_the_mean_itself_is_held() -> None:
+    run_ranks(2, _no_cut)
+
+
+def _no_cut() -> None:
+    engine = Engine(connect(None, torch.device("cpu")))
+    flight = launch(engine, "a", 6, NoCut())
+    part, mean = engine.held(flight)
+    assert part is None
+    assert mean is not None
+    engine.release(flight)
+    assert engine.finish(flight).tolist() == [0.5] * 6
+    seen = engine.telemetry
+    assert seen.records[0].request == "AllReduce+AllReduce"
+    assert seen.exposed_seconds > 0
+    seen.clear()
+    assert not seen.records
+    engine.transport.close()
+
+
+def test_what_is_recorded_is_bounded() -> None:
+    run_ranks(1, _bounded)
+
+
+def _bounded() -> None:
+    engine = Engine(connect(None, torch.device("cpu")))
+    for kept in (engine.telemetry.records, engine.telemetry.applied):
+        assert kept.maxlen == RECORDED
+    engine.ask("probe", AllReduce(torch.ones(1)))()
+    assert [record.bucket for record in engine.telemetry.records] == ["probe"]
+    engine.transport.close()

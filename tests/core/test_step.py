@@ -1,0 +1,291 @@
+"""The order of a step, driven by events alone: no tensors, no processes, no clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
+from gradtide.core.step import MOVES, Bucket, Driver, Stage, Step
+
+
+class Gradients(Bucket):
+    keeps = True
+
+
+class Logged:
+    """Writes down what it is told to do, and needs nothing for it."""
+
+    def __init__(
+        self, num_buckets: int, pieces: int = 1, factors: bool = False
+    ) -> None:
+        self.buckets = [Gradients(f"g{i}", pieces) for i in range(num_buckets)]
+        self.factors = [Bucket("f", 1)] if factors else []
+        self.recording = self.local = False
+        self.log: list[str] = []
+
+    def plan(self) -> Sequence[Any]:
+        return [*self.factors, *self.buckets]
+
+    def launch(self, bucket: Any, hold: bool) -> None:
+        self.log.append(f"launch {bucket.name}" + (" to its cut" if hold else ""))
+
+    def receive(self, bucket: Any) -> None:
+        assert bucket.stage is not Stage.HELD
+        self.log.append(f"receive {bucket.name}")
+
+    def needs(self, bucket: Any) -> Sequence[Any]:
+        return ()
+
+    def conclude(self, hold: bool) -> None:
+        self.log.append("hold" if hold else "conclude")
+        for factor in self.factors:  # taken delivery of beside the step
+            if factor.stage is Stage.SENT:
+                factor.move("deliver")
+            factor.rearm()
+
+    def refuse(self, bucket: Any) -> None:
+        if bucket.missing < bucket.pieces:
+            raise RuntimeError(f"{bucket.name} was used before its update")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def note(*args: Any, **kwargs: Any) -> None:
+            values = [getattr(a, "name", a) for a in (*args, *kwargs.values())]
+            self.log.append(" ".join(map(str, (name, *values))))
+
+        return note
+
+    def take(self) -> list[str]:
+        log, self.log = self.log, []
+        return [line for line in log if line.split()[0] not in QUIET]
+
+
+QUIET = {"prepare", "fill", "collect"}
+
+
+def start(schedule: Schedule, num_buckets: int = 3, **more: Any) -> tuple[Step, Logged]:
+    driver = Logged(num_buckets, **more)
+    typed: Driver = driver  # all that a step asks for is there
+    return Step(typed, schedule), driver
+
+
+def backward(step: Step, driver: Logged, quiet: bool = False) -> None:
+    if step.begin(quiet):
+        for bucket in driver.buckets:
+            for _ in range(bucket.pieces):
+                bucket.missing -= 1
+                if not bucket.missing:
+                    step.full()
+        step.end(arrived=True)
+
+
+def stages(driver: Logged) -> set[Stage]:
+    return {bucket.stage for bucket in driver.buckets}
+
+
+def test_buckets_leave_as_they_get_full_and_means_are_gradients_after_backward() -> (
+    None
+):
+    step, driver = start(WFBP)
+    backward(step, driver)
+    received = [f"receive g{i}" for i in range(3)]
+    launched = [f"launch g{i}" for i in range(3)]
+    assert driver.take() == [*launched, "conclude", *received, "deliver"]
+    assert step.fresh
+    step.step()
+    assert driver.take() == ["update True"]
+    step.step()
+    assert driver.take() == ["update False"]
+
+
+def test_a_full_bucket_waits_for_those_before_it() -> None:
+    step, driver = start(WFBP)
+    step.begin()
+    for i in (1, 0, 2):
+        driver.buckets[i].missing = 0
+        step.full()
+        driver.log.append(f"{i}")
+    assert driver.take() == ["1", "launch g0", "launch g1", "0", "launch g2", "2"]
+
+
+def test_what_gets_no_gradient_leaves_at_the_end_and_nothing_without_any() -> None:
+    step, driver = start(WFBP)
+    step.begin()
+    step.end(arrived=False)
+    assert driver.take() == []
+    step.begin()
+    step.end(arrived=True)
+    assert [line for line in driver.take() if "launch" in line] == [
+        f"launch g{i}" for i in range(3)
+    ]
+
+
+def test_sequential_leaves_after_backward() -> None:
+    step, driver = start(SEQUENTIAL)
+    step.begin()
+    for bucket in driver.buckets:
+        bucket.missing = 0
+        step.full()
+    assert driver.take() == []
+    step.end(arrived=True)
+    assert driver.take()[0] == "launch g0"
+
+
+def test_deferred_updates_are_held_released_last_first_and_applied_when_read() -> None:
+    step, driver = start(DEAR)
+    backward(step, driver)
+    cut = [f"launch g{i} to its cut" for i in range(2)]
+    assert driver.take() == [*cut, "launch g2", "hold"]
+    assert stages(driver) == {Stage.HELD}
+    assert step.step()
+    released = [f"release g{i}" for i in (2, 1, 0)]
+    assert driver.take() == ["defer", *released]
+    step.apply(driver.buckets[1])
+    step.apply(driver.buckets[1])
+    assert driver.take() == ["receive g1", "apply g1"]
+    step.flush()
+    assert driver.take() == ["receive g2", "apply g2", "receive g0", "apply g0"]
+    assert stages(driver) == {Stage.IDLE}
+
+
+def test_a_step_that_finds_out_the_order_is_not_deferred() -> None:
+    step, driver = start(DEAR)
+    driver.recording = True
+    backward(step, driver)
+    assert "deliver" in driver.take()
+    driver.recording = False
+    step.step()
+    backward(step, driver)
+    assert "hold" in driver.take()
+
+
+def test_what_nobody_read_is_applied_before_its_bucket_leaves_again() -> None:
+    step, driver = start(DEAR)
+    backward(step, driver)
+    step.step()
+    driver.take()
+    step.begin()
+    step.end(arrived=True)
+    cut = "launch g0 to its cut"
+    assert driver.take()[:3] == ["receive g0", "apply g0", cut]
+    step, driver = start(DEAR)
+    backward(step, driver)
+    step.step()
+    with pytest.raises(RuntimeError, match="g0 was used before its update"):
+        backward(step, driver)
+
+
+def test_held_means_can_be_gathered_or_dropped() -> None:
+    step, driver = start(DEAR)
+    backward(step, driver)
+    driver.take()
+    step.gather()
+    released, received = (
+        [f"{what} g{i}" for i in range(3)] for what in ("release", "receive")
+    )
+    assert driver.take() == [*reversed(released), *received, "deliver"]
+    assert not step.step()
+    assert driver.take() == ["update True"]
+    backward(step, driver)
+    driver.take()
+    step.drop()
+    assert driver.take() == ["drop"]
+    assert stages(driver) == {Stage.IDLE}
+    step.gather()
+    assert driver.take() == []
+
+
+def test_a_local_step_exchanges_after_the_optimizer() -> None:
+    step, driver = start(LOCAL)
+    driver.local = True
+    backward(step, driver)
+    assert driver.log == ["prepare False", "collect"]
+    driver.take()
+    step.step()
+    assert driver.take() == ["update False"]
+    step.stepped()
+    sent = [f"launch g{i}" for i in range(3)]
+    settled = [f"{what} g{i}" for i in range(3) for what in ("receive", "apply")]
+    assert driver.take() == [*sent, *settled]
+    driver.local = False  # a dense step of a warm-up
+    backward(step, driver)
+    assert "deliver" in driver.take()
+    step.step()
+    step.stepped()
+    assert driver.take() == ["update True"]
+
+
+def test_factors_leave_in_the_first_of_several_forwards() -> None:
+    step, driver = start(WFBP, factors=True)
+    step.forward()
+    backward(step, driver)
+    driver.take()
+    step.step()
+    step.forward()
+    assert driver.take() == ["update True"]
+    step.forward()
+    assert driver.take() == ["launch f"]
+
+
+def test_a_quiet_backward_gives_up_what_was_held_and_sends_nothing() -> None:
+    step, driver = start(DEAR)
+    backward(step, driver)
+    driver.take()
+    backward(step, driver, quiet=True)
+    assert driver.log == ["drop", "prepare True"]
+    assert not step.open
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+def test_a_bucket_goes_only_where_it_can(stage: Stage) -> None:
+    for event in {event for event, _ in MOVES}:
+        bucket = Bucket("b", 2)
+        bucket.stage = stage
+        if (event, stage) in MOVES:
+            bucket.move(event)
+            assert bucket.stage is MOVES[event, stage]
+        else:
+            with pytest.raises(RuntimeError, match=f"b is {stage.value} and cannot"):
+                bucket.move(event)
+
+
+@pytest.mark.parametrize("schedule", [WFBP, SEQUENTIAL, DEAR, LOCAL])
+@pytest.mark.parametrize("seed", range(8))
+def test_any_program_ends_with_nothing_under_way(schedule: Schedule, seed: int) -> None:
+    """What is sent is received or dropped once, whatever a program does."""
+    rng = random.Random(seed)
+    step, driver = start(schedule, num_buckets=rng.randrange(1, 5), pieces=2)
+    sent: dict[str, int] = {}
+    for _ in range(60):
+        driver.local = schedule is LOCAL and rng.random() < 0.7
+        driver.recording = rng.random() < 0.1 and not step.held
+        event = rng.choice(("step", "backward", "quiet", "flush", "gather", "drop"))
+        if event == "step":
+            step.step()
+            step.stepped()
+        elif event in ("backward", "quiet"):
+            step.flush()
+            backward(step, driver, event == "quiet")
+        else:
+            getattr(step, event)()
+        for line in driver.take():
+            name = line.split()[1] if " " in line else ""
+            if line.startswith("launch"):
+                sent[name] = sent.get(name, 0) + 1
+            elif line.startswith("receive"):
+                sent[name] -= 1
+            elif line == "drop":
+                assert set(sent.values()) == {1}
+                sent = dict.fromkeys(sent, 0)
+        assert not step.open
+        waiting = sum(b.stage is not Stage.IDLE for b in driver.buckets)
+        assert sum(sent.values()) == waiting
+    step.gather()
+    step.flush()
+    assert stages(driver) == {Stage.IDLE}

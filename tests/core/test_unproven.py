@@ -1,0 +1,76 @@
+"""What was never run on its hardware says so, once, where it begins."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gradtide.core.unproven import warn_unproven
+from gradtide.selectors import kernels
+from gradtide.transport import nccl, staged
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process() -> Iterator[None]:
+    warn_unproven.cache_clear()
+    yield
+    warn_unproven.cache_clear()
+
+
+def over_nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    pg: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    control: Any = SimpleNamespace(gather_objects=None, close=None)
+    return nccl.NcclTransport(pg, control)
+
+
+def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    passed_on = {"gather_objects": None, "close": None, "carried": None}
+    host: Any = SimpleNamespace(group=None, **passed_on)
+    return staged.StagedTransport(host, torch.device("cuda"))
+
+
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from gradtide.selectors import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "AVAILABLE", True)
+    monkeypatch.setattr(triton_kernels, "above", lambda x, threshold, limit: "found")
+    x: Any = SimpleNamespace(device=torch.device("cuda"))
+    return kernels.above(x, 0.5, 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (over_nccl, "over NCCL has never"),
+        (over_host_memory, "through host memory, has never"),
+        (by_triton, "Triton kernels has never"),
+    ],
+)
+def test_it_is_said_once_with_what_to_do(
+    make: Callable[[pytest.MonkeyPatch], Any],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.warns(UserWarning, match=words) as told:
+        made = make(monkeypatch)
+    assert len(told) == 1
+    assert made
+    for part in ("Unproven are", "an issue", "python -m torch.utils.collect_env"):
+        assert part in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert make(monkeypatch)
+
+
+def test_what_is_proven_says_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "numba is not installed")
+        kernels.above(torch.ones(4), 0.5, 10)

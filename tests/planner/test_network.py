@@ -1,0 +1,136 @@
+"""A network is what was written, and a wrong file says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradtide.planner.network import (
+    TYPICAL,
+    Device,
+    Line,
+    Link,
+    Network,
+    Rate,
+    load,
+)
+from gradtide.transport import gloo
+
+
+def measured() -> Network:
+    inter = Link(
+        Rate(1e-4, 8e-9, 0.02, Line(5e-5, 1e-9)),
+        Rate(2e-4, 9e-9),
+        Rate(3e-4, 7e-9),
+        Rate(4e-4, 8e-9),
+    )
+    intra = Link.of(1e-5, 1e-10)
+    more = {"processors": 0.25, "occupancy": 0.8, "rate": 1e9}
+    return Network(4, 2, inter, intra, TYPICAL, 1.1, 1.7, **more)
+
+
+@pytest.mark.parametrize(
+    "network", [measured(), Network.ideal(4, 1, 1e10), Network(2, 1, Link.of(0, 0))]
+)
+def test_what_is_saved_is_loaded(network: Network, tmp_path: Path) -> None:
+    network.save(tmp_path / "n.json")
+    assert load(tmp_path / "n.json") == network
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"format": "other"}, "gradtide profile network"),
+        ({"version": 99}, "version 99"),
+        ({"hosts": 0}, "1 or more"),
+        ({"inter": {"ring": {}}}, "damaged"),
+        ({"inter": None}, "damaged"),
+        ({"surprise": 1}, "surprise"),
+        ({"interference": 0.5}, "interference"),
+        ({"sharing": 2.5}, "sharing"),
+        ({"spread": 1.5}, "spread"),
+        ({"processors": 0}, "processors"),
+        ({"occupancy": 1.5}, "occupancy"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(
+    change: dict[str, object], match: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "n.json"
+    measured().save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=match):
+        load(path)
+
+
+def test_a_file_from_before_processors_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "n.json"
+    Network.ideal(4, 1, 1e10).save(path)
+    document = json.loads(path.read_text())
+    del document["processors"], document["occupancy"]
+    for rate in (*document["inter"].values(), *document["intra"].values()):
+        del rate["processor"]
+    path.write_text(json.dumps(document))
+    assert load(path) == Network.ideal(4, 1, 1e10)
+
+
+def test_what_ranks_work_takes_processors() -> None:
+    network = measured()  # a quarter of a processor a rank, busy for 0.8 of the time
+    assert network.share == 0.25
+    assert network.occupied(0.1) == pytest.approx(0.5)
+    assert network.charged().inter.ring == Rate(5e-5, 1e-9)
+    plenty = replace(network, processors=4.0, occupancy=1.0)
+    assert plenty.share == 1.0
+    assert plenty.occupied(0.1) == pytest.approx(0.025)
+    unknown = replace(network, processors=None)
+    assert (unknown.share, unknown.occupied(0.1)) == (1.0, 0.0)
+
+
+def test_a_missing_file_and_no_json(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot read"):
+        load(tmp_path / "none.json")
+    (tmp_path / "n.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        load(tmp_path / "n.json")
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), True])
+def test_times_are_seconds(wrong: float) -> None:
+    with pytest.raises(ValueError, match="seconds"):
+        Rate(wrong, 0)
+    with pytest.raises(ValueError, match="seconds"):
+        Line(0, wrong)
+
+
+def test_what_if() -> None:
+    there = measured().scaled(hosts=16, rate=1e8)
+    assert (there.size, there.ranks_per_host, there.rate) == (32, 2, 1e8)
+    assert there.inter.direct == Rate(2e-4, 9e-8)  # a tenth of the rate
+    assert there.intra == measured().intra
+    unknown = Network(2, 1, Link.of(1e-5, 2e-9)).scaled(rate=8e8)
+    assert unknown.inter.ring.beta == pytest.approx(1e-8)
+    with pytest.raises(ValueError, match="above 0"):
+        measured().scaled(rate=0)
+
+
+def test_a_selector_that_was_not_measured_is_taken_for_the_slowest() -> None:
+    device = Device(select={"Fast": Line(0, 1e-9), "Slow": Line(0, 5e-9)})
+    assert device.selecting("Fast")(10) == pytest.approx(1e-8)
+    assert device.selecting("Else")(10) == pytest.approx(5e-8)
+    assert Device().selecting("Else")(10) == 0
+
+
+def test_a_collective_whose_overhead_was_not_measured_has_the_mean_one() -> None:
+    device = Device(overhead={"TopK": 1.2, "OkTopk": 1.4})
+    assert device.overhead_of("TopK") == 1.2
+    assert device.overhead_of("Agreed") == pytest.approx(1.3)
+    assert Device().overhead_of("TopK") == 1.0
+
+
+def test_the_one_hop_is_the_transports() -> None:
+    there = Network(2, 1, Link.of(0, 0))
+    assert (there.one_hop_bytes, there.one_hop_ranks) == (gloo.HOP, gloo.FEW)
+    assert there.small_bytes == gloo.SMALL

@@ -1,0 +1,148 @@
+"""What is tried, in which order it is ranked, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gradtide.fusion import BySize, Cuts, PerTensor
+from gradtide.planner import search
+from gradtide.planner.network import Network
+from gradtide.planner.search import DENSE, Choice, fusions, kind, rank, sparse_recipes
+from gradtide.planner.trace import StepTrace, Unit
+from gradtide.planner.virtual import Prediction
+from gradtide.scheme import RECIPES, Scheme, parse
+
+MB = 1e6
+
+
+def trace(units: int = 4, numel: int = 250_000) -> StepTrace:
+    made = tuple(Unit(f"w{i}", numel, 4, 0.01, 0.02, 0.001) for i in range(units))
+    return StepTrace("made", made, 0.001 * units)
+
+
+NETWORK = Network.ideal(8, 1, 1e9)
+
+
+class Fake:
+    """Predictions by name of the collective; counts what it is asked."""
+
+    def __init__(self, sent: dict[str, float] | None = None) -> None:
+        self.asked: list[Scheme] = []
+        self.sent = sent or {}
+
+    def __call__(self, trace: StepTrace, scheme: Scheme, net: Network) -> Prediction:
+        self.asked.append(scheme)
+        name = type(scheme.collective).__name__
+        sent = self.sent.get(name, 1.0 if name != "Dense" else 4.0)
+        if getattr(scheme.collective, "wire", None):
+            sent /= 2
+        # The middle size is the best.
+        size = getattr(scheme.fusion, "megabytes", 10.0)
+        step = 0.1 + sent / 10 + abs(size - 5.0) / 1000
+        return Prediction(
+            step=step,
+            forward=0.04,
+            backward=0.05,
+            select=0.0,
+            exchange=step,
+            apply=0.01,
+            exposed=step - 0.1,
+            sent_bytes=sent * MB,
+            limit=step - 0.01,
+            buckets=1,
+        )
+
+
+def ranked_by(fake: Fake, *asked: Any, **options: Any) -> list[Choice]:
+    """What `rank` says, with fake predictions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "simulate", fake)
+        return rank(*asked, **options)
+
+
+def test_dense_schemes_are_always_there_and_the_order_is_stable() -> None:
+    for _ in range(2):
+        ranked = ranked_by(Fake(), trace(), NETWORK, {}, tune=False)
+        names = [choice.name for choice in ranked]
+        assert names == ["wfbp-bf16", "dear-bf16", "wfbp", "dear"]
+
+
+def test_all_sparse_recipes_are_tried_but_not_what_decides_itself() -> None:
+    ranked = ranked_by(Fake(), trace(), NETWORK, tune=False)
+    assert {choice.name for choice in ranked} == {*DENSE, *sparse_recipes()}
+    assert "auto" not in sparse_recipes()
+    assert {"topk", "oktopk-dear", "deft"} <= set(sparse_recipes())
+
+
+def test_a_scheme_that_saves_no_bytes_is_refused_with_its_condition() -> None:
+    fake = Fake({"TopK": 3.99, "OkTopk": 3.0})
+    schemes = {name: parse(name) for name in ("topk(0.3)", "oktopk")}
+    ranked = ranked_by(fake, trace(), NETWORK, schemes, tune=False)
+    assert [choice.name for choice in ranked if choice.refused] == ["topk(0.3)"]
+    assert ranked[-1].name == "topk(0.3)"
+    assert "dense exchange 4 MB" in ranked[-1].refused
+    assert "below a density of 0.17" in ranked[-1].refused  # 4 / (3 P)
+
+
+def test_a_narrow_wire_is_held_against_a_narrow_wire() -> None:
+    schemes = {"a": parse("topk(wire='bf16')"), "b": parse("topk")}
+    ranked = ranked_by(Fake({"TopK": 3.95}), trace(), NETWORK, schemes, tune=False)
+    refused = {choice.name: choice.refused for choice in ranked if choice.refused}
+    assert "dense exchange 2 MB" in refused["a"]
+    assert "dense exchange 4 MB" in refused["b"]
+
+
+def test_factors_need_shapes() -> None:
+    ranked = ranked_by(Fake(), trace(), NETWORK, {"powersgd": parse("powersgd")})
+    assert "no shapes" in ranked[-1].refused
+
+
+def test_fusions_of_recipes_are_tuned_and_those_of_users_are_not() -> None:
+    mine = Scheme(RECIPES["topk"].collective, PerTensor())
+    ranked = ranked_by(Fake(), trace(), NETWORK, {"mine": mine, "topk": parse("topk")})
+    tuned = {choice.name: choice.scheme.fusion for choice in ranked}
+    assert tuned["mine"] == PerTensor()
+    assert tuned["topk"] == BySize(5.0, ends=5.0, pieces=1)  # 20 ms better
+    assert tuned["wfbp"] == BySize()  # 5 ms of 500 are not worth another fusion
+    assert fusions(Scheme(fusion=BySize(3.0)), trace(), NETWORK) == []
+    tried = fusions(RECIPES["dear"], trace(), NETWORK)
+    assert BySize(25.0) in tried
+    assert BySize() not in tried
+
+
+@pytest.mark.parametrize(("alpha", "ends"), [(1e-6, (1, 2, 3, 4)), (1.0, (4,))])
+def test_merged_buckets_are_cut_in_advance(alpha: float, ends: tuple[int, ...]) -> None:
+    network = Network.ideal(8, 1, 1e9, alpha=alpha)
+    assert Cuts(ends) in fusions(RECIPES["wfbp"], trace(), network)
+
+
+def test_what_is_far_behind_is_not_tuned() -> None:
+    fake = Fake({"TopK": 0.1, "OkTopk": 3.0})
+    schemes = {"topk": parse("topk"), "oktopk": parse("oktopk")}
+    ranked_by(fake, trace(), NETWORK, schemes)
+    assert fake.asked.count(parse("oktopk")) == 1
+    assert (
+        len([s for s in fake.asked if s.collective == parse("oktopk").collective]) == 1
+    )
+
+
+def test_one_rank_has_nothing_to_plan() -> None:
+    with pytest.raises(ValueError, match="nobody to average with"):
+        ranked_by(Fake(), trace(), Network.ideal(1, 1, 1e9))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dear", "lossless"),
+        ("dear-fp16", "rounded"),
+        ("oktopk", "lossy"),
+        ("oktopk(warmup=40)", "lossy"),
+    ],
+)
+def test_kinds(text: str, expected: str) -> None:
+    assert kind(parse(text)) == expected
+    assert kind(replace(parse(text), fusion=PerTensor())) == expected

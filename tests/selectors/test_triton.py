@@ -1,0 +1,134 @@
+"""Triton's kernels against plain torch, in Triton's interpreter; and they compile.
+
+The interpreter has to be chosen before Triton is imported, so it runs in a process of
+its own. Whether a GPU orders memory as the interpreter does is not tested here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+Run = Callable[..., Any]
+BLOCK = 4096  # the kernels'; asserted below
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Run]:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            pool.submit(abs, 0).result()  # the process starts
+        yield lambda function, *given: pool.submit(function, *given).result()
+
+
+# What follows, up to the tests, runs in the other process.
+
+
+def values(n: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Multiples of 1/4 that every dtype holds."""
+    rng = torch.Generator().manual_seed(seed)
+    return (torch.randint(-20, 21, (n,), generator=rng) / 4).to(dtype)
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    if not actual.is_floating_point():
+        assert actual.dtype == torch.int32
+        actual = actual.long()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def check_above(x: Tensor, threshold: float, limit: int) -> int:
+    from gradtide.selectors import triton_kernels
+
+    assert triton_kernels.BLOCK == BLOCK
+    before = x.clone()
+    where = (~(x.abs() <= threshold)).nonzero()[:limit, 0]
+    for asked in (threshold, torch.tensor(threshold)):
+        same(triton_kernels.above(x, asked, limit), where)
+    same(x, before)
+    return len(where)
+
+
+# The tests.
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("n", [1, 31, BLOCK - 1, BLOCK, 2 * BLOCK + 33])
+def test_lengths(interpreted: Run, n: int, dtype: torch.dtype) -> None:
+    found = interpreted(check_above, values(n, dtype, 0), 4.0, n)
+    assert n < 100 or 0.1 * n < found < 0.5 * n
+
+
+@pytest.mark.parametrize(
+    ("threshold", "found"), [(-1.0, 5000), (0.0, 4500), (9.0, 3000), (float("inf"), 0)]
+)
+def test_thresholds(interpreted: Run, threshold: float, found: int) -> None:
+    x = torch.zeros(5000)
+    x[500:] = 9.0
+    x[2000:] = -90.0
+    assert interpreted(check_above, x, threshold, 5000) == found
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_is_not_finite_is_large(interpreted: Run, dtype: torch.dtype) -> None:
+    x = torch.ones(5000, dtype=dtype)
+    x[7] = x[31] = float("nan")
+    x[BLOCK], x[4999] = float("inf"), -float("inf")
+    assert interpreted(check_above, x, 2.0, 10) == 4
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 10**6])
+@pytest.mark.parametrize("threshold", [-1.0, 4.0, 100.0])
+def test_above(interpreted: Run, threshold: float, limit: int) -> None:
+    n = 2 * BLOCK + 33
+    found = interpreted(check_above, values(n, torch.float32, 8), threshold, limit)
+    there = {-1.0: n, 4.0: 1500, 100.0: 0}[threshold]
+    assert min(limit, there) <= found <= limit
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("kernel", ["_mark", "_compact"])
+def test_compiles_for_a_gpu(
+    kernel: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from gradtide.selectors import triton_kernels
+
+    if "TRITON_INTERPRET" in os.environ:
+        pytest.skip("kernels are interpreted here, too")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = getattr(triton_kernels, kernel)
+    names = function.arg_names
+    types = dict.fromkeys(names, "*i32")
+    types["flat"] = f"*{dtype}"
+    types["threshold"] = "*fp64" if dtype == "fp64" else "*fp32"
+    types |= {"n": "i32", "capacity": "i32"}
+    constants = {"BLOCK": BLOCK}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        fn=function,
+        signature={name: types[name] for name in names},
+        constexprs={name: constants[name] for name in constants if name in names},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names) - 1)},
+    )
+    options = {k: v for k, v in triton_kernels._LAUNCH.items() if k != "BLOCK"}
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    in_vectors = f"ld.global.v{2 if dtype == 'fp64' else 4}.b"
+    assert (in_vectors in made.asm["ptx"]) == (kernel == "_mark")

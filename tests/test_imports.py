@@ -1,0 +1,110 @@
+"""`import gradtide` loads what training needs; the rest, whoever asks for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+
+MOST = 75  # modules of ours
+SECONDS = 0.25  # beyond `import torch`
+
+IMPORT = """
+import json, sys, time
+import torch
+begin, before = time.perf_counter(), set(sys.modules)
+import gradtide
+seconds = time.perf_counter() - begin
+print(json.dumps({"seconds": seconds, "loaded": sorted(set(sys.modules) - before)}))
+"""
+
+# Some steps on one rank; argv: the scheme. Prints which of our packages are loaded.
+TRAIN = """
+import json, os, sys
+import torch, gradtide
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sync = gradtide.replicate(model, optimizer, sys.argv[1])
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+sync.remove()
+torch.distributed.destroy_process_group()
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def fresh(program: str, *words: str) -> Any:
+    """What a program prints last, as JSON, in an interpreter of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def ours(loaded: list[str], *rooms: str) -> list[str]:
+    """The modules of gradtide; of some rooms, if they are named."""
+    prefixes = tuple(f"gradtide.{room}" for room in rooms) or ("gradtide",)
+    return [m for m in loaded if m.startswith(prefixes)]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> list[str]:
+    found: list[str] = fresh(IMPORT)["loaded"]
+    return found
+
+
+def test_few_modules(loaded: list[str]) -> None:
+    assert "gradtide.replica" in loaded
+    assert len(ours(loaded)) <= MOST, ours(loaded)
+
+
+def test_what_no_plain_training_needs_is_not_loaded(loaded: list[str]) -> None:
+    assert not ours(loaded, "planner", "lab", "profile", "simulate", "testing")
+    assert ours(loaded, "kfac") == ["gradtide.kfac", "gradtide.kfac.config"]
+    extras = ("numba", "llvmlite", "triton", "typer", "rich", "matplotlib", "psutil")
+    assert not [m for m in loaded if m.partition(".")[0] in (*extras, "sklearn")]
+
+
+@pytest.mark.alone
+def test_import_is_quick() -> None:
+    seconds = median(fresh(IMPORT)["seconds"] for _ in range(3))
+    assert seconds <= SECONDS
+
+
+@pytest.mark.parametrize(
+    ("scheme", "planner", "kfac"),
+    [("dear", False, False), ("spd_kfac", False, True), ("auto", True, False)],
+)
+def test_a_scheme_loads_what_it_asks_for(
+    scheme: str, planner: bool, kfac: bool
+) -> None:
+    found = fresh(TRAIN, scheme)
+    assert bool(ours(found, "planner.auto")) == planner
+    assert bool(ours(found, "planner")) == planner
+    # The planner knows K-FAC, too: it predicts it.
+    assert ("gradtide.kfac.preconditioner" in found) == (kfac or planner)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is new in Python 3.11")
+def test_torch_and_numpy_are_enough() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    names = [line.partition(">")[0] for line in project["dependencies"]]
+    assert sorted(names) == ["numpy", "torch"]
+    assert "gradtide[cli]" in project["optional-dependencies"]["lab"]

@@ -1,0 +1,313 @@
+"""Replica.metrics(): what every number says, on real ranks; and the example with it."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import runpy
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import gradtide
+from tests.ranks import run_ranks
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "log_metrics.py"
+SMALL = "fusion=BySize(0.004, 0.001, 1)"  # several buckets for a small model
+SCHEMES = {
+    "dense": f"Scheme(Dense(), {SMALL})",
+    "dense-dear": f"Scheme(Dense(), {SMALL}, schedule=DEAR)",
+    "sparse": f"Scheme(OkTopk(0.05), {SMALL})",
+    "sparse-dear": f"Scheme(OkTopk(0.05), {SMALL}, schedule=DEAR)",
+    "steps": f"Scheme(TopKA2A(0.05), {SMALL}, schedule=LOCAL)",
+}
+NUMEL = 1604  # of the model below, and every tensor's is even
+
+
+def network() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
+    )
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    rng = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    x, y = torch.randn(6, 12, generator=rng), torch.randint(0, 4, (6,), generator=rng)
+    return cross_entropy(model(x), y)
+
+
+def weights(model: nn.Module) -> list[float]:
+    return nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+
+Logged = tuple[list[dict[str, float]], float, list[float]]
+
+
+def train(scheme: str, log: bool = True, residual: bool = False) -> Logged:
+    """Metrics after every of five steps, the seconds they took, and the weights."""
+    model = network()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sync = gradtide.replicate(model, opt, scheme)
+    seen, begin = [], time.perf_counter()
+    for step in range(5):
+        loss_of(model, step).backward()
+        opt.step()
+        opt.zero_grad()
+        if log:
+            seen.append(sync.metrics(residual=residual))
+        if step == 2:
+            sync.engine.telemetry.clear()  # as the lab does: no number gets negative
+    seconds = time.perf_counter() - begin
+    again = sync.metrics(residual=True)
+    sync.remove()
+    return [*seen, again], seconds, weights(model)
+
+
+def documented() -> list[str]:
+    return re.findall(r"- `(\w+)`:", gradtide.Replica.metrics.__doc__ or "")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_numbers_of_a_training(name: str) -> None:
+    dense = name.startswith("dense")
+    for (*seen, last), seconds, _ in run_ranks(2, train, SCHEMES[name]):
+        assert [numbers["step"] for numbers in seen] == [1, 2, 3, 4, 5]
+        assert list(last) == documented()
+        for numbers in seen:
+            assert list(numbers) == documented()[:-1]
+            assert all(type(x) in (int, float) for x in numbers.values())
+            assert all(math.isfinite(x) and x >= 0 for x in numbers.values())
+            assert numbers["skipped_steps"] == 0
+        whole = [sum(numbers[key] for numbers in seen) for key in documented()[:4]]
+        assert 0 < whole[1] < seconds
+        assert 0 < whole[2] < seconds
+        # With two ranks a dense exchange sends every element once; then come flags.
+        sent = sum(numbers["sent_bytes"] for numbers in (*seen, last))
+        assert (sent >= 5 * 4 * NUMEL) == dense
+        assert sent < 5 * (4 * NUMEL + 500)
+        for numbers in seen:
+            if dense:
+                assert numbers["density"] == 1
+            else:
+                assert 0.01 < numbers["density"] < 0.1
+        assert (last["residual_norm"] > 0) == (not dense)
+        assert last["step"] == 5
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_number_of_the_training_changes(name: str) -> None:
+    def all_three() -> list[list[float]]:
+        scheme = SCHEMES[name]
+        return [
+            train(scheme, log=False)[2],
+            train(scheme)[2],
+            train(scheme, residual=True)[2],
+        ]
+
+    for plain, logged, thorough in run_ranks(2, all_three):
+        assert plain == logged == thorough
+
+
+def test_a_second_call_has_nothing_new() -> None:
+    def twice() -> list[dict[str, float]]:
+        model = network()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, opt, SCHEMES["sparse"])
+        fresh = sync.metrics()
+        loss_of(model, 0).backward()
+        opt.step()
+        return [fresh, sync.metrics(), sync.metrics()]
+
+    for fresh, one, two in run_ranks(2, twice):
+        assert not any(fresh.values())  # what rank 0 sends at first does not count
+        assert two == {
+            **one,
+            "exposed_seconds": 0,
+            "exchange_seconds": 0,
+            "sent_bytes": 0,
+        }
+
+
+def test_the_residuals_norm_is_that_of_what_was_not_selected() -> None:
+    def one_step() -> tuple[float, float]:
+        model = network()
+        loss_of(model, 0).backward()
+        own = torch.cat([p.grad.flatten() for p in model.parameters()])
+        model.zero_grad()
+        k = round(0.05 * NUMEL)
+        kept = own.abs().topk(NUMEL - k, largest=False).values
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        whole = "fusion=BySize(25.0, ends=25.0, pieces=1)"
+        scheme = f"Scheme(TopK(0.05, Exact()), {whole})"
+        sync = gradtide.replicate(model, opt, scheme)
+        loss_of(model, 0).backward()
+        opt.step()
+        return sync.metrics(residual=True)["residual_norm"], float(kept.norm())
+
+    for found, expected in run_ranks(2, one_step):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert expected > 0
+
+
+def test_the_residual_is_refused_while_gradients_are_on_their_way() -> None:
+    def between() -> list[str]:
+        model = network()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, opt, SCHEMES["sparse-dear"])
+        refused = []
+        for step in range(3):
+            loss_of(model, step).backward()
+            sync.metrics()
+            if step:  # the first step is recorded, and not deferred
+                with pytest.raises(RuntimeError, match="call it after"):
+                    sync.metrics(residual=True)
+                refused.append("between")
+            opt.step()
+            opt.zero_grad()
+        sync.remove()
+        return refused
+
+    assert run_ranks(2, between) == [["between"] * 2] * 2
+
+
+# - Steps that are skipped -------------------------------------------------------------
+
+
+def skipped(scheme: str, to_none: bool) -> list[float]:
+    """The count after every step, with infinite gradients in steps 1 and 3."""
+    model = network()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gradtide.replicate(model, opt, scheme)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    counts = []
+    for step in range(6):
+        loss = loss_of(model, step)
+        if step in (1, 3) and dist.get_rank() == 1:
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad(set_to_none=to_none)
+        counts.append(sync.metrics()["skipped_steps"])
+    assert sync.metrics()["step"] == 4
+    return counts
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_a_scaler_skips_is_counted_by_the_next_backward(
+    name: str, to_none: bool
+) -> None:
+    for counts in run_ranks(2, skipped, SCHEMES[name], to_none):
+        assert counts == [0, 0, 1, 1, 2, 2]
+
+
+def test_gradients_that_are_added_up_are_not_skipped() -> None:
+    def accumulate() -> list[float]:
+        counts = []
+        for quiet in (True, False):
+            model = network()
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            sync = gradtide.replicate(model, opt, SCHEMES["dense"])
+            for step in range(3):
+                if quiet:
+                    with sync.no_sync():
+                        loss_of(model, 2 * step).backward()
+                else:
+                    loss_of(model, 2 * step).backward()
+                loss_of(model, 2 * step + 1).backward()
+                opt.step()
+                opt.zero_grad()
+            counts.append(sync.metrics()["skipped_steps"])
+            loss_of(model, 0).backward()
+            opt.zero_grad()  # and no step
+            with sync.no_sync():
+                loss_of(model, 1).backward()
+            loss_of(model, 2).backward()
+            counts.append(sync.metrics()["skipped_steps"])
+        return counts
+
+    assert run_ranks(2, accumulate) == [[0, 1, 0, 1]] * 2
+
+
+def test_what_a_closure_evaluates_is_not_skipped() -> None:
+    def line_search() -> list[float]:
+        model = network()
+        opt = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        sync = gradtide.replicate(model, opt, SCHEMES["dense"])
+        for step in range(2):
+
+            def closure(step: int = step) -> Tensor:
+                opt.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+        numbers = sync.metrics()
+        return [numbers["step"], numbers["skipped_steps"]]
+
+    assert run_ranks(2, line_search) == [[2, 0]] * 2
+
+
+# - The example ------------------------------------------------------------------------
+
+
+class Writer:
+    """As TensorBoard's; `written` are all that was logged."""
+
+    written: list[tuple[str, float, int]] = []  # noqa: RUF012
+    closed = 0
+
+    def __init__(self, folder: str) -> None:
+        assert folder.startswith("out/")
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.written.append((name, value, step))
+
+    def close(self) -> None:
+        Writer.closed += 1
+
+
+def example(installed: bool) -> str | list[tuple[str, float, int]]:
+    """What a rank prints, or writes."""
+    module = ModuleType("tensorboard")
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]
+    found: Any = module if installed else None
+    sys.modules["torch.utils.tensorboard"] = found
+    dist.init_process_group = lambda backend: None  # there is one
+    dist.destroy_process_group = lambda: None
+    with redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert Writer.closed == installed
+    return Writer.written if installed else out.getvalue()
+
+
+def test_the_example_logs_to_tensorboard() -> None:
+    for written in run_ranks(2, example, True):
+        names = {name for name, _, _ in written}
+        assert names == {"loss", *documented()[:-1]}
+        assert [step for name, _, step in written if name == "loss"] == [*range(1, 61)]
+
+
+def test_the_example_prints_without_tensorboard() -> None:
+    one, two = run_ranks(2, example, False)
+    assert one.count("sent_bytes: ") == 60
+    assert not two
+
+
+def test_the_example_is_short_and_can_be_copied() -> None:
+    text = EXAMPLE.read_text()
+    assert len(text.splitlines()) <= 40
+    assert "gradtide.lab" not in text
