@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs format clean
+.PHONY: help setup demo test check docs dist format clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -56,6 +56,9 @@ check: $(READY) ## formatting, lint, types, layers
 docs: $(DOCS) ## build the documentation into out/site, with every warning an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "  out/site/index.html"
+
+dist: $(READY) ## build wheel and sdist into dist, and test what was built
+	@PYTHON=$(BIN)/python .ci/dist
 
 format: $(READY) ## sort imports and format
 	@$(BIN)/ruff check --quiet --select I --fix .

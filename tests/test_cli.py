@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import gradtide
 from gradtide.cli import app
 
 GOOD = {
@@ -31,7 +31,7 @@ def compare(out: Path, **changed: str | None) -> Result:
 
 
 def test_version() -> None:
-    assert call("--version").output == f"gradtide {version('gradtide')}\n"
+    assert call("--version").output == f"gradtide {gradtide.__version__}\n"
 
 
 def test_help_names_every_command() -> None:

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+import gradtide
 from gradtide.lab import options
 from gradtide.lab.cli import app as lab
 from gradtide.lab.extras import require
@@ -42,9 +43,7 @@ Seed = Annotated[int, Option(help="Of models, data and replays.")]
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"gradtide {version('gradtide')}")
+        typer.echo(f"gradtide {gradtide.__version__}")
         raise typer.Exit()
 
 
