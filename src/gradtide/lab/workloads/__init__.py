@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import digits, gpt, replay, synthetic
-from .workload import Batch, Workload
+from gradtide.lab.workloads import digits, gpt, replay, synthetic
+from gradtide.lab.workloads.workload import Batch, Workload
 
 __all__ = ["REPLAYED", "WORKLOADS", "Batch", "Workload", "build", "check"]
 

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from .workload import (
+from gradtide.lab.workloads.workload import (
     TRAIN,
     Batch,
     Workload,
