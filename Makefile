@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 DEMO_SECONDS ?= 50# of training for each scheme; more: lower losses, a longer demo
-DEMO_SCHEMES ?= ddp,ddp-bf16,dear,dear-bf16,exdyna-local(0.01,warmup=120,wire='bf16')
+DEMO_SCHEMES ?= ddp,ddp(wire='bf16'),dear,dear(wire='bf16'),$(DEMO_SPARSE)
+DEMO_SPARSE ?= exdyna(0.01, schedule='local', warmup=60, wire='bf16')
 DEMO_OUT ?= out/demo
 EXTRAS ?= lab,fast,tune,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
 ARGS ?=# for pytest: make test ARGS='-k law'
@@ -34,7 +35,7 @@ demo: $(READY) ## race schemes to a loss on four emulated hosts at 50 Mb/s (minu
 	    echo "the schemes work, not what they save."; \
 	fi; \
 	$(BIN)/gradtide race --schemes "$(DEMO_SCHEMES)" --workload gpt-small \
-	    --hosts 4 --rate $$rate --seconds $(DEMO_SECONDS) --out $(DEMO_OUT)
+	    --hosts 4 --rate $$rate --seconds $(DEMO_SECONDS) --every 10 --out $(DEMO_OUT)
 	@echo
 	@echo "  $(DEMO_OUT)/race.png     loss over time, and over bytes"
 	@echo "  $(DEMO_OUT)/table.txt    the table above"

@@ -257,8 +257,8 @@ def test_what_algorithms_remember_of_elements_and_steps_comes_along() -> None:
 
 
 def _remembered() -> None:
-    still = "Scheme(Corrected(Dense()), PerTensor())"
-    walk = [f"Scheme(Corrected(Dense()), {fusion})" for fusion in FUSIONS]
+    still = "Scheme(MomentumCorrection(Dense()), PerTensor())"
+    walk = [f"Scheme(MomentumCorrection(Dense()), {fusion})" for fusion in FUSIONS]
     assert torch.equal(train(walk), train([still] * len(walk)))
 
     model, opt, sync = build("Scheme(Warmup(TopK(0.1), 4), PerTensor())")

@@ -312,9 +312,9 @@ class Replica:
         Updates that are deferred are applied first. The residual stays with its rank
         for the new collective; a dense exchange delivers it with the next gradients.
         Algorithms start anew if the collective is another one. Otherwise they keep
-        their count of steps, and `Corrected` keeps its velocity. The first step of a
-        schedule that defers is an ordinary one, in which the order of the modules is
-        recorded.
+        their count of steps, and `MomentumCorrection` keeps its velocity. The first
+        step of a schedule that defers is an ordinary one, in which the order of the
+        modules is recorded.
 
         Args:
             scheme: The new scheme, the same on every rank, as for `replicate`. Its
@@ -341,7 +341,7 @@ class Replica:
                 self.scheme.schedule.launch == "step"
             ):
                 raise ValueError(
-                    f"adopt({chosen!r}): what was left behind of gradients is no step, "
+                    f"adopt({chosen!r}): the residual of gradients is no step, "
                     "nor the other way round; call remove() and replicate()"
                 )
             if chosen.preconditioner != self.scheme.preconditioner:

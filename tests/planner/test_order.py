@@ -26,7 +26,7 @@ SCHEMES = (
     "Scheme(TopKA2A(0.05), PerTensor(), DEAR)",
     "Scheme(OkTopk(0.05), BySize(0.04, ends=0.02), DEAR)",
     "Scheme(OkTopk(0.05), PerTensor(), WFBP)",
-    "Scheme(Agreed(0.05), BySize(0.04, ends=0.02), WFBP)",
+    "Scheme(PartitionedTopK(0.05), BySize(0.04, ends=0.02), WFBP)",
 )
 
 

@@ -163,7 +163,7 @@ class Traits:
     small = 0  # bytes up to which values travel in another way
 
     @property
-    def takes_momentum(self) -> bool:
+    def uses_optimizer_momentum(self) -> bool:
         """Whether `with_momentum(a, b)` computes the optimizer's: u = a u + b g."""
         return False
 

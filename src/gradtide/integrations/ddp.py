@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # mypy: torch hides dist.GradBucket
 from torch.futures import Future
 
-from gradtide.collectives.corrected import takes_over
+from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.engine import Engine
 from gradtide.core.payload import traits
 from gradtide.fusion import BySize
@@ -146,11 +146,12 @@ def comm_hook(
     def prepare() -> tuple[Scheme, dict[str, str]]:
         chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
         collective, schedule = chosen.collective, chosen.schedule
-        momentum, kfac = takes_over(collective), chosen.preconditioner is not None
+        momentum = uses_optimizer_momentum(collective)
+        kfac = chosen.preconditioner is not None
         local, deferred = schedule.launch == "step", schedule.update == "forward"
         reasons = {
             "auto": ("cannot change schemes", traits(collective).undecided),
-            "Corrected": ("does not see the optimizer and its momentum", momentum),
+            "momentum correction": ("does not see the optimizer's momentum", momentum),
             "K-FAC": ("sees gradients, but not the inputs of layers", kfac),
             "'local'": ("does not see the optimizer and its steps", local),
             "'dear'": ("ends with backward, not in the next forward", deferred),

@@ -28,11 +28,14 @@ def test_every_look_is_drawn_and_every_arrival_has_a_dot(
         return plot(self, x, y, **style)
 
     monkeypatch.setattr(Axes, "plot", kept)
-    draw(standings(COURSES), ["ddp", "one"], 3.0, ["a race"], tmp_path / "race.png")
+    raced = standings(COURSES)
+    there = raced[0].arrival
+    assert there is not None
+    draw(raced, ["ddp", "one"], 3.0, ["a race"], tmp_path / "race.png")
     assert ([10, 20], [4.0, 3.0], "-") in lines
     assert ([50.0, 100.0], [4.0, 3.0], "-") in lines
     assert ([30], [3.5], "-") in lines
     assert [line for line in lines if line[2] == "o"] == [
-        (20.0, 3.0, "o"),
-        (100.0, 3.0, "o"),
+        (there.seconds, 3.0, "o"),
+        (there.sent_bytes / 1e6, 3.0, "o"),
     ]

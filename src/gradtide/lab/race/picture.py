@@ -44,7 +44,7 @@ def draw(
     over_time.set(
         xlabel="seconds of training", ylabel="held-out loss", ylim=_limits(standings)
     )
-    over_bytes.set(xlabel="megabytes sent by a rank", xscale="log")
+    over_bytes.set(xlabel="megabytes sent by a rank")
     figure.suptitle("\n".join(heading), fontsize=9, wrap=True)
     handles, names = over_time.get_legend_handles_labels()
     figure.legend(

@@ -15,10 +15,10 @@ from gradtide.lab.race.spec import RaceSpec
 from gradtide.lab.race.standings import Point, Standing, target
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import milliseconds
-from gradtide.lab.tables import grid, name, number
+from gradtide.lab.tables import folded, grid, number
 
 WIDTH = 120  # columns of table.txt
-HEADINGS = ("steps", "step ms", "loss at the end", "there after s", "x", "sent MB")
+HEADINGS = ("steps", "ms", "loss", "there", "x", "MB then", "MB")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def speedup(first: Standing, other: Standing) -> float | None:
 
 def table(record: RaceRecord) -> Group:
     """The race as text, below lines that say what was raced to and what it is worth."""
-    rows = grid(name("scheme"), *map(number, HEADINGS), number("sent MB, all"))
+    schemes = [each.scheme for each in record.standings]
+    rows = grid(folded("scheme", schemes), *map(number, HEADINGS))
     first = record.standings[0]
     for each in record.standings:
         ratio, there = speedup(first, each), each.arrival
@@ -71,23 +72,26 @@ def table(record: RaceRecord) -> Group:
             each.scheme,
             str(each.last.steps),
             milliseconds(each.last.seconds / each.last.steps),
-            f"{each.last.loss:.4f}",
+            f"{each.last.loss:.3f}",
             f"{there.seconds:.1f}" if there else "-",
             f"{ratio:.2f}" if ratio else "-",
             f"{there.sent_bytes / 1e6:.3g}" if there else "-",
             f"{each.last.sent_bytes / 1e6:.3g}",
         )
-    return Group(*map(Text, preface(record)), rows)
+    said = (
+        "there: seconds until it first had that loss; MB: sent by a rank, and by then"
+    )
+    return Group(*map(Text, [*preface(record), said]), rows)
 
 
 def preface(record: RaceRecord) -> list[str]:
-    """The lines above table and picture."""
+    """The lines above the table and above the picture."""
     spec = record.spec
     rate = "links not shaped" if spec.rate is None else f"{format_rate(spec.rate)}/s"
     return [
         f"{spec.workload} on {spec.hosts} hosts x {spec.ranks_per_host} ranks, {rate}; "
         f"{spec.seconds:g} s of training each, a look every {spec.every} steps",
-        f"raced to: held-out loss {record.target:.4f}, the lowest of "
+        f"raced to: held-out loss {record.target:.4g}, the lowest of "
         f"{record.standings[0].scheme}; one seed, constant learning rate",
     ]
 

@@ -1,8 +1,10 @@
 """What was seen of every contestant, and who was where when. Pure arithmetic.
 
 [Note: The target] The loss that all race to is the lowest that the first contestant
-had in its time. A contestant is there when its loss is first at or below it; between
-two looks its course is taken for a straight line. One rule for all, the first included.
+had in its time, and a thousandth more: or the order of a sum would decide whether one
+who takes the same steps is ever there. A contestant is there when its loss is first at
+or below that; between two looks its course is taken for a straight line. One rule for
+all, the first included.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
+
+CLOSE = 1e-3  # of a loss: closer are two that took the same steps
 
 
 class Point(NamedTuple):
@@ -44,7 +48,7 @@ class Standing:
 
 def target(first: Sequence[Point]) -> float:
     """The loss that is raced to, see [Note: The target]."""
-    return min(point.loss for point in first)
+    return (1 + CLOSE) * min(point.loss for point in first)
 
 
 def arrival(points: Sequence[Point], loss: float) -> Arrival | None:
