@@ -682,7 +682,9 @@ def _half_a_copy() -> None:
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_gathering_leaves_no_promise_where_no_rank_has_a_gradient(detach: bool) -> None:
+def test_gathering_leaves_no_deferred_gradient_where_no_rank_has_a_gradient(
+    detach: bool,
+) -> None:
     run_ranks(2, _gathered, detach)
 
 

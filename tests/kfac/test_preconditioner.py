@@ -216,7 +216,7 @@ def test_fusion_and_owners_are_planned_after_the_first_backward() -> None:
             found += [sync.kfac.costs.ready, sync.kfac.placed]
             opt.step()
             opt.zero_grad()
-        names = [home.name for home in sync.kfac.factors]
+        names = [bucket.name for bucket in sync.kfac.factors]
         sync.remove()
         return [*found, names]
 
@@ -264,7 +264,7 @@ def test_two_runs_are_equal_to_the_bit() -> None:
             assert sync.kfac is not None
             found += [
                 sync.kfac.placed,
-                [home.name for home in sync.kfac.factors],
+                [bucket.name for bucket in sync.kfac.factors],
             ]
             sync.remove()
             found += [p.tolist() for p in model.parameters()]

@@ -223,7 +223,7 @@ class Training:
         self._used = self.engine.ask("used", flags)
         self._second.invert(hold)
         if hold:
-            self.updates.promise()
+            self.updates.defer_gradients()
 
     def _learn(self) -> None:
         """Learn which parameters some rank used; all leave the others alone."""
