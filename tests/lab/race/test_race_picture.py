@@ -1,4 +1,4 @@
-"""The picture of a race: nothing of a course is hidden but its common beginning."""
+"""The picture of a race: courses, and who was there when."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_every_look_is_drawn_and_every_arrival_has_a_dot(
     there = raced[0].arrival
     assert there is not None
     draw(raced, ["ddp", "one"], 3.0, ["a race"], tmp_path / "race.png")
-    assert ([10, 20], [4.0, 3.0], "-") in lines
-    assert ([50.0, 100.0], [4.0, 3.0], "-") in lines
-    assert ([30], [3.5], "-") in lines
+    assert ([0, 10, 20], [5.0, 4.0, 3.0], "-") in lines
+    assert ([0, 50.0, 100.0], [5.0, 4.0, 3.0], "-") in lines
+    assert ([0, 30], [5.0, 3.5], "-") in lines
     assert [line for line in lines if line[2] == "o"] == [
         (there.seconds, 3.0, "o"),
         (there.sent_bytes / 1e6, 3.0, "o"),
