@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gradtide.core.engine import Engine
-from gradtide.core.ops import Cut, Flow, Group
+from gradtide.core.ops import Cut, Flow, Group, message_of
 from gradtide.core.payload import Collective, Payload, settled, traits
 from gradtide.planner.device import Device
 from gradtide.planner.flows import LOCKSTEP, Act, Script, Shapes, by_numbers, by_shapes
@@ -103,8 +103,9 @@ def _without_sorting(script: Script) -> Script:
 
 def _selecting(script: Script, selector: str, scanned: float) -> Script:
     """With its selection before all else, unless nothing sparse is sent."""
-    asked = [op for act in script.acts for op in act.asked if not isinstance(op, Cut)]
-    if not any(op.tensor.dtype == torch.uint8 for op in asked):
+    asked = [message_of(op) for act in script.acts for op in act.asked]
+    sent = [op.tensor.dtype for op in asked if not isinstance(op, Cut)]
+    if torch.uint8 not in sent:
         return script
     first, *others = script.acts
     first = first._replace(work=first.work._replace(scanned=scanned))

@@ -1,0 +1,45 @@
+"""Which ranks share a host, so that what they tell each other crosses no link."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradtide.core.transport import Transport
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+NETWORK = "/proc/self/ns/net"
+
+
+def host_name() -> str:
+    """What is the same for all processes that reach each other without a network card.
+
+    These are the processes of one network namespace of one machine: containers with
+    networks of their own are hosts of their own. Elsewhere than on Linux it is the name
+    of the machine.
+    """
+    try:
+        return f"{BOOT.read_text().strip()} {os.readlink(NETWORK)}"
+    except OSError:
+        return socket.gethostname()
+
+
+def ranks_per_host(transport: Transport) -> int:
+    """How many ranks each host has; 1 if hosts have unlike numbers or take turns.
+
+    This is a collective call, with the same answer on every rank.
+    """
+    if transport.group.size == 1:
+        return 1
+    return equal_runs(transport.gather_objects(host_name()))
+
+
+def equal_runs(names: Sequence[str]) -> int:
+    """The length of runs of equal names, if all are as long and no name comes back."""
+    local = names.count(names[0])
+    starts = range(0, len(names), local)
+    runs = [set(names[begin : begin + local]) for begin in starts]
+    alike = all(len(run) == 1 for run in runs) and len(set(names)) == len(runs)
+    return local if alike and len(names) % local == 0 else 1
