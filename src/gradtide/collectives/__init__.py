@@ -7,6 +7,7 @@ from gradtide.collectives.corrected import Corrected as Corrected
 from gradtide.collectives.dense import Dense as Dense
 from gradtide.collectives.gtopk import GTopK as GTopK
 from gradtide.collectives.leader import Leader as Leader
+from gradtide.collectives.levels import TwoLevel as TwoLevel
 from gradtide.collectives.lowrank import ACPSGD as ACPSGD
 from gradtide.collectives.lowrank import PowerSGD as PowerSGD
 from gradtide.collectives.oktopk import OkTopk as OkTopk
@@ -30,5 +31,5 @@ COLLECTIVES = (
     PowerSGD,
     ACPSGD,
 )
-WRAPPERS = (Warmup, Corrected)
+WRAPPERS = (Warmup, Corrected, TwoLevel)
 PARTITIONS = (Even, Dynamic, ByNorm)

@@ -194,10 +194,10 @@ def _by_requests(flow: Flow, levels: _Levels) -> Flow:
             match asked:
                 case AllReduce(tensor=x):
                     answer = yield from _all_reduce(x, levels)
-                case ReduceScatter(tensor=x, sizes=None):
+                case ReduceScatter(tensor=x) if _even(asked):
                     answer = yield from _reduce_scatter(x, levels)
-                case AllGather(tensor=x, sizes=None, into=Tensor() as into):
-                    answer = yield from _all_gather(x, into, levels)
+                case AllGather() if _even(asked):
+                    answer = yield from _all_gather(asked, levels)
                 case _:
                     answer = yield asked
     except StopIteration as stop:
@@ -224,11 +224,28 @@ def _reduce_scatter(x: Tensor, levels: _Levels) -> Flow:
     return x.view(levels.group.size, -1)[levels.group.rank].copy_(part)
 
 
-def _all_gather(part: Tensor, into: Tensor, levels: _Levels) -> Flow:
-    gathered = part.new_empty(part.numel() * levels.hosts)
-    own = yield levels.across(AllGather(part, into=gathered))
-    whole = into.new_empty(into.numel())
-    yield levels.inside(AllGather(own, into=whole))
+def _all_gather(op: AllGather, levels: _Levels) -> Flow:
+    part = op.tensor.flatten()
+    own = yield levels.across(AllGather(part, into=_room(part, levels.hosts)))
+    whole = yield levels.inside(AllGather(own, into=_room(own, levels.local)))
     rows = whole.view(levels.local, levels.hosts, -1).transpose(0, 1)
-    into.view(levels.hosts, levels.local, -1).copy_(rows)
-    return into
+    if op.into is not None:
+        op.into.view(rows.shape).copy_(rows)
+        return op.into
+    together: Tensor = rows.flatten()
+    return together if op.sizes is not None else together.view(-1, *op.tensor.shape)
+
+
+def _even(op: ReduceScatter | AllGather) -> bool:
+    return op.sizes is None or len(set(op.sizes)) == 1
+
+
+def _room(x: Tensor, times: int) -> Tensor:
+    return x.new_empty(times * x.numel())
+
+
+def levelled(like: Collective, collective: Collective) -> Collective:
+    """`collective`, by the levels that `like` has."""
+    if isinstance(like, TwoLevel):
+        return TwoLevel(collective, like.local)
+    return collective

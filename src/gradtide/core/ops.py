@@ -137,6 +137,16 @@ def subgroup(op: Among, group: Group) -> Group:
     return Group(list(op.ranks).index(group.rank), len(op.ranks))
 
 
+def crossing(op: Op, group: Group) -> int:
+    """How many ranks send over a host's link what this one sends, for one request.
+
+    A ring among all ranks leaves each host once, so there it is one.
+    """
+    if not isinstance(op, Among):
+        return 1
+    return 0 if op.inside else group.size // len(op.ranks)
+
+
 def part_sizes(op: ReduceScatter | AllGather, group: Group) -> list[int]:
     """Lengths of the parts of a request, in rank order: stated or even."""
     if op.sizes is not None:
@@ -152,12 +162,13 @@ def payload_bytes(op: Op, group: Group) -> int:
     """Bytes of payload that this rank puts on the wire to have `op` answered.
 
     The reductions and the gather travel around a ring, the rest in direct messages: no
-    algorithm sends less with equal parts.
+    algorithm sends less with equal parts. Where hosts have several ranks, what is asked
+    among some of them counts as often as it crosses a host's link (`crossing`).
     """
     rank, size = group
     match op:
         case Among():
-            return payload_bytes(op.op, subgroup(op, group))
+            return crossing(op, group) * payload_bytes(op.op, subgroup(op, group))
         case AllReduce(tensor=x):
             return 2 * (size - 1) * x.nbytes // size
         case ReduceScatter(tensor=x):

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from gradtide.collectives.levels import levelled
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Cut, Flow, Group, message_of
-from gradtide.core.payload import Collective, Payload, settled, traits
+from gradtide.core.payload import Collective, Payload, Traits, settled, traits
 from gradtide.planner.device import Device
 from gradtide.planner.flows import LOCKSTEP, Act, Script, Shapes, by_numbers, by_shapes
 from gradtide.planner.labour import Work
@@ -131,13 +132,17 @@ def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class Rehearsed(Traits):
     """The script of a collective in the place of the collective."""
 
     transport: VirtualTransport
     collective: Collective
     shapes: Shapes
     step: Callable[[], int]
+
+    @property
+    def divisible(self) -> bool:  # type: ignore[override]
+        return traits(settled(self.collective)).divisible
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         flat, transport = payload.flat, self.transport
@@ -172,5 +177,6 @@ def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     transport = VirtualTransport(network)
     engine = Engine(transport, transport.clock)
     rehearsed = Rehearsed(transport, scheme.collective, ((numel,),), lambda: 2)
-    engine.finish(engine.launch("alone", rehearsed.reduce(payload, engine.group)))
+    flow = levelled(scheme.collective, rehearsed).reduce(payload, engine.group)
+    engine.finish(engine.launch("alone", flow))
     return transport.clock()

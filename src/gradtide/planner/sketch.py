@@ -54,7 +54,8 @@ def _built(kind: type[Any], dtype: torch.dtype, numel: int, rest: Sequence[Any])
     """A request of rank 0; where it has counts, they say how many elements."""
     if rest and isinstance(rest[0], tuple):
         numel = rest[0][0] if kind is ops.AllGather else sum(rest[0])
-    return kind(torch.empty(numel, dtype=dtype, device="meta"), *rest)
+    made: Op = kind(torch.empty(numel, dtype=dtype, device="meta"), *rest)
+    return made
 
 
 def between(

@@ -146,10 +146,11 @@ class VirtualTransport:
     def sends(self, op: Op) -> int:
         """Bytes of payload a rank sends; of a broadcast, the average."""
         message, size = ops.message_of(op), self._circle(op).group.size
+        crossing = ops.crossing(op, self.group)
         if isinstance(message, ops.Broadcast):
-            return (size - 1) * message.tensor.nbytes // size
+            return crossing * (size - 1) * message.tensor.nbytes // size
         if isinstance(message, ops.AllReduce) and self._is_small(message, size):
-            return (size - 1) * message.tensor.nbytes
+            return crossing * (size - 1) * message.tensor.nbytes
         return ops.payload_bytes(op, self.group)
 
     def issue(self, op: Op) -> Pending:

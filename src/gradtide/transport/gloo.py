@@ -48,7 +48,7 @@ class GlooTransport:
         # Also one that needs no messages here: it may elsewhere (a swap with itself).
         self._queue.current.requests += 1
         asked = _Asked(op, self.group, self._pg, self._queue.current)
-        self.payload_bytes += self._sends(asked)
+        self.payload_bytes += ops.crossing(op, self.group) * self._sends(asked)
         try:
             match asked.op:
                 case ops.ToHost(tensor=x):

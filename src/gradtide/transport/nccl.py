@@ -62,7 +62,7 @@ class NcclTransport:
             group, pg = ops.subgroup(op, self.group), self._some(tuple(op.ranks))
         if not asked.tensor.is_cuda:
             return self._control.wait(self._control.issue(op)), None
-        self._sent += ops.payload_bytes(asked, group)
+        self._sent += ops.payload_bytes(op, self.group)
         asked.tensor.record_stream(self._stream)
         match asked:
             case ops.AllReduce(tensor=x):
