@@ -18,12 +18,13 @@ def host_name() -> str:
 
     These are the processes of one network namespace of one machine: containers with
     networks of their own are hosts of their own. Elsewhere than on Linux it is the name
-    of the machine.
+    of the machine. What one torchrun has started (`GROUP_RANK`) is a host in any case.
     """
     try:
-        return f"{BOOT.read_text().strip()} {os.readlink(NETWORK)}"
+        place = f"{BOOT.read_text().strip()} {os.readlink(NETWORK)}"
     except OSError:
-        return socket.gethostname()
+        place = socket.gethostname()
+    return f"{place} {os.environ.get('GROUP_RANK', '')}"
 
 
 def ranks_per_host(transport: Transport) -> int:
