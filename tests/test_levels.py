@@ -86,8 +86,10 @@ def train(
     return weights(model)
 
 
-@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 2)])
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(
+    ("name", "hosts", "local"),
+    [*((name, 2, 2) for name in COLLECTIVES), ("dense", 3, 2), ("oktopk", 3, 2)],
+)
 def test_the_product_of_features(name: str, hosts: int, local: int) -> None:
     product = list(itertools.product(OPTIMIZERS, (1, 2), (None, 0.1)))
     product = [product[i] for i in (0, 3, 5, 6)]  # every pair of features meets
@@ -104,6 +106,8 @@ def test_the_product_of_features(name: str, hosts: int, local: int) -> None:
         assert other == first, "replicas differ"
     for case, (wfbp, dear, flat) in zip(product, first, strict=True):
         rounding = {"rtol": 1e-9, "atol": 1e-12}
+        if name == "bf16" and case[2] is not None:  # scaled before the cast, or after
+            rounding = {"rtol": 0.02, "atol": 1e-3}
         near = torch.tensor(wfbp, dtype=torch.float64)
         for found in (dear, flat)[: 2 if name in ("dense", "acpsgd") else 1]:
             other = torch.tensor(found, dtype=torch.float64)

@@ -172,7 +172,7 @@ def test_many_messages_keep_order() -> None:
 
 
 def _many() -> None:
-    """Errands of several requests of changing sizes, begun sooner on one rank."""
+    """Work items of several requests of changing sizes, begun sooner on one rank."""
     transport = connect(None, torch.device("cpu"))
     sums: list[Tensor] = []
     tickets = []
@@ -253,7 +253,7 @@ def test_a_lane_runs_in_order_and_stops_at_the_first_error() -> None:
     assert ran == [1]
 
 
-def test_the_next_errand_begins_early_once_and_its_error_is_its_own() -> None:
+def test_the_next_work_item_begins_early_once_and_its_error_is_its_own() -> None:
     queue, ran = CommQueue("test"), list[str]()
     gate = threading.Event()
 

@@ -59,6 +59,16 @@ class TwoLevel(Traits):
 
     transparent = True
 
+    @property
+    def dense(self) -> bool:  # type: ignore[override]
+        return traits(self.collective).dense
+
+    def dense_next(self, state: dict[str, Tensor]) -> bool:
+        return traits(self.collective).dense_next(state)
+
+    def dense_last(self, state: dict[str, Tensor]) -> bool:
+        return traits(self.collective).dense_last(state)
+
     def __post_init__(self) -> None:
         if self.local < 1:
             raise ValueError(f"TwoLevel(local={self.local}): 1 or more ranks on a host")
@@ -244,8 +254,6 @@ def _room(x: Tensor, times: int) -> Tensor:
     return x.new_empty(times * x.numel())
 
 
-def levelled(like: Collective, collective: Collective) -> Collective:
-    """`collective`, by the levels that `like` has."""
-    if isinstance(like, TwoLevel):
-        return TwoLevel(collective, like.local)
-    return collective
+def by_levels(collective: Collective, local: int | None) -> Collective:
+    """The collective, between hosts that have `local` ranks each (None: one)."""
+    return collective if local in (None, 1) else TwoLevel(collective, local)

@@ -165,7 +165,7 @@ class Traits:
     divisible = True  # works on any slice of a bucket as well as on the whole
 
     @property
-    def takes_momentum(self) -> bool:
+    def uses_optimizer_momentum(self) -> bool:
         """Whether `with_momentum(a, b)` computes the optimizer's: u = a u + b g."""
         return False
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradtide.collectives.levels import levelled
+from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
 from gradtide.core.payload import settled, traits
@@ -64,7 +64,7 @@ class Actions:
             rehearsed = Rehearsed(
                 transport, scheme.collective, shapes, lambda: self.count
             )
-            bucket.collective = levelled(scheme.collective, rehearsed)
+            bucket.collective = by_levels(rehearsed, scheme.levels)
         self.second: Second | None = None  # K-FAC
         laid = Laid(self.buckets, {})
         self.steps: Preconditioning | Unpreconditioned = Unpreconditioned(laid)

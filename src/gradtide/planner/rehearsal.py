@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gradtide.collectives.levels import levelled
+from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Cut, Flow, Group, message_of
 from gradtide.core.payload import Collective, Payload, Traits, settled, traits
@@ -30,7 +30,7 @@ from gradtide.planner.labour import Work
 from gradtide.planner.network import Network
 from gradtide.planner.sketch import between
 from gradtide.planner.transport import VirtualTransport
-from gradtide.scheme import Scheme
+from gradtide.scheme import Scheme, with_levels
 
 ENTRIES = 128  # that a rank has for every other, where a script is continued
 FEWEST = 8
@@ -169,6 +169,11 @@ def _seconds(work: Work, selector: str, device: Device) -> float:
     )
 
 
+def like_replicas(scheme: Scheme, network: Network) -> Scheme:
+    """The scheme with the levels that `replicate` would find on such a network."""
+    return with_levels(scheme, network.size, network.ranks_per_host)
+
+
 def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     """Seconds of one exchange of `nbytes` of float32, alone on the queue."""
     numel = max(-(-nbytes // 4 // network.size), 1) * network.size
@@ -177,6 +182,7 @@ def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     transport = VirtualTransport(network)
     engine = Engine(transport, transport.clock)
     rehearsed = Rehearsed(transport, scheme.collective, ((numel,),), lambda: 2)
-    flow = levelled(scheme.collective, rehearsed).reduce(payload, engine.group)
+    collective = by_levels(rehearsed, like_replicas(scheme, network).levels)
+    flow = collective.reduce(payload, engine.group)
     engine.finish(engine.launch("alone", flow))
     return transport.clock()

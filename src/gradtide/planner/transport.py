@@ -82,6 +82,7 @@ class VirtualTransport:
     def __init__(self, network: Network, rank: int = 0) -> None:
         self.network = network
         self.group = Group(rank, network.size)
+        self.ranks_per_host = network.ranks_per_host
         self.payload_bytes = 0
         self.processor = 0.0  # seconds of the rank's, for exchanges
         self.overhead = 1.0  # times what is counted, that the queue works for longer

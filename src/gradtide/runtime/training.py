@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtide.collectives.corrected import moves, takes_over, with_momentum
+from gradtide.collectives.momentum_correction import (
+    moves,
+    uses_optimizer_momentum,
+    with_momentum,
+)
 from gradtide.core.autograd import after_backward
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
@@ -219,7 +223,7 @@ class Training:
         self._used = self.engine.ask("used", flags)
         self._second.invert(hold)
         if hold:
-            self.updates.promise()
+            self.updates.defer_gradients()
 
     def _learn(self) -> None:
         """Learn which parameters some rank used; all leave the others alone."""
@@ -310,7 +314,7 @@ class Training:
 
 def momentum_of(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:
     """The optimizer's momentum, if the scheme takes it over; ValueError if it can't."""
-    return Momentum(optimizer) if takes_over(scheme.collective) else None
+    return Momentum(optimizer) if uses_optimizer_momentum(scheme.collective) else None
 
 
 class Unpreconditioned:

@@ -34,6 +34,7 @@ class GlooTransport:
 
     def __init__(self, pg: dist.ProcessGroup, reporter: FailureReporter) -> None:
         self.group = Group(pg.rank(), pg.size())
+        self.ranks_per_host = 1
         self.payload_bytes = 0
         self._pg = pg
         self._reporter = reporter

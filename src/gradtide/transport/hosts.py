@@ -7,8 +7,6 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradtide.core.transport import Transport
-
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = "/proc/self/ns/net"
 
@@ -27,18 +25,11 @@ def host_name() -> str:
     return f"{place} {os.environ.get('GROUP_RANK', '')}"
 
 
-def ranks_per_host(transport: Transport) -> int:
-    """How many ranks each host has; 1 if hosts have unlike numbers or take turns.
-
-    This is a collective call, with the same answer on every rank.
-    """
-    if transport.group.size == 1:
-        return 1
-    return equal_runs(transport.gather_objects(host_name()))
-
-
 def equal_runs(names: Sequence[str]) -> int:
-    """The length of runs of equal names, if all are as long and no name comes back."""
+    """How many ranks each host has, by their hosts' names in rank order.
+
+    It is 1 where hosts have unlike numbers of ranks, or ranks take turns on them.
+    """
     local = names.count(names[0])
     starts = range(0, len(names), local)
     runs = [set(names[begin : begin + local]) for begin in starts]
