@@ -230,6 +230,15 @@ def test_readme_is_short_and_says_first_what_is_not_proven() -> None:
         gradtide.scheme.parse(re.findall(r"`([^`]+)`", row)[0])
 
 
+def test_the_page_on_schemes_has_at_most_twelve_recipes() -> None:
+    text = (ROOT / "docs/schemes.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)[`(]", text)) & set(gradtide.scheme.RECIPES)
+    assert {"dear", "oktopk", "pad_kfac"} <= named
+    assert len(named) <= 12
+    apart = (ROOT / "docs/reference/yardsticks.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in apart for name in set(gradtide.scheme.RECIPES) - named)
+
+
 # - Reference --------------------------------------------------------------------------
 
 

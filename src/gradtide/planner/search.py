@@ -29,7 +29,7 @@ DENSE = {
 TUNED = 1.02  # by so much a fusion must be better than the recipe's own
 NEAR = 1.25  # of a kind, those within this factor of its best get their fusion tuned
 TRIED = 3  # at most, of each kind
-SAVED = 0.02  # of the dense bytes must be saved: less is not worth any remainder
+SAVED = 0.02  # of the dense bytes must be saved: less is not worth any residual
 _MEGABYTES = (2.0, 5.0, 10.0, 25.0, 50.0)
 _LINE = (1_000_000, 10_000_000)  # bytes of the exchanges that costs are a line through
 
