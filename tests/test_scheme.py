@@ -167,7 +167,7 @@ def test_what_else_is_wrong_with_an_old_spelling_is_said_of_the_new_one() -> Non
         (lambda: recipe("topk", schedule="deer"), "did you mean 'dear'?"),
         (lambda: recipe("topk", schedule=3), "or a Schedule"),  # type: ignore[arg-type]
         (lambda: recipe("topk", 0.1, density=0.1), "'density' is given twice"),
-        (lambda: recipe("topk", corrected=True), "momentum_correction, and not"),
+        (lambda: recipe("topk", corrected=True), "levels, and not"),
         (lambda: recipe("spd_kfac", "mpd"), "given by name"),
         (lambda: recipe("spd_kfac", schedule="local"), "K-FAC is made of averaged"),
         (lambda: recipe("spd_kfac", warmup=10), "dense at all times"),

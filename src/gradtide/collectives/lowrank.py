@@ -34,6 +34,7 @@ class LowRank(Traits):
     rank: int = 4  # more: closer to the mean, and more bytes
 
     depends_on = "shapes"
+    divisible = False  # a slice cuts through matrices
 
     def __post_init__(self) -> None:
         if self.rank < 1:

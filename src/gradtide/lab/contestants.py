@@ -6,7 +6,7 @@ Knows how each is set up and asked; knows nothing of timing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -57,9 +57,12 @@ class Contestant:
     @property
     def became(self) -> str | None:
         """What it trains with now, as `auto` decided, if not what it was called."""
-        if self.replica is None or parse(self.name) == self.replica.scheme:
+        if self.replica is None:
             return None
-        return repr(self.replica.scheme)
+        called, found = parse(self.name), self.replica.scheme
+        # How many ranks share a host is the cluster's, and no decision.
+        same = replace(found, levels=called.levels) == called
+        return None if same else repr(found)
 
     def clip(self, max_norm: float) -> None:
         if self.replica is None:

@@ -10,6 +10,7 @@ from gradtide.scheme.config import Scheme as Scheme
 from gradtide.scheme.config import check as check
 from gradtide.scheme.config import start as start
 from gradtide.scheme.config import undecided as undecided
+from gradtide.scheme.config import with_levels as with_levels
 from gradtide.scheme.parser import NAMES as NAMES
 from gradtide.scheme.parser import parse as parse
 from gradtide.scheme.recipes import RECIPES as RECIPES

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import cast
 
 from gradtide.collectives import Auto, Dense
+from gradtide.collectives.levels import by_levels
 from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.fields import check_fields
 from gradtide.core.payload import Collective, layers, traits
@@ -34,6 +35,10 @@ class Scheme:
             DistributedDataParallel: gradients are there when backward returns.
         preconditioner: A `KFAC` that preconditions the averages before the optimizer
             gets them. None, the default, leaves them as they are.
+        levels: How many ranks share a host, and its link: they average densely among
+            themselves, and only what a host has in common travels by the collective.
+            Ranks are numbered host by host. None, the default, has `replicate` find it
+            out. 1 exchanges among all ranks alike, wherever they are.
 
     Raises:
         ValueError: A part refuses its own fields when it is made. Parts of the wrong
@@ -45,11 +50,19 @@ class Scheme:
     fusion: Fusion = BySize()  # noqa: RUF009
     schedule: Schedule = WFBP
     preconditioner: KFAC | None = None
+    levels: int | None = None
+
+    @property
+    def exchange(self) -> Collective:
+        """What averages a bucket: the collective, between hosts of several ranks."""
+        return by_levels(self.collective, self.levels)
 
     def __repr__(self) -> str:
-        named = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)]
-        if self.preconditioner is None:  # as most have none
-            named.pop()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("preconditioner", "levels"):  # as most have none
+            if values[name] is None:
+                del values[name]
+        named = [f"{name}={value!r}" for name, value in values.items()]
         return f"Scheme({', '.join(named)})"
 
 
@@ -62,6 +75,10 @@ def check(scheme: Scheme) -> Scheme:
             "WFBP or DEAR; a recipe takes a name: recipe('oktopk', schedule='dear')"
         )
     check_fields(scheme)
+    if scheme.levels is not None and scheme.levels < 1:
+        raise ValueError(
+            f"levels={scheme.levels}: the number of ranks on each host, 1 or more"
+        )
     outer, *wrapped = layers(scheme.collective)
     kfac = scheme.preconditioner is not None
     if any(traits(each).undecided for each in wrapped):
@@ -92,6 +109,21 @@ def undecided(scheme: Scheme) -> Auto | None:
     """The hyper-parameters of a scheme that is still to be chosen; None of others."""
     own = scheme.collective
     return cast(Auto, own) if traits(own).undecided else None
+
+
+def with_levels(scheme: Scheme, size: int, local: int) -> Scheme:
+    """The scheme among `size` ranks, of which every host has `local`.
+
+    Raises ValueError where the scheme itself says otherwise, and that cannot be.
+    """
+    if scheme.levels is None:
+        return replace(scheme, levels=local) if 1 < local < size else scheme
+    if size % scheme.levels:
+        raise ValueError(
+            f"levels={scheme.levels}: {size} ranks cannot be on hosts of "
+            f"{scheme.levels} each; leave levels out, or use levels=1"
+        )
+    return scheme
 
 
 def start(scheme: Scheme) -> Scheme:

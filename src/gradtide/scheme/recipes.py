@@ -66,6 +66,7 @@ def recipe(
     schedule: Schedule | str | None = None,
     warmup: int = 0,
     momentum_correction: bool = False,
+    levels: int | None = None,
     **named: Any,
 ) -> Scheme:
     """Return the scheme of a recipe, with other hyper-parameters.
@@ -89,6 +90,8 @@ def recipe(
             is none.
         momentum_correction: Whether the optimizer's momentum is computed before
             selection: `MomentumCorrection`.
+        levels: How many ranks share a host, see `Scheme`. None, the default, has
+            `replicate` find it out; 1 exchanges among all ranks alike.
         **named: Hyper-parameters of the recipe's collective by name, such as `density`,
             `wire` or `select`; of K-FAC recipes those of `KFAC`.
 
@@ -102,6 +105,8 @@ def recipe(
     if name not in RECIPES:
         raise ValueError(_unknown(name))
     scheme = RECIPES[name]
+    if levels is not None:
+        scheme = replace(scheme, levels=levels)
     own: Any = scheme.preconditioner or scheme.collective
     names = [field.name for field in fields(own)]
     if schedule is not None:
@@ -171,7 +176,7 @@ def _changes(
     """Hyper-parameters by name; raises ValueError for too many, or unknown ones."""
     unknown = [key for key in named if key not in names]
     if unknown or len(args) > len(names):
-        common = ("schedule", "warmup", "momentum_correction")
+        common = ("schedule", "warmup", "momentum_correction", "levels")
         known = [*names, *(common if name in _SPARSE else ())]
         wrong = repr(unknown[0]) if unknown else f"{len(args)} values without a name"
         raise ValueError(f"{name} takes {', '.join(known)}, and not {wrong}")
