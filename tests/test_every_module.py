@@ -106,6 +106,7 @@ ELSEWHERE = {
     "transport/connect": "test_transport",
     "transport/fault": "test_refusals",
     "transport/gloo": "test_transport",
+    "transport/hosts": "test_two_levels",
     "transport/nccl": "core/test_unproven",  # made, never run: there is no GPU
     "transport/ring": "test_transport",
     "transport/rotation": "test_transport",
