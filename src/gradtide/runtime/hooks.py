@@ -17,8 +17,8 @@ from gradtide.core.autograd import Hook, before_backward, in_backward
 from gradtide.core.step import Stage
 from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
+from gradtide.runtime.deferred_step import closes
 from gradtide.runtime.training import Training
-from gradtide.runtime.updates import closes
 
 
 class Hooks:

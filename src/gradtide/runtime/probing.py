@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtide.runtime.updates import own_step
+from gradtide.runtime.deferred_step import own_step
 
 SIDE = 3  # of the tensor that is tried out
 SCALE = 16.0  # a power of two: what is proportional is so to the bit
