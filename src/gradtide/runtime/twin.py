@@ -27,6 +27,8 @@ from gradtide.runtime.deferred_step import holds, own_step
 SIDE = 3  # of the tensors that are tried out
 BLOCK = 4096  # elements: optimizers that quantise leave smaller tensors as they are
 COUNT = 2  # tensors of each kind: one may depend on another
+# LR schedulers and our hooks bind these to the original.
+BOUND = ("step", "train", "eval")
 LR = 1e-3  # where a scheduler begins at zero
 
 
@@ -46,6 +48,8 @@ class Twin:
         memo: dict[int, Any] = {id(p): own for p, own in self.stands_for.items()}
         self.optimizer: Optimizer = self._copied(optimizer, memo)
         self.params = list(self._own.values())
+        if callable(getattr(self.optimizer, "train", None)):  # as schedule-free ones
+            self.optimizer.train()  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             if "lr" in group and group["lr"] is not None and not group["lr"]:
                 group["lr"] = group["lr"] + LR
@@ -107,7 +111,7 @@ class Twin:
         attributes = {
             name: {} if _is_hooks(name) else value
             for name, value in vars(optimizer).items()
-            if name != "step"  # LR schedulers bind it to the original
+            if name not in BOUND
         }
         twin.__dict__ = copy.deepcopy(attributes, memo)
         # Those it holds are to step without torch's global hooks, too.
