@@ -3,7 +3,7 @@
 PYTHON ?= python3
 DEMO_STEPS ?= 20# timed steps of each scheme; more: steadier medians, a longer demo
 DEMO_OUT ?= out/demo
-EXTRAS ?= lab,fast,tune,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
+EXTRAS ?= lab,fast,tune,optimizers,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
 ARGS ?=# for pytest: make test ARGS='-k law'
 
 VENV := .venv

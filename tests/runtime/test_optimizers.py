@@ -6,6 +6,7 @@ it. `dear` has to have the bits of `wfbp`, and all ranks the same bits.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -474,6 +475,19 @@ def test_every_optimizer_is_right_or_refused(size: int, names: list[str]) -> Non
             elif name != "Prodigy":  # begins with the smallest of steps
                 losses = outcome[1]
                 assert sum(losses[-3:]) < sum(losses[:3]), (name, losses)
+
+
+def test_the_page_says_what_is_expected_here() -> None:
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:5]]
+        for line in PAGE.read_text().splitlines()
+        if re.match(r"\| .* \| (yes|no) \|", line)
+    ]
+    said = {name: cells for name, *cells in rows}
+    assert CASES.keys() <= said.keys()
+    for name, cells in said.items():
+        outcomes = True, name not in NOT_DEFERRED, name not in NOT_LOCAL
+        assert cells == ["yes" if works else "no" for works in outcomes], name
 
 
 @pytest.mark.skipif(not LIBRARIES, reason="pip install gradtide[optimizers]")
