@@ -4,10 +4,11 @@
         --out benchmarks/records/optimizers_202611.json
 
 Trains a small network for 50 steps under DDP, `wfbp`, `dear` with a bucket for every
-parameter, and `exdyna-local(0.1)`, with every optimizer of torch and of other libraries that are installed, with a
-scheduler. An outcome is the reason of a refusal, or whether the ranks' parameters are
-equal bit for bit, how far they are from those of DDP, and the mean loss of the last 5
-steps over that of the first 5. Optimizers that need a closure are left to the tests.
+parameter, and `exdyna-local(0.1)`, with every optimizer of torch and of other libraries
+that are installed, and with a scheduler. An outcome is the reason of a refusal, or
+whether the ranks' parameters are equal bit for bit, how far they are from those of DDP,
+and the mean loss of the last 5 steps over that of the first 5. Optimizers that need a
+closure are left to the tests.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gradtide
-from gradtide.lab.record import machine, versions
+from gradtide.lab.record import commit, machine, versions
 
 SCHEMES = (
     "wfbp",
     "Scheme(Dense(), fusion=PerTensor(), schedule=DEAR)",
     "exdyna-local(0.1)",
 )
+PACKAGES = ("lion-pytorch", "schedulefree", "bitsandbytes", "pytorch-optimizer")
 # Of other libraries, by module and class, with a learning rate.
 LIBRARIES = {
     "lion_pytorch": {"Lion": 1e-3},
@@ -137,6 +139,14 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # of optimizers that are not ours
     dist.init_process_group("gloo")
+    record = {
+        "command": f"torchrun --nproc-per-node {dist.get_world_size()} "
+        f"benchmarks/optimizers.py --steps {args.steps}",
+        "commit": commit(),
+        "versions": versions(*PACKAGES),
+        "machine": machine(),
+        "ranks": dist.get_world_size(),
+    }
     found: dict[str, dict[str, Any]] = {}
     for name, make in optimizers():
         bias = name != "Muon"  # it takes matrices alone
@@ -146,16 +156,9 @@ def main() -> None:
             found[name][scheme] = outcome(make, scheme, args.steps, bias, ddp)
         if dist.get_rank() == 0:
             print(f"{name:36}", *(_cell(found[name][s]) for s in SCHEMES), flush=True)
-    record = {
-        "command": f"torchrun --nproc-per-node {dist.get_world_size()} "
-        f"benchmarks/optimizers.py --steps {args.steps}",
-        "versions": versions(),
-        "machine": machine(),
-        "ranks": dist.get_world_size(),
-        "optimizers": found,
-    }
     if dist.get_rank() == 0 and args.out:
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+        text = json.dumps({**record, "optimizers": found}, indent=2)
+        args.out.write_text(text + "\n")
     dist.destroy_process_group()
 
 
