@@ -48,7 +48,8 @@ class Twin:
         memo: dict[int, Any] = {id(p): own for p, own in self.stands_for.items()}
         self.optimizer: Optimizer = self._copied(optimizer, memo)
         self.params = list(self._own.values())
-        if callable(getattr(self.optimizer, "train", None)):  # as schedule-free ones
+        # Schedule-free ones do not step in the mode in which they are made.
+        if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.train()  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             if "lr" in group and group["lr"] is not None and not group["lr"]:
