@@ -5,7 +5,7 @@ DEMO_SECONDS ?= 50# of training for each scheme; more: lower losses, a longer de
 DEMO_SCHEMES ?= ddp,ddp(wire='bf16'),dear,dear(wire='bf16'),$(DEMO_SPARSE)
 DEMO_SPARSE ?= exdyna(0.01, schedule='local', warmup=60, wire='bf16')
 DEMO_OUT ?= out/demo
-EXTRAS ?= lab,fast,tune,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
+EXTRAS ?= lab,fast,tune,optimizers,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
 ARGS ?=# for pytest: make test ARGS='-k law'
 
 VENV := .venv

@@ -490,22 +490,6 @@ def test_the_optimizer_inside_sam_steps_from_where_all_ranks_are() -> None:
     assert first == second
 
 
-def test_steps_that_are_made_in_parts_keep_ranks_alike() -> None:
-    def run() -> list[float]:
-        model = network()
-        opt = InParts(model.parameters())
-        sync = gradtide.replicate(model, opt, named("TopK", 0.1, "LOCAL"))
-        for step in range(6):
-            backward(model, step)
-            opt.step()
-            opt.zero_grad()
-        sync.remove()
-        return weights(model).tolist()  # type: ignore[no-any-return]
-
-    first, second = run_ranks(2, run)
-    assert first == second
-
-
 def test_an_optimizer_whose_steps_are_not_seen_is_refused() -> None:
     def run() -> None:
         model, opt, sync = replica(named("TopK", 0.1, "LOCAL"))
@@ -557,24 +541,20 @@ def test_a_step_from_unlike_parameters_is_refused(unlike: int, early: bool) -> N
     run_ranks(3, run)
 
 
-def test_a_schedule_free_optimizer_without_a_name_for_it_is_refused_in_time() -> None:
-    class Nameless(ScheduleFree):
-        eval = None
+class Nameless(ScheduleFree):
+    """Goes back to where its rank was, by no method that tells."""
 
+    eval = None
+
+
+@pytest.mark.parametrize("kind", [Nameless, InParts])
+def test_what_goes_back_to_where_a_rank_was_is_refused(kind: Any) -> None:
     def run() -> None:
         model = network()
-        opt = Nameless(model.parameters())
-        sync = gradtide.replicate(model, opt, named("TopK", 0.1, "LOCAL"))
-        for step in range(6):
-            backward(model, step)
-            opt.step()
-            opt.zero_grad()
-        ScheduleFree.eval(opt)
-        opt.train()
-        backward(model, 6)
-        with pytest.raises(RuntimeError, match="differs between ranks"):
-            opt.step()
-        sync.remove()
+        opt = kind(model.parameters())
+        with pytest.raises(ValueError, match=f"{kind.__name__} .*go back to where"):
+            gradtide.replicate(model, opt, "topk(schedule='local')")
+        gradtide.replicate(model, opt, "topk").remove()
 
     run_ranks(2, run)
 

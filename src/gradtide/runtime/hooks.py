@@ -17,8 +17,8 @@ from gradtide.core.autograd import Hook, before_backward, in_backward
 from gradtide.core.step import Stage
 from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
+from gradtide.runtime.deferred_step import closes
 from gradtide.runtime.training import Training
-from gradtide.runtime.updates import closes
 
 
 class Hooks:
@@ -73,6 +73,8 @@ class Hooks:
         keep = self._update_handles.append
         keep(self._optimizer.register_state_dict_pre_hook(flush))
         keep(self._optimizer.register_load_state_dict_pre_hook(flush))
+        for name in ("eval", "train"):  # those of schedule-free ones move parameters
+            keep(_Before(self._optimizer, name, flush))
         for module in self._model.modules():
             hook = Hook(flush, partial(self._copied, module))
             keep(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
@@ -179,6 +181,27 @@ class Hooks:
             f"step(closure) evaluates the model {why}: call step() without a closure, "
             "or use 'wfbp'"
         )
+
+
+class _Before:
+    """Has `call` called before an object's method, if it has one, until `remove`."""
+
+    def __init__(self, owner: object, name: str, call: Callable[[], None]) -> None:
+        self._attributes, self._name = vars(owner), name
+        self._own = {k: v for k, v in self._attributes.items() if k == name}
+        method = getattr(owner, name, None)
+        if not callable(method):
+            return
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return method(*args, **kwargs)
+
+        self._attributes[name] = called
+
+    def remove(self) -> None:
+        self._attributes.pop(self._name, None)
+        self._attributes.update(self._own)
 
 
 def _take_again(bucket: GradientBucket, slot: Slot) -> None:

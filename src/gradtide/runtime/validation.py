@@ -13,12 +13,13 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook
 from gradtide.core.payload import Collective, traits
 from gradtide.core.schedule import Schedule
-from gradtide.runtime.probing import probe
+from gradtide.runtime.deferred_step import holds
+from gradtide.runtime.probing import check_deferrable, probe
 from gradtide.transport import Transport
 
 Signature: TypeAlias = Mapping[str, Any]
@@ -107,9 +108,8 @@ def validate_collective(
 def validate_optimizer(
     model: nn.Module, optimizer: Optimizer, schedule: Schedule
 ) -> None:
-    """Raise ValueError, naming the remedy, for a step that a schedule cannot defer."""
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+    """Raise ValueError, naming the remedy, for steps that a schedule cannot make."""
+    _refuse_wrapper(optimizer)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = _trainable(model)
     left_out = [name for name, p in named if id(p) not in stepped]
@@ -126,19 +126,40 @@ def validate_optimizer(
             "can neither be deferred nor be a rank's own: use a schedule that updates "
             "at step(), such as 'wfbp'"
         )
-    if schedule.launch == "step":
-        _validate_steps(optimizer)
-    if schedule.update == "forward" and isinstance(optimizer, LBFGS):
-        raise ValueError(
-            "LBFGS uses all parameters at once, so its step cannot be deferred: use a "
-            "schedule that updates at step(), such as 'wfbp'"
-        )
     if left_out and not ordinary:
         raise ValueError(
             f"{left_out[0]} requires a gradient but is not in the optimizer, so a "
             "deferred update, or an exchange of steps, would lose it: add it to a "
             "group, freeze it, or use 'wfbp'"
         )
+    if schedule.launch == "step":
+        _validate_steps(optimizer)
+    if schedule.update == "forward":
+        check_deferrable(optimizer)
+
+
+def _refuse_wrapper(optimizer: object) -> None:
+    """Raise ValueError for what has no steps to follow, saying what to pass."""
+    # Wrappers that are one by name only have no hooks.
+    hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
+    if isinstance(optimizer, Optimizer) and hooked:
+        return
+    inside = [type(inner).__name__ for inner in holds(optimizer)]
+    remedy = "pass the optimizer of the model's parameters"
+    if len(inside) == 1:
+        remedy = (
+            f"pass the {inside[0]} inside, and if the wrapper moves parameters itself, "
+            "a schedule that updates at step(), such as 'wfbp'"
+        )
+    elif inside:
+        remedy = (
+            f"it holds {', '.join(inside)}; pass one with a group for each kind of "
+            "parameter, or derive it from torch.optim.Optimizer, give it the "
+            "param_groups of all, and call their step() in its own"
+        )
+    raise ValueError(
+        f"{type(optimizer).__name__} is not a torch.optim.Optimizer: {remedy}"
+    )
 
 
 def _validate_steps(optimizer: Optimizer) -> None:
@@ -149,7 +170,7 @@ def _validate_steps(optimizer: Optimizer) -> None:
             f"{name}.eval() moves parameters outside step(), on every rank by what it "
             "remembers alone: use a schedule that exchanges gradients, such as 'wfbp'"
         )
-    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+    if holds(optimizer):
         raise ValueError(
             f"{name} holds an optimizer that makes its steps, perhaps without its own "
             "step(): pass the optimizer inside, or use a schedule that exchanges "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook, after_backward, before_backward
-from gradtide.runtime.updates import closes
+from gradtide.runtime.deferred_step import closes
 
 
 class LoopInspector:
