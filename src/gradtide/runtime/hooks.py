@@ -6,7 +6,6 @@ A copy of the module has none of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,8 +73,7 @@ class Hooks:
         keep(self._optimizer.register_state_dict_pre_hook(flush))
         keep(self._optimizer.register_load_state_dict_pre_hook(flush))
         for module in self._model.modules():
-            hook = Hook(flush, partial(self._copied, module))
-            keep(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            keep(module.register_state_dict_pre_hook(Hook(flush)))  # type: ignore[no-untyped-call]
             keep(module.register_load_state_dict_pre_hook(Hook(flush)))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
@@ -127,20 +125,6 @@ class Hooks:
         for bucket in placement.reads.get(module, ()):
             training.step.apply(bucket)
         training.updates.rest([module])
-
-    def _copied(self, module: nn.Module) -> None:
-        """Flush before a module is copied, and raise if it is too late.
-
-        Those parameters that are the module's own are in the copy already.
-        """
-        places = self._training.placement.places
-        for name, p in module.named_parameters(recurse=False):
-            if p in places and places[p].bucket.stage is Stage.DUE:
-                raise RuntimeError(
-                    f"the model is copied or saved while the update of {name} is "
-                    "deferred: call sync.flush() before"
-                )
-        self._training.flush()
 
     def _before_forward(self) -> None:
         training = self._training

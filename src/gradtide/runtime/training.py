@@ -52,7 +52,7 @@ class Training:
         self._untaken = False  # an exchanged backward is over that no step has taken
         self._stepping = False  # inside the optimizer's step
         self.placement = Placement(model, scheme, engine.group.size)
-        self.updates = Updates(self.placement, self._unscale)
+        self.updates = Updates(self.placement, self._settle, self._unscale)
         self.guard = NonFiniteGuard(self.placement, engine.transport)
         self.step = Step(self, scheme.schedule)
         self.momentum = momentum_of(optimizer, scheme)
@@ -102,7 +102,8 @@ class Training:
     def stepping(self) -> None:
         """The optimizer's step begins."""
         if self.step.step():
-            self.updates.expect()
+            for bucket in self.updates.expect():
+                self.step.apply(bucket)
         self._stepping, self._untaken = True, False
 
     @torch.no_grad()
@@ -273,9 +274,10 @@ class Training:
         for slot in bucket.slots:
             if slot.arrived:
                 raise RuntimeError(
-                    f"{slot.name} was used outside the forward of its module, before "
-                    "its deferred update: call sync.flush() before such a forward, or "
-                    "use a schedule that updates at step(), such as 'wfbp'"
+                    f"{slot.name} was read past torch's functions (by compiled code, "
+                    "or an extension) before its deferred update: call sync.flush() "
+                    "before such a forward, or use a schedule that updates at step(), "
+                    "such as 'wfbp'"
                 )
 
     def needs(self, bucket: GradientBucket) -> Iterable[GradientBucket]:
@@ -295,6 +297,11 @@ class Training:
         start = self.engine.clock()
         self.updates.apply(bucket)
         self.engine.telemetry.applied.append((start, self.engine.clock()))
+
+    @torch.no_grad()
+    def _settle(self, p: nn.Parameter) -> None:
+        """Somebody reads a parameter whose update is due."""
+        self.step.apply(self.placement.places[p].bucket)
 
     def _unscale(
         self, asked: DeferredGrad, found_inf: Tensor, inv_scale: Tensor

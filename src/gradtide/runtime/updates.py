@@ -13,6 +13,7 @@ read too.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from gradtide.core.autograd import Hook
 from gradtide.core.step import Stage
 from gradtide.runtime.buckets import GradientBucket, Slot
+from gradtide.runtime.due import Aliases, DueParameters, Kind
 from gradtide.runtime.momentum import without
 from gradtide.runtime.placement import Placement
 
@@ -38,8 +40,18 @@ Unscale: TypeAlias = Callable[["DeferredGrad", Tensor, Tensor], None]
 class Updates:
     """The deferred gradients, the noted step and the watched modules of a replica."""
 
-    def __init__(self, placement: Placement, unscale: Unscale) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        settle: Callable[[nn.Parameter], None],
+        unscale: Unscale,
+    ) -> None:
         self._placement, self._unscale = placement, unscale
+        self._due = DueParameters(settle)
+        self._aliases = Aliases(placement.places)
+        self._warned = False
+        # Of each bucket its parameters, their classes, and those while they are due.
+        self._kinds: dict[GradientBucket, list[tuple[nn.Parameter, Kind, Kind]]] = {}
         # In a list: a tensor's hash is slow for what runs once a parameter and step.
         self._deferred_grads: list[tuple[Slot, nn.Parameter, DeferredGrad]] = []
         self._step: DeferredStep | None = None
@@ -50,7 +62,7 @@ class Updates:
 
     def reset(self) -> None:
         """Forget the buckets: they are cut anew, and nothing is on its way."""
-        self._deferred_grads, self._hooks = [], {}
+        self._deferred_grads, self._hooks, self._kinds = [], {}, {}
 
     def watch(
         self, model: nn.Module, before_read: Callable[[nn.Module], None]
@@ -98,8 +110,17 @@ class Updates:
             else:
                 slot.wanted = False
 
-    def expect(self) -> None:
-        """Watch all modules that read what is now due."""
+    def expect(self) -> list[GradientBucket]:
+        """All is due now: watch the parameters, and the modules that read them.
+
+        Returns the buckets that cannot be watched, to be updated at once.
+        """
+        if not self._kinds:
+            self._kinds = {b: self._kinds_of(b) for b in self._placement.buckets}
+        now = self._unwatchable()
+        for bucket in self._placement.buckets:
+            for p, _, due in self._kinds[bucket]:
+                p.__class__ = due
         # Under the hook's old key: to register it anew costs more than to leave it on.
         for module in self._placement.reads:
             entry = self._hooks.get(module)
@@ -108,10 +129,36 @@ class Updates:
                 hooks[key] = self._hook
                 if len(hooks) > 1:
                     hooks.move_to_end(key, last=False)
+        return now
+
+    def _kinds_of(
+        self, bucket: GradientBucket
+    ) -> list[tuple[nn.Parameter, Kind, Kind]]:
+        params = [slot.param for slot in bucket.slots]
+        return [(p, type(p), due) for p in params if (due := self._due.kind(p))]
+
+    def _unwatchable(self) -> list[GradientBucket]:
+        """Buckets of parameters that are read past their class, see [Note: aliases]."""
+        places = self._placement.places
+        found = self._aliases.find() + self._due.rigid(places)
+        if found and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"another tensor shares the memory of {places[found[0]].slot.name} (a "
+                "kept .data or .detach(), a flat view, another parameter), so its "
+                "deferred update is carried out at step(), and the exchange of its "
+                "bucket does not hide in the next forward: let go of that tensor "
+                "before step(), or keep a copy",
+                stacklevel=2,
+            )
+        buckets = {places[p].bucket for p in found}
+        return [b for b in reversed(self._placement.buckets) if b in buckets]
 
     def apply(self, bucket: GradientBucket) -> None:
         """Carry out the noted step for the parameters of a bucket."""
         assert self._step is not None
+        for p, plain, _ in self._kinds[bucket]:
+            p.__class__ = plain
         updates = [(s.param, mean) for s, mean in bucket.delivered() if s.wanted]
         device = bucket.payload.flat.device.type
         # As at step(): outside the forward's inference mode and autocast.
