@@ -8,6 +8,7 @@ import io
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -132,8 +133,10 @@ def _product() -> None:
             "schedule": schedule,
         }
         results = [train(scheme, steps=4, **options) for scheme in SCHEMES.values()]
+        # Norms of what is deferred are summed in another order.
+        near = torch.equal if clip is None else partial(torch.allclose, rtol=1e-5)
         for other in results[1:]:
-            assert all(map(torch.equal, results[0], other)), options
+            assert all(map(near, results[0], other)), options
         same_as_ddp(DEAR, steps=4, **options)
 
 
@@ -413,7 +416,8 @@ def test_grad_scaler_skips_on_all_ranks(
     for skipped, *params in run_ranks(2, _scaled, to_none, optimizer):
         assert skipped == [False, False, True, False, False]
         for name, other in zip(SCHEMES, params, strict=True):
-            assert other == params[0], name
+            for mine, first in zip(other, params[0], strict=True):
+                assert torch.tensor(mine).allclose(torch.tensor(first)), name
 
 
 def _scaled(

@@ -5,7 +5,8 @@ A copy of the module has none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -143,26 +144,46 @@ class Hooks:
             own = [buffer for m in self._buffered for buffer in m.buffers(False)]
             broadcast(training.engine, own)
 
-    def _stepping(self, _: Optimizer, args: Any, kwargs: Any) -> None:
-        if closes(args, kwargs):
-            self._refuse_closure()
+    def _stepping(self, _: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The optimizer's step begins; returns other arguments if it has a closure."""
+        changed = None
+        if closes(args, kwargs) and self._apart():
+            changed = _evaluated(args, kwargs)
         self._training.stepping()
+        return changed
 
-    def _refuse_closure(self) -> None:
-        """Raise RuntimeError where the optimizer's step can have no closure."""
+    def _apart(self) -> bool:
+        """Whether a closure has to run before the step and not in it."""
         training = self._training
-        if training.steps is not None:
-            why = "as often as each rank likes, and every time all ranks have to"
-        elif training.step.schedule.update == "forward":
-            why = "inside the step, which a deferred update cannot"
-        elif training.preconditioning is not None:
-            why = "inside the step, after K-FAC has preconditioned the gradients"
-        else:
-            return
-        raise RuntimeError(
-            f"step(closure) evaluates the model {why}: call step() without a closure, "
-            "or use 'wfbp'"
-        )
+        deferred = training.step.schedule.update == "forward"
+        curved = training.preconditioning is not None
+        return training.steps is not None or deferred or curved
+
+
+def _evaluated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Call the closure of step() now; returns arguments with what it came to.
+
+    Gradients are averaged, or preconditioned, between it and the step.
+    """
+    optimizer, *given = args
+    closure = next(a for a in (*given, kwargs.get("closure")) if a is not None)
+    with torch.enable_grad():
+        loss = closure()
+    calls = count()
+
+    def once() -> Any:
+        if next(calls):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} calls the closure of step() more than "
+                "once, and gradients are exchanged between its call and the step: use "
+                "a schedule that updates at step(), such as 'wfbp', without K-FAC"
+            )
+        return loss
+
+    return (optimizer, *(None if a is None else once for a in given)), {
+        **kwargs,
+        **({"closure": once} if kwargs.get("closure") is not None else {}),
+    }
 
 
 def _take_again(bucket: GradientBucket, slot: Slot) -> None:
