@@ -78,14 +78,12 @@ class DeferredGrad(Tensor):
         self.value, self.before = None, before
 
     def fill(self, mean: Tensor | None) -> None:
-        """The mean is here, or no rank has any; what was noted is done to it."""
+        """The mean is here, or no rank has any; it is scaled as was noted."""
         self.value = self.before if mean is None else mean
         self.before = None
         if self.value is not None:
             for function, by in self.scales:
                 function(self.value, by)
-            if self.zeroed:
-                self.value.zero_()
 
     # The stubs lose the keyword's name, and declare the dispatcher without `cls`.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -91,9 +91,17 @@ class Updates:
         if not self.promised:
             bucket.expose()
             return
+        for deferred in self._fill(bucket):
+            if deferred.zeroed and deferred.value is not None:
+                deferred.value.zero_()
+
+    def _fill(self, bucket: GradientBucket) -> list[DeferredGrad]:
+        """The deferred gradients of a bucket, with their values."""
         means = dict(bucket.delivered())
-        for slot in bucket.slots:
-            self._deferred_grads[slot].fill(means.get(slot))
+        filled = [self._deferred_grads[slot] for slot in bucket.slots]
+        for deferred in filled:
+            deferred.fill(means.get(deferred.slot))
+        return filled
 
     def withdraw(self) -> None:
         """Put what was delivered in the place of what was deferred."""
@@ -179,11 +187,11 @@ class Updates:
         assert self._step is not None
         for p, plain, _ in self._kinds[bucket]:
             p.__class__ = plain
-        means = dict(bucket.delivered())
-        for slot in bucket.slots:
-            self._deferred_grads[slot].fill(means.get(slot))
-        grads = [self._deferred_grads[slot] for slot in bucket.slots if slot.wanted]
-        updates = [(d, d.slot.param, d.value) for d in grads if d.value is not None]
+        updates = [
+            (deferred, deferred.slot.param, deferred.value)
+            for deferred in self._fill(bucket)
+            if deferred.slot.wanted and deferred.value is not None
+        ]
         device = bucket.payload.flat.device.type
         # As at step(): outside the forward's inference mode and autocast.
         with (
