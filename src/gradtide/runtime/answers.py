@@ -15,6 +15,8 @@ from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
 
+_EDITED = -1  # in the place of a number of writes
+
 
 class Answers:
     """The source of a replica's deferred gradients.
@@ -59,6 +61,11 @@ class Answers:
             self._versions = self._count()
         else:
             self._step.apply(bucket)
+
+    def edit(self, grad: DeferredGrad) -> None:
+        self.have(grad)
+        if self._versions is not None:
+            self._versions = _EDITED
 
     def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None:
         assert grad.value is not None

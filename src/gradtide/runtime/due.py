@@ -40,7 +40,7 @@ _CALLED = (
         "requires_grad_",
         "register_hook",
     ),
-    *("register_post_accumulate_grad_hook", "retain_grad", "is_shared"),
+    *("register_post_accumulate_grad_hook", "retain_grad", "is_shared", "is_complex"),
 )
 METADATA = frozenset(
     [
