@@ -285,6 +285,32 @@ def _scaled(skip: bool) -> None:
         assert told == pytest.approx(seen, rel=1e-5, nan_ok=True)
 
 
+def normed() -> nn.Sequential:
+    """Has buffers, which rank 0 sends in every training forward."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+
+
+def test_what_a_forward_sends_comes_behind_what_one_rank_has_read() -> None:
+    run_ranks(2, _forwards)
+
+
+def _forwards() -> None:
+    def between(loop: Loop, step: int) -> Any:
+        if step % 2 == dist.get_rank():
+            largest(loop)
+        loop.net(data(step)[0])  # sends buffers
+        norm = torch_clip(loop)
+        if step % 3 == 2:
+            loop.backward(step + 100)
+        return norm
+
+    eager, lazy = (quietly(scheme, between, make=normed) for scheme in (WFBP, DEAR))
+    alike(lazy)
+    for mine, other in zip(eager.params(), lazy.params(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
 def test_early_reading_is_said_to_cost_once() -> None:
     run_ranks(2, _warned)
 

@@ -47,6 +47,12 @@ class Answers:
         """What was delivered before step() is no longer deferred."""
         self._versions = None
 
+    def deliver(self) -> None:
+        """Have all delivered that are held; they answer as before."""
+        if self._step.held:
+            self._step.gather()
+            self._versions = self._count()
+
     # - For a deferred gradient --------------------------------------------------------
 
     def awaits(self, grad: DeferredGrad) -> bool:
@@ -57,8 +63,7 @@ class Answers:
         if bucket.stage is Stage.HELD:
             self._refuse(grad)
             self._warn(grad)
-            self._step.gather()
-            self._versions = self._count()
+            self.deliver()
         else:
             self._step.apply(bucket)
 

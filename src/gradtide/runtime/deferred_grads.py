@@ -27,6 +27,7 @@ from gradtide.runtime.due import METADATA
 
 aten = torch.ops.aten
 Scale: TypeAlias = Callable[[Tensor, Any], Any]  # in place, by a number
+Scales: TypeAlias = list[tuple[Scale, Any]]
 
 
 class Source(Protocol):
@@ -60,7 +61,7 @@ class DeferredGrad(Tensor):
 
     slot: Slot
     source: Source
-    scales: list[tuple[Scale, Any]]
+    scales: Scales
     zeroed: bool
     value: Tensor | None
     before: Tensor | None

@@ -141,6 +141,9 @@ class Hooks:
         if training.preconditioning is not None:
             training.step.forward()
         if self._buffered:
+            # Before anything is sent: on other ranks they may have been read already.
+            with torch.no_grad():
+                training.answers.deliver()
             own = [buffer for m in self._buffered for buffer in m.buffers(False)]
             broadcast(training.engine, own)
 

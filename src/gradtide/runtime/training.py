@@ -249,6 +249,8 @@ class Training:
         self._second.precondition(self.optimizer)
 
     def defer(self) -> None:
+        if self.preconditioning is not None:  # it reads means on the queue
+            self.updates.scale(self.engine)
         self.updates.note(self.optimizer)
         self._second.defer(self.optimizer)
 
