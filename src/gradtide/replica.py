@@ -188,7 +188,7 @@ class Replica:
     ) -> Tensor:
         """Scale the averaged gradients to a total 2-norm of at most `max_norm`.
 
-        Call it between backward and step, on every rank, in the place of
+        Local. Call it between backward and step, on every rank, in the place of
         `torch.nn.utils.clip_grad_norm_`, which works as well. Nothing is exchanged:
         under a schedule that defers, every rank has told the norm of the part of the
         mean that it owns at the end of backward, from the third step on. All trainable

@@ -311,6 +311,36 @@ def _forwards() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+def test_kfac_sees_gradients_as_they_were_scaled() -> None:
+    run_ranks(2, _curved)
+
+
+def _curved() -> None:
+    for clip in (torch_clip, own_clip, by_groups):
+        schemes = (
+            f"Scheme(Dense(), BySize(0.004, 0.001, 1), {name}, KFAC(kl_clip=0.001))"
+            for name in ("WFBP", "DEAR")
+        )
+        eager, lazy = (
+            Loop(scheme, lambda loop, _, clip=clip: clip(loop)).run()
+            for scheme in schemes
+        )
+        assert all(lazy.held[1:])
+        for mine, other in zip(eager.params(), lazy.params(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
+        alike(lazy)
+    loop = Loop("Scheme(Dense(), BySize(0.004, 0.001, 1), DEAR, KFAC())")
+    loop.backward(0)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    loop.backward(1)
+    with pytest.raises(RuntimeError, match=r"K-FAC.*gather_gradients"):
+        largest(loop)
+    loop.sync.gather_gradients()
+    assert largest(loop) > 0
+    loop.sync.remove()
+
+
 def test_early_reading_is_said_to_cost_once() -> None:
     run_ranks(2, _warned)
 
