@@ -15,11 +15,11 @@ from typing import Any
 import torch._dynamo  # noqa: F401  (or every forked rank does, at length)
 import torch.distributed as dist
 
-TIMEOUT = 60.0  # seconds that a collective may take
+TIMEOUT = 20.0  # seconds that a collective may take
 
 
 def run_ranks(
-    size: int, work: Callable[..., Any], *args: Any, limit: float = 400.0
+    size: int, work: Callable[..., Any], *args: Any, limit: float = 90.0
 ) -> list[Any]:
     """Call `work(*args)` on every rank; returns the results in rank order.
 

@@ -23,6 +23,8 @@ from gradtide.core.step import Stage
 WFBP, DEAR = (
     f"Scheme(Dense(), BySize(0.004, 0.001, 1), {name})" for name in ("WFBP", "DEAR")
 )
+LOCAL = "Scheme(TopK(0.05), BySize(0.004, 0.001, 1), LOCAL)"
+CURVED = "Scheme(Dense(), BySize(0.004, 0.001, 1), WFBP, KFAC())"
 EARLY = "read or edited before step"  # of the warning
 
 
@@ -509,7 +511,7 @@ class Twice(torch.optim.SGD):
         return closure() if closure else loss
 
 
-@pytest.mark.parametrize("scheme", [DEAR, "topk-local", "mpd_kfac"])
+@pytest.mark.parametrize("scheme", [DEAR, LOCAL, CURVED])
 def test_a_closure_that_is_called_twice_is_refused(scheme: str) -> None:
     def run() -> None:
         loop = Loop(scheme, optimizer=lambda params: Twice(params, lr=0.1))
@@ -519,7 +521,7 @@ def test_a_closure_that_is_called_twice_is_refused(scheme: str) -> None:
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize("scheme", ["topk-local", "mpd_kfac", "exdyna-local"])
+@pytest.mark.parametrize("scheme", [LOCAL, CURVED])
 def test_a_closure_is_the_loop_without_one(scheme: str) -> None:
     def run() -> None:
         plain, closed = Loop(scheme), Loop(scheme)
