@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import gradtide
 from gradtide.cli import app
 
 GOOD = {
@@ -31,7 +33,7 @@ def compare(out: Path, **changed: str | None) -> Result:
 
 
 def test_version() -> None:
-    assert call("--version").output == f"gradtide {version('gradtide')}\n"
+    assert call("--version").output == f"gradtide {gradtide.__version__}\n"
 
 
 def test_help_names_every_command() -> None:
@@ -42,8 +44,16 @@ def test_help_names_every_command() -> None:
 def test_schemes_lists_recipes_as_calls_and_the_baselines() -> None:
     shown = call("schemes").output
     assert "Scheme(collective=Dense(" in shown
-    for name in ("sequential", "wfbp", "dear-bf16", "ddp", "ddp-fp16"):
+    for name in ("sequential", "wfbp", "oktopk", "ddp", "ddp(wire='fp16')"):
         assert f"\n{name} " in shown
+    assert "oktopk(0.01, schedule='local', wire='bf16', warmup=240)" in shown
+
+
+def test_the_module_behind_the_command_line_names_the_way_in() -> None:
+    words = [sys.executable, "-m", "gradtide.cli", "schemes"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "error: the command line is started by python -m gradtide\n"
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,22 @@
 """Data-parallel PyTorch training over networks that cannot keep up.
 
 `replicate` averages the gradients of a model over all ranks. A scheme says how: it is a
-name or a text, or is built from the parts that are exported here, which have the names
-that the text has.
+name or a text, or is built by `recipe`, or from the parts that are exported here: these
+have the names that the text has.
 """
 
 from gradtide.collectives import (
     ACPSGD,
-    Agreed,
     Auto,
     ByNorm,
-    Corrected,
+    CLTk,
     Dense,
     Dynamic,
     Even,
     GTopK,
-    Leader,
+    MomentumCorrection,
     OkTopk,
+    PartitionedTopK,
     PowerSGD,
     TopK,
     TopKA2A,
@@ -34,11 +34,11 @@ from gradtide.fusion import (
 )
 from gradtide.kfac import KFAC
 from gradtide.replica import Replica, replicate
-from gradtide.scheme import Scheme, parse
+from gradtide.scheme import Scheme, parse, recipe
 from gradtide.selectors import Exact, Threshold
 from gradtide.transport import CommunicationError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # read by pyproject.toml, too
 
 # Nothing is gained by importing parts later: the parser knows, and loads, all of them.
 __all__ = [
@@ -48,23 +48,23 @@ __all__ = [
     "LOCAL",
     "SEQUENTIAL",
     "WFBP",
-    "Agreed",
     "Auto",
     "Bayesian",
     "BinarySearch",
     "ByNorm",
     "BySize",
+    "CLTk",
     "CommunicationError",
-    "Corrected",
     "Cuts",
     "Dense",
     "Dynamic",
     "Even",
     "Exact",
     "GTopK",
-    "Leader",
     "MgWfbp",
+    "MomentumCorrection",
     "OkTopk",
+    "PartitionedTopK",
     "PerTensor",
     "PowerSGD",
     "Replica",
@@ -77,5 +77,6 @@ __all__ = [
     "Warmup",
     "__version__",
     "parse",
+    "recipe",
     "replicate",
 ]

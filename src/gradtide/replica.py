@@ -35,7 +35,7 @@ from gradtide.runtime.validation import (
     validate_collective,
     validate_optimizer,
 )
-from gradtide.scheme import Scheme, check, parse, start, undecided
+from gradtide.scheme import Scheme, check, parse, start, undecided, with_levels
 from gradtide.transport import ProcessGroup, Transport, connect
 
 if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
@@ -92,7 +92,7 @@ def replicate(
     transport = connect(process_group, device)
 
     def prepare() -> tuple[Scheme, Signature]:
-        chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+        chosen = _placed(scheme, transport)
         validate(model, optimizer, chosen.schedule, buffers)
         validate_collective(model, chosen.collective, chosen.schedule)
         momentum_of(optimizer, chosen)
@@ -314,9 +314,9 @@ class Replica:
         Updates that are deferred are applied first. The residual stays with its rank
         for the new collective; a dense exchange delivers it with the next gradients.
         Algorithms start anew if the collective is another one. Otherwise they keep
-        their count of steps, and `Corrected` keeps its velocity. The first step of a
-        schedule that defers is an ordinary one, in which the order of the modules is
-        recorded.
+        their count of steps, and `MomentumCorrection` keeps its velocity. The first
+        step of a schedule that defers is an ordinary one, in which the order of the
+        modules is recorded.
 
         Args:
             scheme: The new scheme, the same on every rank, as for `replicate`. Its
@@ -333,7 +333,7 @@ class Replica:
         self.flush()
 
         def prepare() -> tuple[Scheme, Signature]:
-            chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+            chosen = _placed(scheme, self.engine.transport)
             if undecided(chosen) is not None:
                 raise ValueError("adopt() takes a decided scheme: replicate with auto")
             validate_optimizer(self.model, self.optimizer, chosen.schedule)
@@ -343,7 +343,7 @@ class Replica:
                 self.scheme.schedule.launch == "step"
             ):
                 raise ValueError(
-                    f"adopt({chosen!r}): what was left behind of gradients is no step, "
+                    f"adopt({chosen!r}): the residual of gradients is no step, "
                     "nor the other way round; call remove() and replicate()"
                 )
             if chosen.preconditioner != self.scheme.preconditioner:
@@ -505,6 +505,12 @@ class Replica:
         self._admitted.remove()
         self._hooks.remove()
         self.engine.transport.close()
+
+
+def _placed(scheme: str | Scheme, transport: Transport) -> Scheme:
+    """The scheme that is meant, on the hosts that there are."""
+    chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+    return with_levels(chosen, transport.group.size, transport.ranks_per_host)
 
 
 @torch.no_grad()
