@@ -54,6 +54,7 @@ def replicate(
     process_group: ProcessGroup | None = None,
     buffers: Buffers = "broadcast",
     grad_scaler: torch.amp.GradScaler | None = None,
+    check_every: int = 100,
 ) -> Replica:
     """Average the gradients of `model` over the ranks of a process group.
 
@@ -77,6 +78,12 @@ def replicate(
             every rank keeps its own, which saves that exchange.
         grad_scaler: The GradScaler that multiplies the loss. Only a scheme with K-FAC
             has to know it, because its factors are squares of gradients.
+        check_every: After how many steps the ranks compare a checksum of their
+            parameters, beginning after the first step; the same on every rank. Where
+            they differ, the next backward raises RuntimeError, on every rank, which
+            names the first parameter that does. It costs a reading pass over the
+            parameters, and no message. 0 compares nothing. Where steps are exchanged
+            (LOCAL), parameters are looked at in every step anyway.
 
     Returns:
         The `Replica`, which links module, optimizer and ranks. Keep it as long as the
@@ -93,21 +100,23 @@ def replicate(
 
     def prepare() -> tuple[Scheme, Signature]:
         chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
-        validate(model, optimizer, chosen.schedule, buffers)
+        validate(model, optimizer, chosen.schedule, buffers, check_every)
         validate_collective(model, chosen.collective, chosen.schedule)
         momentum_of(optimizer, chosen)
         if chosen.preconditioner is not None:
             from gradtide.kfac.costs import admitted
 
             admitted(model, chosen.preconditioner)
-        return chosen, describe(model, chosen)
+        return chosen, describe(model, chosen, check_every)
 
     try:
         chosen = check_ranks_agree(transport, prepare)
     except (ValueError, TypeError):
         transport.close()
         raise
-    return Replica(model, optimizer, chosen, transport, buffers, grad_scaler)
+    return Replica(
+        model, optimizer, chosen, transport, buffers, grad_scaler, check_every
+    )
 
 
 class Replica:
@@ -133,13 +142,16 @@ class Replica:
         transport: Transport,
         buffers: Buffers,
         grad_scaler: torch.amp.GradScaler | None = None,
+        check_every: int = 100,
     ) -> None:
         self.model, self.optimizer, self.scheme = model, optimizer, scheme
         self.engine = Engine(transport)
         synchronize(self.engine, [*model.parameters(), *model.buffers()])
         self._admitted = SetupGuard(model, optimizer)
         scale = None if grad_scaler is None else grad_scaler.get_scale
-        self._training = Training(model, optimizer, start(scheme), self.engine, scale)
+        self._training = Training(
+            model, optimizer, start(scheme), self.engine, scale, check_every
+        )
         self._hooks = Hooks(
             model,
             optimizer,

@@ -19,6 +19,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
 from gradtide.core.step import Stage, Step
 from gradtide.runtime.buckets import GradientBucket
+from gradtide.runtime.checksum import ParameterCheck
 from gradtide.runtime.clipping import clip, unscale
 from gradtide.runtime.local_steps import LocalSteps
 from gradtide.runtime.momentum import Momentum
@@ -44,8 +45,10 @@ class Training:
         scheme: Scheme,
         engine: Engine,
         scale: Callable[[], float] | None,
+        check_every: int,
     ) -> None:
         self.engine, self.optimizer = engine, optimizer
+        self.check = ParameterCheck(model, engine.transport, check_every)
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
         self.num_skipped = 0  # exchanged gradients that no step took
@@ -176,6 +179,7 @@ class Training:
         self._second.settle()
         if quiet:
             return
+        self.check.refuse()
         if self.steps is not None:
             self.steps.decide()
         if self.placement.recorded:
@@ -211,9 +215,10 @@ class Training:
     def conclude(self, hold: bool) -> None:
         """Ask which parameters got a gradient on some rank; let inverses follow."""
         arrived = [slot.arrived for slot in self.placement.slots]
+        words = self.check.words()
 
         def flags() -> AllReduce:
-            numbers = [*arrived, *self.guard.flags()]
+            numbers = [*arrived, *words(), *self.guard.flags()]
             return AllReduce(torch.tensor(numbers, dtype=torch.int32))
 
         self._used = self.engine.ask("used", flags)
@@ -228,7 +233,8 @@ class Training:
             self._used = None
             for slot, count in zip(self.placement.slots, counts, strict=False):
                 slot.used = count > 0
-            self.guard.update([*counts])  # the flags behind those of the slots
+            self.check.update(counts)
+            self.guard.update([*counts])  # the flags behind all others
 
     def receive(self, bucket: GradientBucket) -> None:
         bucket.finish(self.engine)

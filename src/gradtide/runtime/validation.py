@@ -34,7 +34,11 @@ EXCHANGING = (
 
 
 def validate(
-    model: nn.Module, optimizer: Optimizer, schedule: Schedule, buffers: str
+    model: nn.Module,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    buffers: str,
+    check_every: int,
 ) -> None:
     """Raise ValueError, naming the remedy, for what cannot be replicated."""
     for name, module in model.named_modules():
@@ -73,6 +77,8 @@ def validate(
     validate_optimizer(model, optimizer, schedule)
     if buffers not in ("broadcast", "local"):
         raise ValueError(f"buffers={buffers!r}: use 'broadcast' or 'local'")
+    if type(check_every) is not int or check_every < 0:
+        raise ValueError(f"check_every={check_every!r}: a number of steps; 0 for never")
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -270,13 +276,13 @@ def check_ranks_agree(
     return result
 
 
-def describe(model: nn.Module, scheme: object) -> Signature:
+def describe(model: nn.Module, scheme: object, check_every: int) -> Signature:
     """A rank's signature: its scheme, then every parameter and buffer."""
 
     def text(tensor: Tensor) -> str:
         return f"{tuple(tensor.shape)} {tensor.dtype}"
 
-    named = {"scheme": repr(scheme)}
+    named = {"scheme": repr(scheme), "check_every": str(check_every)}
     for name, p in model.named_parameters():
         named[f"parameter {name}"] = text(p) + " frozen" * (not p.requires_grad)
     for name, buffer in model.named_buffers():
