@@ -124,7 +124,9 @@ def _disjoint() -> None:
         assert isinstance(transport, GlooTransport)
         transports.append(transport)
     if not odd:
-        said = transports[0]._reporter.explain("probe", RuntimeError("lost"), None)
+        said = transports[0]._inquiry.reporter.explain(
+            "probe", RuntimeError("lost"), None
+        )
         assert "all ranks noticed" in said
     dist.barrier()
     if odd and rank == 0:

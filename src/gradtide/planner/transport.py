@@ -20,6 +20,7 @@ from typing import Any
 
 from gradtide.core import ops
 from gradtide.core.ops import Group, Op
+from gradtide.core.transport import Progress
 from gradtide.planner import cost
 from gradtide.planner.intervals import Interval, held_up, stretched, union
 from gradtide.planner.network import Network
@@ -69,6 +70,7 @@ class VirtualTransport:
     def __init__(self, network: Network, rank: int = 0) -> None:
         self.network = network
         self.group = Group(rank, network.size)
+        self.progress = Progress()
         self.payload_bytes = 0
         self.processor = 0.0  # seconds of the rank's, for exchanges
         self.overhead = 1.0  # times what is counted, that the queue works for longer

@@ -113,6 +113,7 @@ class Training:
         """The optimizer's step is over."""
         self._stepping = False
         self.num_steps += 1
+        self.engine.transport.progress.steps = self.num_steps
         if self.momentum is not None:
             self.momentum.give_back()
         if self.steps is None or not self.steps.on:

@@ -41,6 +41,7 @@ class NcclTransport:
         self._sent = 0  # bytes over NCCL
         self._pg, self._control = pg, control
         self.gather_objects = control.gather_objects
+        self.progress = control.progress
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     @property
