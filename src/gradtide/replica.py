@@ -25,12 +25,14 @@ from gradtide.runtime import checkpoint as state
 from gradtide.runtime.broadcast import synchronize
 from gradtide.runtime.checkpoint import StateDict, packed
 from gradtide.runtime.hooks import Hooks
+from gradtide.runtime.join import Join
 from gradtide.runtime.training import Training, momentum_of
 from gradtide.runtime.validation import (
     SetupGuard,
     Signature,
     check_ranks_agree,
     describe,
+    is_joinable,
     validate,
     validate_collective,
     validate_optimizer,
@@ -194,6 +196,80 @@ class Replica:
         self._training.no_sync_active = quiet
         if self.kfac is not None:
             self.kfac.statistics.quiet = quiet
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Train with numbers of batches that differ between ranks.
+
+        This is a collective call. Use it as a context manager around the loop over
+        batches, as DDP's `join`. A rank that leaves the loop takes part in the
+        exchanges of the others, with zeros in the place of gradients, until all have
+        left it. Then all ranks have the parameters, the buffers (unless they are
+        "local") and the state of the optimizer of a rank that trained to the end. What
+        a sparse scheme keeps as the residual goes on being delivered.
+
+        Inside, ranks announce each exchange in a few bytes, and with buffers each
+        forward waits for the answer. Put one replica's training inside, and nothing
+        else that all ranks have to do together.
+
+        Args:
+            divide_by_initial_world_size: Whether the mean is over all ranks, also over
+                those that have joined. Only True is supported.
+            enable: With False nothing is done here.
+            throw_on_early_termination: Whether all ranks raise RuntimeError as soon as
+                one runs out of batches, instead of going on without it.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ValueError: The arguments differ between ranks; or the scheme has K-FAC, or
+                is still being chosen or searched for; or the optimizer exchanges
+                something itself.
+            RuntimeError: A rank ran out of batches, with `throw_on_early_termination`;
+                or ranks exchange different things.
+        """
+        if not enable:
+            yield
+            return
+        training, throw = self._training, throw_on_early_termination
+
+        def prepare() -> tuple[None, Signature]:
+            self._refuse_join(divide_by_initial_world_size)
+            return None, {"join(throw_on_early_termination=)": str(throw)}
+
+        remedy = "call join() with the same arguments on every rank"
+        check_ranks_agree(self.engine.transport, prepare, remedy)
+        training.joining = Join(training, self._hooks.buffers, throw)
+        try:
+            yield
+            self.flush()
+            training.joining.finish()
+        finally:
+            training.joining = None
+
+    def _refuse_join(self, divide_by_initial_world_size: bool) -> None:
+        """Raise ValueError where uneven inputs cannot be trained."""
+        searching = self.tuning is not None and not self.tuning.done
+        reasons = {
+            "divide_by_initial_world_size=False: the mean is over all ranks, so leave "
+            "that out": not divide_by_initial_world_size,
+            "K-FAC, whose factors would miss the ranks that have joined: use a scheme "
+            "without it": self.kfac is not None,
+            "a scheme or a fusion that is still being searched for: adopt() a decided "
+            "one before": searching or undecided(self.scheme) is not None,
+            f"{type(self.optimizer).__name__}, which exchanges parameters inside its "
+            "step: use a plain optimizer": is_joinable(self.optimizer),
+            "another join()": self._training.joining is not None,
+        }
+        for reason, true in reasons.items():
+            if true:
+                raise ValueError(f"join() does not work with {reason}")
 
     def clip_grad_norm_(
         self, max_norm: float, *, error_if_nonfinite: bool = False

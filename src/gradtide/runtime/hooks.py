@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook, before_backward, in_backward
 from gradtide.core.step import Stage
 from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
+from gradtide.runtime.join import Event
 from gradtide.runtime.training import Training
 from gradtide.runtime.updates import closes
 
@@ -156,8 +157,13 @@ class Hooks:
         if training.preconditioning is not None:
             training.step.forward()
         if self._buffered:
-            own = [buffer for m in self._buffered for buffer in m.buffers(False)]
-            broadcast(training.engine, own)
+            training.announce(Event.FORWARD)
+            source = 0 if training.joining is None else training.joining.source
+            broadcast(training.engine, self.buffers(), source)
+
+    def buffers(self) -> list[Tensor]:
+        """What every training forward begins with, of one rank for all."""
+        return [buffer for m in self._buffered for buffer in m.buffers(False)]
 
     def _stepping(self, _: Optimizer, args: Any, kwargs: Any) -> None:
         if closes(args, kwargs):

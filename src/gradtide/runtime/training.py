@@ -21,6 +21,7 @@ from gradtide.core.step import Stage, Step
 from gradtide.runtime.buckets import GradientBucket
 from gradtide.runtime.checksum import ParameterCheck
 from gradtide.runtime.clipping import clip, unscale
+from gradtide.runtime.join import Event, Join
 from gradtide.runtime.local_steps import LocalSteps
 from gradtide.runtime.momentum import Momentum
 from gradtide.runtime.nonfinite import NonFiniteGuard
@@ -47,7 +48,8 @@ class Training:
         scale: Callable[[], float] | None,
         check_every: int,
     ) -> None:
-        self.engine, self.optimizer = engine, optimizer
+        self.engine, self.model, self.optimizer = engine, model, optimizer
+        self.joining: Join | None = None  # inside join()
         self.check = ParameterCheck(model, engine.transport, check_every)
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
@@ -104,6 +106,10 @@ class Training:
     @torch.no_grad()
     def stepping(self) -> None:
         """The optimizer's step begins."""
+        if self.local or self.guard.ranks:
+            self.announce(Event.STEP)
+        if self.step.held:
+            self.announce(Event.RELEASE)
         if self.step.step():
             self.updates.expect()
         self._stepping, self._untaken = True, False
@@ -116,11 +122,27 @@ class Training:
         self.engine.transport.progress.steps = self.num_steps
         if self.momentum is not None:
             self.momentum.give_back()
-        if self.steps is None or not self.steps.on:
-            return
+        if self.local:
+            self._exchange_step()
+        elif self.steps is not None and self.joining is not None:
+            self.joining.send_parameters()
+
+    def _exchange_step(self) -> None:
+        assert self.steps is not None
         self.steps.stepped()
         self.step.stepped()
         self.steps.remember()
+
+    def shadow_step(self) -> None:
+        """A step that other ranks take, after `join()`: this rank's own is zero."""
+        self.guard.refuse()
+        if self.steps is not None:
+            self.steps.stepping()
+            self._exchange_step()
+
+    def announce(self, event: Event, number: float = 0.0) -> float:
+        """Inside join(), tell ranks that ran out of batches what is exchanged next."""
+        return number if self.joining is None else self.joining.announce(event, number)
 
     # - What a replica asks for --------------------------------------------------------
 
@@ -132,6 +154,8 @@ class Training:
     @torch.no_grad()
     def gather(self) -> None:
         """Deliver now what is held until step()."""
+        if self.step.held:
+            self.announce(Event.RELEASE)
         self.step.gather()
 
     @torch.no_grad()
@@ -141,12 +165,15 @@ class Training:
             return nn.utils.clip_grad_norm_(
                 self.placement.places, max_norm, error_if_nonfinite=error_if_nonfinite
             )
+        self.announce(Event.CLIP, max_norm)
         return clip(self.engine, self.buckets, max_norm, error_if_nonfinite)
 
     def moment(self) -> str | None:
         """Where a step stands; None between a step and the next backward."""
         if self.step.open or self.no_sync_active:
             return "during a backward pass or inside no_sync()"
+        if self.joining is not None:
+            return "inside join()"
         left = any(p.grad is not None for p in self.placement.places)
         if self.step.held or (self.step.fresh and left):
             return "between backward and step()"
@@ -180,13 +207,15 @@ class Training:
         self._second.settle()
         if quiet:
             return
+        ordering = self.announce(Event.BACKWARD, bool(self.placement.recorded))
         self.check.refuse()
         if self.steps is not None:
             self.steps.decide()
-        if self.placement.recorded:
-            # All follow the order in which rank 0's gradients got ready.
+        if ordering:
+            # All follow the order in which rank 0's gradients got ready; or the first
+            # rank's that has one, if rank 0 joined before it had any.
             orders = self.engine.transport.gather_objects(self.placement.recorded)
-            self.placement.follow(orders[0])
+            self.placement.follow(next(filter(None, orders)))
             self._second.follow()
 
     def fill(self, bucket: Any) -> None:
@@ -216,7 +245,8 @@ class Training:
     def conclude(self, hold: bool) -> None:
         """Ask which parameters got a gradient on some rank; let inverses follow."""
         arrived = [slot.arrived for slot in self.placement.slots]
-        words = self.check.words()
+        shadowing = self.joining is not None and self.joining.shadowing
+        words = self.check.words(abstain=shadowing)
 
         def flags() -> AllReduce:
             numbers = [*arrived, *words(), *self.guard.flags()]
@@ -291,6 +321,7 @@ class Training:
             for other in self.buckets:  # to name the parameter
                 if other.stage is Stage.DUE:
                     other.finish(self.engine)
+            self.announce(Event.STEP)
             self.guard.refuse()
         return self._second.needs(bucket)
 
@@ -308,6 +339,11 @@ class Training:
     ) -> None:
         """A GradScaler unscales deferred gradients; all ranks skip if one has to."""
         self._second.check_scale()
+        if self.joining is not None and self.step.held:
+            raise RuntimeError(
+                "inside join() a GradScaler cannot unscale deferred gradients: use a "
+                "schedule that updates at step(), such as 'wfbp'"
+            )
         held = self.buckets if self.step.held else ()
         unscale(self.engine, held, asked, found_inf, inv_scale)
         self._learn()

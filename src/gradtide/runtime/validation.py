@@ -125,8 +125,7 @@ def validate_optimizer(
             "model, after the model was moved to its device"
         )
     ordinary = schedule.update == "step" and schedule.launch != "step"
-    joins = any(kind.__name__ == "Joinable" for kind in type(optimizer).__mro__)
-    if joins and not ordinary:  # as ZeroRedundancyOptimizer
+    if is_joinable(optimizer) and not ordinary:
         raise ValueError(
             f"{type(optimizer).__name__} exchanges parameters inside its step, which "
             "can neither be deferred nor be a rank's own: use a schedule that updates "
@@ -145,6 +144,11 @@ def validate_optimizer(
             "deferred update, or an exchange of steps, would lose it: add it to a "
             "group, freeze it, or use 'wfbp'"
         )
+
+
+def is_joinable(optimizer: Optimizer) -> bool:
+    """Whether a step exchanges something itself, as ZeroRedundancyOptimizer's does."""
+    return any(kind.__name__ == "Joinable" for kind in type(optimizer).__mro__)
 
 
 def _validate_steps(optimizer: Optimizer) -> None:
