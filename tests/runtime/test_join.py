@@ -242,7 +242,9 @@ def test_other_things_on_other_ranks_are_named() -> None:
                 opt.step()
                 model(batch(2))
 
-        with pytest.raises(RuntimeError, match="different things"):
+        # The ranks' programs differ: who does not see it waits for who did.
+        words = "different things" if dist.get_rank() else "waits in vain|failed in"
+        with pytest.raises(RuntimeError, match=words):
             loop()
 
     run_ranks(2, run)

@@ -114,8 +114,13 @@ def validate_optimizer(
     model: nn.Module, optimizer: Optimizer, schedule: Schedule
 ) -> None:
     """Raise ValueError, naming the remedy, for a step that a schedule cannot defer."""
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # as all of torch's have
+        held = getattr(optimizer, "__dict__", {})
+        inner = [name for name, value in held.items() if isinstance(value, Optimizer)]
+        remedy = f"pass the one inside, its .{inner[0]}" if inner else "pass one"
+        raise ValueError(
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer: {remedy}"
+        )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = _trainable(model)
     left_out = [name for name, p in named if id(p) not in stepped]
@@ -171,14 +176,14 @@ def _validate_steps(optimizer: Optimizer) -> None:
 class SetupGuard:
     """Refuses by name what a replica was not made for.
 
-    At every step that is a trainable parameter that came later, for no bucket has it;
-    at every forward DistributedDataParallel around the model, which would average once
-    more.
+    At every step that is a trainable parameter that came later, for no bucket has it,
+    or one of another dtype than it had; at every forward DistributedDataParallel around
+    the model, which would average once more.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._known = {p for _, p in self._trainable()}
+        self._known = {p: p.dtype for _, p in self._trainable()}
         alone = Hook(_refuse_ddp)
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
@@ -208,16 +213,17 @@ class SetupGuard:
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad]
         self._last = self._signs()
 
-    def _signs(self) -> list[int]:
-        """Other numbers where anything was added or thawed.
+    def _signs(self) -> list[object]:
+        """Other values where anything was added, replaced, thawed or cast.
 
         Hot path: in every step. To go through the model takes ten times as long.
         """
         groups = self._optimizer.param_groups
         return [
             *map(id, chain.from_iterable(group["params"] for group in groups)),
-            *map(len, self._tables),
+            *map(id, chain.from_iterable(table.values() for table in self._tables)),
             *(p.requires_grad for p in self._frozen),
+            *(p.dtype for p in self._known),
         ]
 
     def _before_step(self) -> None:
@@ -226,8 +232,14 @@ class SetupGuard:
         for name, p in self._trainable():
             if p not in self._known and not _replicated(p):
                 raise RuntimeError(
-                    f"{name} was added or unfrozen after replicate(), so no bucket "
-                    "has it and it would not be averaged: call sync.remove() on every "
+                    f"{name} was added or unfrozen after replicate(), or replaces "
+                    "another, so no bucket has it and it would not be averaged: call "
+                    "sync.remove() on every rank and replicate() again"
+                )
+            if self._known.get(p, p.dtype) is not p.dtype:
+                raise RuntimeError(
+                    f"{name} was {self._known[p]} at replicate() and is {p.dtype} now: "
+                    "cast the model before replicate(), or call sync.remove() on every "
                     "rank and replicate() again"
                 )
         self._look()
