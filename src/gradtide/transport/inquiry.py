@@ -92,9 +92,14 @@ class Inquiry:
         if sure:
             why = self.reporter.uneven(sure)
             self.reporter.leave("failed", why)
-            self._sever()
             rank, step = self._group.rank, self._progress.steps + 1
-            raise CommunicationError(f"rank {rank} waits in vain in step {step}: {why}")
+            error = CommunicationError(
+                f"rank {rank} waits in vain in step {step}: {why}"
+            )
+            # First: the queue's thread need not find out what is known already.
+            self._queue.error = self._queue.error or error
+            self._sever()
+            raise error
         self._suspects = stuck
         self._patience = AGAIN if stuck else min(2 * self._patience, LONGEST)
         return self._patience
