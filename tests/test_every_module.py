@@ -112,6 +112,7 @@ ELSEWHERE = {
     "transport/fault": "test_refusals",
     "transport/gloo": "test_transport",
     "transport/hosts": "test_two_levels",
+    "transport/inquiry": "test_inquiry",
     "transport/nccl": "core/test_unproven",  # made, never run: there is no GPU
     "transport/ring": "test_transport",
     "transport/rotation": "test_transport",

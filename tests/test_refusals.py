@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -218,8 +219,16 @@ def test_parameters_that_come_later_are_refused(scheme: str) -> None:
     def thaw(model: Any, opt: torch.optim.Optimizer) -> None:
         model[0].bias.requires_grad_(True)
 
+    def swap(model: Any, opt: torch.optim.Optimizer) -> None:
+        model[2].weight = nn.Parameter(torch.zeros(2, 8))
+
+    def assign(model: Any, opt: torch.optim.Optimizer) -> None:
+        model[2].load_state_dict(nn.Linear(8, 2).state_dict(), assign=True)
+
     def run() -> None:
         for change, name in (
+            (swap, "2.weight"),
+            (assign, "2.weight"),
             (grow, "3.weight"),
             (exchange, "2.weight"),
             (stray, "a parameter of the optimizer's group 1"),
@@ -239,6 +248,85 @@ def test_parameters_that_come_later_are_refused(scheme: str) -> None:
             refused(opt.step, f"{name} was added or unfrozen", "sync.remove()")
             sync.remove()
             opt.step()
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", DEAR, "topk", "topk(schedule='local')"])
+def test_another_dtype_than_at_replicate_is_refused(scheme: str) -> None:
+    def run() -> None:
+        for large in (8, 40_000):  # gradients that are copied alone, too
+            model = net(large)
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            sync = gradtide.replicate(model, opt, scheme)
+            for _ in range(2):
+                backward(model)
+                opt.step()
+                opt.zero_grad()
+            sync.flush()
+            model.double()
+
+            def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+                model(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+                opt.step()
+
+            words = "torch.float32", "torch.float64", "sync.remove()"
+            refused(partial(step, model, opt), *words)
+
+    run_ranks(2, run)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5, 2))
+
+        def forward(self, i: Tensor) -> Tensor:
+            return nn.functional.embedding(i, self.weight, sparse=True)
+
+    def run() -> None:
+        model = Table()
+        attach(model)
+        index = torch.tensor([1, 2])
+        refused(lambda: model(index).sum().backward(), "weight is torch.sparse_coo")
+
+    run_ranks(2, run)
+
+
+def test_wrapped_optimizers_are_refused_with_the_one_inside() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.optimizer = inner  # and no super().__init__(), as Accelerate's
+
+        param_groups = property(lambda self: self.optimizer.param_groups)
+
+    class Bare:
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self._optimizer = inner
+
+    def run() -> None:
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        for kind, name in ((Wrapper, ".optimizer"), (Bare, "._optimizer")):
+            wrapped: Any = kind(inner)
+            refused(lambda w=wrapped: gradtide.replicate(model, w), "inside", name)
+        gradtide.replicate(model, inner).remove()
+
+    run_ranks(2, run)
+
+
+def test_known_parameters_may_change_groups() -> None:
+    def run() -> None:
+        model = net()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, opt)
+        backward(model)
+        opt.step()
+        opt.add_param_group({"params": [opt.param_groups[0]["params"].pop()]})
+        backward(model)
+        opt.step()
+        sync.remove()
 
     run_ranks(2, run)
 

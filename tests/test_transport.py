@@ -155,12 +155,14 @@ def _disjoint() -> None:
         assert isinstance(transport, GlooTransport)
         transports.append(transport)
     if not odd:
-        said = transports[0]._reporter.explain("probe", RuntimeError("lost"), None)
+        reporter = transports[0]._inquiry.reporter
+        said = reporter.explain("probe", RuntimeError("lost"), None)
         assert "all ranks noticed" in said
     dist.barrier()
     if odd and rank == 0:
         for transport in transports:
-            said = transport._reporter.explain("probe", RuntimeError("lost"), None)
+            reporter = transport._inquiry.reporter
+            said = reporter.explain("probe", RuntimeError("lost"), None)
             assert "rank 1 does not respond" in said
     dist.barrier()
     for transport in transports:

@@ -25,12 +25,14 @@ from gradtide.runtime import checkpoint as state
 from gradtide.runtime.broadcast import synchronize
 from gradtide.runtime.checkpoint import StateDict, packed
 from gradtide.runtime.hooks import Hooks
+from gradtide.runtime.join import Join
 from gradtide.runtime.training import Training, momentum_of
 from gradtide.runtime.validation import (
     SetupGuard,
     Signature,
     check_ranks_agree,
     describe,
+    is_joinable,
     validate,
     validate_collective,
     validate_optimizer,
@@ -54,6 +56,7 @@ def replicate(
     process_group: ProcessGroup | None = None,
     buffers: Buffers = "broadcast",
     grad_scaler: torch.amp.GradScaler | None = None,
+    check_every: int = 100,
 ) -> Replica:
     """Average the gradients of `model` over the ranks of a process group.
 
@@ -77,6 +80,12 @@ def replicate(
             every rank keeps its own, which saves that exchange.
         grad_scaler: The GradScaler that multiplies the loss. Only a scheme with K-FAC
             has to know it, because its factors are squares of gradients.
+        check_every: After how many steps the ranks compare a checksum of their
+            parameters, beginning after the first step; the same on every rank. Where
+            they differ, the next backward raises RuntimeError, on every rank, which
+            names the first parameter that does. It costs a reading pass over the
+            parameters, and no message. 0 compares nothing. Where steps are exchanged
+            (LOCAL), parameters are looked at in every step anyway.
 
     Returns:
         The `Replica`, which links module, optimizer and ranks. Keep it as long as the
@@ -93,21 +102,23 @@ def replicate(
 
     def prepare() -> tuple[Scheme, Signature]:
         chosen = _placed(scheme, transport)
-        validate(model, optimizer, chosen.schedule, buffers)
+        validate(model, optimizer, chosen.schedule, buffers, check_every)
         validate_collective(model, chosen.collective, chosen.schedule)
         momentum_of(optimizer, chosen)
         if chosen.preconditioner is not None:
             from gradtide.kfac.costs import admitted
 
             admitted(model, chosen.preconditioner)
-        return chosen, describe(model, chosen)
+        return chosen, describe(model, chosen, check_every)
 
     try:
         chosen = check_ranks_agree(transport, prepare)
     except (ValueError, TypeError):
         transport.close()
         raise
-    return Replica(model, optimizer, chosen, transport, buffers, grad_scaler)
+    return Replica(
+        model, optimizer, chosen, transport, buffers, grad_scaler, check_every
+    )
 
 
 class Replica:
@@ -133,13 +144,16 @@ class Replica:
         transport: Transport,
         buffers: Buffers,
         grad_scaler: torch.amp.GradScaler | None = None,
+        check_every: int = 100,
     ) -> None:
         self.model, self.optimizer, self.scheme = model, optimizer, scheme
         self.engine = Engine(transport)
         synchronize(self.engine, [*model.parameters(), *model.buffers()])
         self._admitted = SetupGuard(model, optimizer)
         scale = None if grad_scaler is None else grad_scaler.get_scale
-        self._training = Training(model, optimizer, start(scheme), self.engine, scale)
+        self._training = Training(
+            model, optimizer, start(scheme), self.engine, scale, check_every
+        )
         self._hooks = Hooks(
             model,
             optimizer,
@@ -182,6 +196,80 @@ class Replica:
         self._training.no_sync_active = quiet
         if self.kfac is not None:
             self.kfac.statistics.quiet = quiet
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Train with numbers of batches that differ between ranks.
+
+        This is a collective call. Use it as a context manager around the loop over
+        batches, as DDP's `join`. A rank that leaves the loop takes part in the
+        exchanges of the others, with zeros in the place of gradients, until all have
+        left it. Then all ranks have the parameters, the buffers (unless they are
+        "local") and the state of the optimizer of a rank that trained to the end. What
+        a sparse scheme keeps as the residual goes on being delivered.
+
+        Inside, ranks announce each exchange in a few bytes, and with buffers each
+        forward waits for the answer. Put one replica's training inside, and nothing
+        else that all ranks have to do together.
+
+        Args:
+            divide_by_initial_world_size: Whether the mean is over all ranks, also over
+                those that have joined. Only True is supported.
+            enable: With False nothing is done here.
+            throw_on_early_termination: Whether all ranks raise RuntimeError as soon as
+                one runs out of batches, instead of going on without it.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ValueError: The arguments differ between ranks; or the scheme has K-FAC, or
+                is still being chosen or searched for; or the optimizer exchanges
+                something itself.
+            RuntimeError: A rank ran out of batches, with `throw_on_early_termination`;
+                or ranks exchange different things.
+        """
+        if not enable:
+            yield
+            return
+        training, throw = self._training, throw_on_early_termination
+
+        def prepare() -> tuple[None, Signature]:
+            self._refuse_join(divide_by_initial_world_size)
+            return None, {"join(throw_on_early_termination=)": str(throw)}
+
+        remedy = "call join() with the same arguments on every rank"
+        check_ranks_agree(self.engine.transport, prepare, remedy)
+        training.joining = Join(training, self._hooks.buffers, throw)
+        try:
+            yield
+            self.flush()
+            training.joining.finish()
+        finally:
+            training.joining = None
+
+    def _refuse_join(self, divide_by_initial_world_size: bool) -> None:
+        """Raise ValueError where uneven inputs cannot be trained."""
+        searching = self.tuning is not None and not self.tuning.done
+        reasons = {
+            "divide_by_initial_world_size=False: the mean is over all ranks, so leave "
+            "that out": not divide_by_initial_world_size,
+            "K-FAC, whose factors would miss the ranks that have joined: use a scheme "
+            "without it": self.kfac is not None,
+            "a scheme or a fusion that is still being searched for: adopt() a decided "
+            "one before": searching or undecided(self.scheme) is not None,
+            f"{type(self.optimizer).__name__}, which exchanges parameters inside its "
+            "step: use a plain optimizer": is_joinable(self.optimizer),
+            "another join()": self._training.joining is not None,
+        }
+        for reason, true in reasons.items():
+            if true:
+                raise ValueError(f"join() does not work with {reason}")
 
     def clip_grad_norm_(
         self, max_norm: float, *, error_if_nonfinite: bool = False

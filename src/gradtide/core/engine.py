@@ -22,7 +22,7 @@ from torch._C._profiler import _RecordFunctionFast as record_function
 
 from gradtide.core.ops import Cut, Flow, Group, Op, ToHost, name_of
 from gradtide.core.telemetry import Record, Telemetry
-from gradtide.core.transport import Ticket, Transport
+from gradtide.core.transport import CommunicationError, Ticket, Transport
 
 
 @dataclass(eq=False)
@@ -172,7 +172,10 @@ class Engine:
         pending, flight.pending = flight.pending, None
         start = self.clock()
         with record_function(f"gradtide::{flight.name}::{flight.label}"):
-            answers = tuple([self.transport.wait(one) for one in pending])
+            try:
+                answers = tuple([self.transport.wait(one) for one in pending])
+            except CommunicationError as error:
+                raise CommunicationError(f"{error} [{flight.name}]") from error
         if flight.label != ToHost.__name__:  # which does not travel
             seen = flight.name, flight.label, flight.sent, start, self.clock()
             self.telemetry.record(Record(*seen, flight.turned))

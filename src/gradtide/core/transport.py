@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gradtide.core.ops import Group, Op
+
+
+@dataclass
+class Progress:
+    """How far this rank's training has come, for peers that wait for it."""
+
+    steps: int = 0  # that the optimizer has taken
 
 
 class CommunicationError(RuntimeError):
@@ -31,6 +39,7 @@ class Transport(Protocol):
 
     group: Group
     ranks_per_host: int  # 1 where hosts have unlike numbers
+    progress: Progress
 
     @property
     def payload_bytes(self) -> int:

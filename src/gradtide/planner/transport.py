@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from gradtide.core import ops
 from gradtide.core.ops import Cut, Group, Message, Op, ToHost
+from gradtide.core.transport import Progress
 from gradtide.planner import cost
 from gradtide.planner.intervals import Interval, held_up, stretched, union
 from gradtide.planner.network import Network
@@ -83,6 +84,7 @@ class VirtualTransport:
         self.network = network
         self.group = Group(rank, network.size)
         self.ranks_per_host = network.ranks_per_host
+        self.progress = Progress()
         self.payload_bytes = 0
         self.processor = 0.0  # seconds of the rank's, for exchanges
         self.overhead = 1.0  # times what is counted, that the queue works for longer

@@ -1,4 +1,4 @@
-"""Rank 0's parameters and buffers for everybody, many small ones in one message."""
+"""One rank's parameters and buffers for everybody, many small ones in one message."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from gradtide.core.ops import Broadcast
 MESSAGE_BYTES = 25_000_000  # more => a larger copy, fewer start-ups
 
 
-def synchronize(engine: Engine, tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors with rank 0's where any rank has other bits than that.
+def synchronize(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> None:
+    """Overwrite tensors with rank `source`'s where any rank has other bits than that.
 
     Models that were built from one seed are equal already: of 440 MB that a link of 50
     Mb/s takes minutes for, 16 bytes of each tensor are compared.
     """
     everyone = engine.transport.gather_objects([digest(tensor) for tensor in tensors])
     told = zip(tensors, zip(*everyone, strict=True), strict=True)
-    broadcast(engine, [tensor for tensor, found in told if len(set(found)) > 1])
+    differing = [tensor for tensor, found in told if len(set(found)) > 1]
+    broadcast(engine, differing, source)
 
 
 def digest(tensor: Tensor) -> bytes:
@@ -31,8 +32,8 @@ def digest(tensor: Tensor) -> bytes:
     return hashlib.blake2b(held.numpy().data, digest_size=16).digest()
 
 
-def broadcast(engine: Engine, tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors with rank 0's, many small ones of a dtype and device at once.
+def broadcast(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> None:
+    """Overwrite tensors with rank `source`'s, many small ones of a kind at once.
 
     No message is longer than MESSAGE_BYTES, and no tensor that alone is longer is
     copied if it is contiguous.
@@ -45,8 +46,8 @@ def broadcast(engine: Engine, tensors: Sequence[Tensor]) -> None:
             flats = [tensor.reshape(-1) for tensor in together]
             flat = flats[0] if len(flats) == 1 else torch.cat(flats)
             for message in torch.split(flat, MESSAGE_BYTES // flat.element_size()):
-                engine.ask("broadcast", Broadcast(message, 0))()
-            if engine.transport.group.rank != 0:
+                engine.ask("broadcast", Broadcast(message, source))()
+            if engine.transport.group.rank != source:
                 pieces = torch.split(flat, [tensor.numel() for tensor in together])
                 for tensor, piece in zip(together, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))

@@ -77,10 +77,11 @@ class GradientBucket(Bucket):
         grad, view = slot.param.grad, slot.of(self.payload.flat)
         if grad is None:
             return
+        _check(slot, grad, view)
         slot.param.grad = None
         if grad.data_ptr() != view.data_ptr():
             fresh = self.residual_empty and not slot.copied
-            (view.copy_ if fresh else view.add_)(_dense(slot, grad))
+            (view.copy_ if fresh else view.add_)(grad)
         slot.copied = True
 
     def copy_in(self) -> None:
@@ -92,11 +93,12 @@ class GradientBucket(Bucket):
                 continue
             grad = slot.param.grad
             if slot.arrived and grad is not None:
+                _check(slot, grad, view)
                 slot.param.grad = None
                 # A gradient that was accumulated in the buffer itself is there already.
                 if grad.data_ptr() != view.data_ptr():
                     views.append(view)
-                    grads.append(_dense(slot, grad))
+                    grads.append(grad)
             elif self.residual_empty:
                 view.zero_()
         self.put(views, grads)
@@ -242,10 +244,16 @@ def _is_like(value: Tensor | None, flat: Tensor) -> bool:
     return value is None or (value.shape, value.dtype) == (flat.shape, flat.dtype)
 
 
-def _dense(slot: Slot, grad: Tensor) -> Tensor:
+def _check(slot: Slot, grad: Tensor, view: Tensor) -> None:
+    """Raise RuntimeError for a gradient that has no place in its bucket."""
     if grad.layout is not torch.strided:
         raise RuntimeError(
             f"the gradient of {slot.name} is {grad.layout}: gradtide averages dense "
             "gradients; build the embedding with sparse=False"
         )
-    return grad
+    if grad.dtype is not view.dtype or grad.device != view.device:
+        raise RuntimeError(
+            f"{slot.name} was {view.dtype} on {view.device} at replicate() and is "
+            f"{grad.dtype} on {grad.device} now: cast and move the model before "
+            "replicate(), or call sync.remove() on every rank and replicate() again"
+        )

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook, before_backward, in_backward
@@ -18,6 +18,7 @@ from gradtide.core.step import Stage
 from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
 from gradtide.runtime.deferred_step import closes
+from gradtide.runtime.join import Event
 from gradtide.runtime.training import Training
 
 
@@ -146,8 +147,13 @@ class Hooks:
             # Before anything is sent: on other ranks they may have been read already.
             with torch.no_grad():
                 training.answers.deliver()
-            own = [buffer for m in self._buffered for buffer in m.buffers(False)]
-            broadcast(training.engine, own)
+            training.announce(Event.FORWARD)
+            source = 0 if training.joining is None else training.joining.source
+            broadcast(training.engine, self.buffers(), source)
+
+    def buffers(self) -> list[Tensor]:
+        """What every training forward begins with, of one rank for all."""
+        return [buffer for m in self._buffered for buffer in m.buffers(False)]
 
     def _stepping(self, _: Optimizer, args: Any, kwargs: Any) -> Any:
         """The optimizer's step begins; returns other arguments if it has a closure."""

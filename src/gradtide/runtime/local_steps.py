@@ -59,6 +59,7 @@ from gradtide.core.ops import AllReduce
 from gradtide.core.payload import traits
 from gradtide.runtime.broadcast import digest
 from gradtide.runtime.buckets import GradientBucket, Slot, lives_in
+from gradtide.runtime.checksum import compare
 from gradtide.runtime.nonfinite import NonFiniteGuard, is_finite
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.probing import Traits, probe
@@ -69,6 +70,11 @@ AHEAD = 0.25
 AGAINST = 0.1
 # Backward passes to a step, where they leave from other parameters: SAM's.
 PASSES = 2
+OUTSIDE = (
+    "it was changed outside step() by what each rank has alone, as some optimizers do. "
+    "Where steps are exchanged, only step() may; use a schedule that exchanges "
+    "gradients, such as 'wfbp'"
+)
 # By what steps count where the mean of gradients is zero: last, but they do travel.
 FAINT = 1e-30
 
@@ -178,16 +184,7 @@ class LocalSteps:
             for bucket in self._placement.buckets
             for slot, _, before, _ in self._rows(bucket)
         }
-        first, *others = self._engine.transport.gather_objects(own)
-        for rank, theirs in enumerate(others, 1):
-            name = next((name for name in own if theirs[name] != first[name]), None)
-            if name is not None:
-                raise RuntimeError(
-                    f"{name} differs between ranks 0 and {rank} {moment}: it "
-                    "was changed outside step() by what each rank has alone, as some "
-                    "optimizers do. Where steps are exchanged, only step() may; use a "
-                    "schedule that exchanges gradients, such as 'wfbp'"
-                )
+        compare(self._engine.transport, own, f" {moment}", OUTSIDE)
 
     def _widen(self) -> None:
         """Have the optimizer expect a rank's own gradients, see [Note: gain]."""

@@ -1,6 +1,7 @@
 """What all ranks add up at the end of backward, in one small message.
 
-It says who used which parameters, and who met what is not finite. Once any rank has
+It says who used which parameters, and who met what is not finite; now and then it has
+a checksum of each rank's parameters. Once any rank has
 been asked for a norm it also holds, of every parameter, the square of the 2-norm of
 the mean: each rank adds up that of the part it owns. A rank's wish travels with the
 message of one step and is granted by all in the next: so nobody asks by itself.
@@ -16,6 +17,7 @@ import torch
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
 from gradtide.runtime.buckets import GradientBucket, Slot
+from gradtide.runtime.checksum import ParameterCheck
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.owned import measure
 from gradtide.runtime.placement import Placement
@@ -25,9 +27,14 @@ class Tally:
     """The message at the end of backward; `norms` are wished for by this rank."""
 
     def __init__(
-        self, engine: Engine, placement: Placement, guard: NonFiniteGuard
+        self,
+        engine: Engine,
+        placement: Placement,
+        guard: NonFiniteGuard,
+        check: ParameterCheck,
     ) -> None:
-        self._engine, self._placement, self._guard = engine, placement, guard
+        self._engine, self._placement = engine, placement
+        self._guard, self._check = guard, check
         self._answer: Callable[[], Any] | None = None
         self._measured = False  # the message on its way has norms
         self.wished = False  # this rank has been asked for norms
@@ -36,17 +43,21 @@ class Tally:
         self.totals: dict[GradientBucket, float] = {}
         self.nonfinite: dict[GradientBucket, bool] = {}
 
-    def ask(self, hold: bool) -> None:
-        """Backward is over, and all has left; norms are for what is held."""
+    def ask(self, hold: bool, abstain: bool = False) -> None:
+        """Backward is over, and all has left; norms are for what is held.
+
+        A rank abstains whose parameters are known to be behind the others'.
+        """
         self.learn()
         buckets = self._placement.buckets
         arrived = [slot.arrived for slot in self._placement.slots]
         # The training thread may finish them before the message is made.
         flights = [bucket.flight for bucket in buckets]
+        words = self._check.words(abstain)
         self._measured = measured = self.granted and hold
 
         def message() -> AllReduce:
-            flags = [*arrived, *self._guard.flags(), self.wished]
+            flags = [*arrived, *words(), *self._guard.flags(), self.wished]
             if not measured:
                 return AllReduce(torch.tensor(flags, dtype=torch.int32))
             norms = measure(buckets, flights, self._engine.group)
@@ -63,6 +74,9 @@ class Tally:
         slots, buckets = list(self._placement.slots), self._placement.buckets
         for slot, count in zip(slots, _take(numbers, len(slots)), strict=True):
             slot.used = count > 0
+        rest = iter(numbers)
+        self._check.update(rest)
+        numbers = [*rest]
         self.squares = None
         if self._measured:
             opaque = _take(numbers, -len(buckets))

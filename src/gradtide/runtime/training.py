@@ -23,8 +23,10 @@ from gradtide.core.engine import Engine
 from gradtide.core.step import Stage, Step
 from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import GradientBucket
+from gradtide.runtime.checksum import ParameterCheck
 from gradtide.runtime.clipping import clip
 from gradtide.runtime.deferred_grads import DeferredGrad
+from gradtide.runtime.join import Event, Join
 from gradtide.runtime.local_steps import LocalSteps
 from gradtide.runtime.momentum import Momentum
 from gradtide.runtime.nonfinite import NonFiniteGuard
@@ -50,8 +52,10 @@ class Training:
         scheme: Scheme,
         engine: Engine,
         scale: Callable[[], float] | None,
+        check_every: int,
     ) -> None:
-        self.engine, self.optimizer = engine, optimizer
+        self.engine, self.model, self.optimizer = engine, model, optimizer
+        self.joining: Join | None = None  # inside join()
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
         self.num_skipped = 0  # exchanged gradients that no step took
@@ -60,7 +64,8 @@ class Training:
         self._deferred = False  # the last step's update was
         self.placement = Placement(model, scheme, engine.group.size)
         self.guard = NonFiniteGuard(self.placement, engine.transport)
-        self.tally = Tally(engine, self.placement, self.guard)
+        self.check = ParameterCheck(model, engine.transport, check_every)
+        self.tally = Tally(engine, self.placement, self.guard, self.check)
         self.step = Step(self, scheme.schedule)
         self.momentum = momentum_of(optimizer, scheme)
         self.steps: LocalSteps | None = None
@@ -113,6 +118,8 @@ class Training:
     @torch.no_grad()
     def stepping(self) -> None:
         """The optimizer's step begins."""
+        if self.local or self.guard.ranks:
+            self.announce(Event.STEP)
         self._deferred = self.step.step()
         if self._deferred:
             for bucket in self.updates.expect():
@@ -126,13 +133,30 @@ class Training:
         self.num_steps += 1
         if self._deferred:
             self.updates.put_back()
+        self.engine.transport.progress.steps = self.num_steps
         if self.momentum is not None:
             self.momentum.give_back()
-        if self.steps is None or not self.steps.on:
-            return
+        if self.local:
+            self._exchange_step()
+        elif self.steps is not None and self.joining is not None:
+            self.joining.send_parameters()
+
+    def _exchange_step(self) -> None:
+        assert self.steps is not None
         self.steps.stepped()
         self.step.stepped()
         self.steps.remember()
+
+    def shadow_step(self) -> None:
+        """A step that other ranks take, after `join()`: this rank's own is zero."""
+        self.guard.refuse()
+        if self.steps is not None:
+            self.steps.stepping()
+            self._exchange_step()
+
+    def announce(self, event: Event, number: float = 0.0) -> float:
+        """Inside join(), tell ranks that ran out of batches what is exchanged next."""
+        return number if self.joining is None else self.joining.announce(event, number)
 
     # - What a replica asks for --------------------------------------------------------
 
@@ -160,6 +184,8 @@ class Training:
         """Where a step stands; None between a step and the next backward."""
         if self.step.open or self.no_sync_active:
             return "during a backward pass or inside no_sync()"
+        if self.joining is not None:
+            return "inside join()"
         left = any(p.grad is not None for p in self.placement.places)
         if self.step.held or (self.step.fresh and left):
             return "between backward and step()"
@@ -192,12 +218,16 @@ class Training:
         self._second.settle()
         if quiet:
             return
+        ordering = self.announce(Event.BACKWARD, bool(self.placement.recorded))
+        self.tally.learn()  # on every rank, whatever each has asked for since
+        self.check.refuse()
         if self.steps is not None:
             self.steps.decide()
-        if self.placement.recorded:
-            # All follow the order in which rank 0's gradients got ready.
+        if ordering:
+            # All follow the order in which rank 0's gradients got ready; or the first
+            # rank's that has one, if rank 0 joined before it had any.
             orders = self.engine.transport.gather_objects(self.placement.recorded)
-            self.placement.follow(orders[0])
+            self.placement.follow(next(filter(None, orders)))
             self._second.follow()
 
     def fill(self, bucket: Any) -> None:
@@ -226,7 +256,8 @@ class Training:
 
     def conclude(self, hold: bool) -> None:
         """Ask which parameters got a gradient on some rank; let inverses follow."""
-        self.tally.ask(hold)
+        shadowing = self.joining is not None and self.joining.shadowing
+        self.tally.ask(hold, abstain=shadowing)
         self._second.invert(hold)
         if hold:
             self.updates.defer_gradients()
@@ -261,6 +292,8 @@ class Training:
 
     def release(self, bucket: GradientBucket) -> None:
         assert bucket.flight is not None
+        if bucket is self.buckets[-1]:  # the first of all
+            self.announce(Event.RELEASE)
         self.engine.release(bucket.flight)
         if bucket.stage is Stage.DUE:
             self._second.release(bucket)
@@ -281,6 +314,7 @@ class Training:
             for other in self.buckets:  # to name the parameter
                 if other.stage is Stage.DUE:
                     other.finish(self.engine)
+            self.announce(Event.STEP)
             self.guard.refuse()
         return self._second.needs(bucket)
 

@@ -35,7 +35,11 @@ EXCHANGING = (
 
 
 def validate(
-    model: nn.Module, optimizer: Optimizer, schedule: Schedule, buffers: str
+    model: nn.Module,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    buffers: str,
+    check_every: int,
 ) -> None:
     """Raise ValueError, naming the remedy, for what cannot be replicated."""
     for name, module in model.named_modules():
@@ -74,6 +78,8 @@ def validate(
     validate_optimizer(model, optimizer, schedule)
     if buffers not in ("broadcast", "local"):
         raise ValueError(f"buffers={buffers!r}: use 'broadcast' or 'local'")
+    if type(check_every) is not int or check_every < 0:
+        raise ValueError(f"check_every={check_every!r}: a number of steps; 0 for never")
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -119,8 +125,7 @@ def validate_optimizer(
             "model, after the model was moved to its device"
         )
     ordinary = schedule.update == "step" and schedule.launch != "step"
-    joins = any(kind.__name__ == "Joinable" for kind in type(optimizer).__mro__)
-    if joins and not ordinary:  # as ZeroRedundancyOptimizer
+    if is_joinable(optimizer) and not ordinary:
         raise ValueError(
             f"{type(optimizer).__name__} exchanges parameters inside its step, which "
             "can neither be deferred nor be a rank's own: use a schedule that updates "
@@ -162,6 +167,11 @@ def _refuse_wrapper(optimizer: object) -> None:
     )
 
 
+def is_joinable(optimizer: Optimizer) -> bool:
+    """Whether a step exchanges something itself, as ZeroRedundancyOptimizer's does."""
+    return any(kind.__name__ == "Joinable" for kind in type(optimizer).__mro__)
+
+
 def _validate_steps(optimizer: Optimizer) -> None:
     """Raise ValueError where steps cannot be exchanged."""
     name = type(optimizer).__name__
@@ -182,14 +192,14 @@ def _validate_steps(optimizer: Optimizer) -> None:
 class SetupGuard:
     """Refuses by name what a replica was not made for.
 
-    At every step that is a trainable parameter that came later, for no bucket has it;
-    at every forward DistributedDataParallel around the model, which would average once
-    more.
+    At every step that is a trainable parameter that came later, for no bucket has it,
+    or one of another dtype than it had; at every forward DistributedDataParallel around
+    the model, which would average once more.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._known = {p for _, p in self._trainable()}
+        self._known = {p: p.dtype for _, p in self._trainable()}
         alone = Hook(_refuse_ddp)
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
@@ -219,16 +229,17 @@ class SetupGuard:
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad]
         self._last = self._signs()
 
-    def _signs(self) -> list[int]:
-        """Other numbers where anything was added or thawed.
+    def _signs(self) -> list[object]:
+        """Other values where anything was added, replaced, thawed or cast.
 
         Hot path: in every step. To go through the model takes ten times as long.
         """
         groups = self._optimizer.param_groups
         return [
             *map(id, chain.from_iterable(group["params"] for group in groups)),
-            *map(len, self._tables),
+            *map(id, chain.from_iterable(table.values() for table in self._tables)),
             *(p.requires_grad for p in self._frozen),
+            *(p.dtype for p in self._known),
         ]
 
     def _before_step(self) -> None:
@@ -237,8 +248,14 @@ class SetupGuard:
         for name, p in self._trainable():
             if p not in self._known and not _replicated(p):
                 raise RuntimeError(
-                    f"{name} was added or unfrozen after replicate(), so no bucket "
-                    "has it and it would not be averaged: call sync.remove() on every "
+                    f"{name} was added or unfrozen after replicate(), or replaces "
+                    "another, so no bucket has it and it would not be averaged: call "
+                    "sync.remove() on every rank and replicate() again"
+                )
+            if self._known.get(p, p.dtype) is not p.dtype:
+                raise RuntimeError(
+                    f"{name} was {self._known[p]} at replicate() and is {p.dtype} now: "
+                    "cast the model before replicate(), or call sync.remove() on every "
                     "rank and replicate() again"
                 )
         self._look()
@@ -291,13 +308,13 @@ def check_ranks_agree(
     return result
 
 
-def describe(model: nn.Module, scheme: object) -> Signature:
+def describe(model: nn.Module, scheme: object, check_every: int) -> Signature:
     """A rank's signature: its scheme, then every parameter and buffer."""
 
     def text(tensor: Tensor) -> str:
         return f"{tuple(tensor.shape)} {tensor.dtype}"
 
-    named = {"scheme": repr(scheme)}
+    named = {"scheme": repr(scheme), "check_every": str(check_every)}
     for name, p in model.named_parameters():
         named[f"parameter {name}"] = text(p) + " frozen" * (not p.requires_grad)
     for name, buffer in model.named_buffers():

@@ -1,34 +1,32 @@
-"""A thread that runs work in the order of submission.
-
-[Note: The end of a program] Under `dear` the last update is still on its way when a
-program ends without a `flush`. An interpreter that ends while a thread waits in Gloo
-aborts the process. So it waits for what was submitted, unless the program failed: a
-peer may then never answer. (Guard: tests/test_program_end.py.)
-"""
+"""A thread that runs work in the order of submission."""
 
 from __future__ import annotations
 
-import atexit
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
-PATIENCE = 60.0  # seconds that the end of a program waits for the peers
+PATIENCE = 3.0  # seconds after which who waits for an item asks what is the matter
+STUCK = 2.0  # seconds to wait for a thread that nothing will wake, perhaps
 
 
 class WorkItem:
     """A piece of work and its outcome; the ticket that its submitter holds.
 
     `begin` does what can be done without waiting, `work` the rest. `number` counts the
-    items of a queue: the same item has the same number on every rank.
+    items of a queue: the same item has the same number on every rank. `late` is called
+    when somebody has waited for long: it says for how many more seconds to wait.
     """
 
     def __init__(
-        self, number: int, begin: Callable[[], None], work: Callable[[], None]
+        self,
+        number: int,
+        begin: Callable[[], None],
+        work: Callable[[], None],
+        late: Callable[[], float],
     ) -> None:
-        self.number, self.begin, self.work = number, begin, work
+        self.number, self.begin, self.work, self._late = number, begin, work, late
         self.requests = 0  # that it has issued so far
         self.begun = False
         self.error: BaseException | None = None
@@ -37,8 +35,10 @@ class WorkItem:
         self._working.acquire()
 
     def join(self) -> None:
-        with self._working:
-            pass
+        patience = PATIENCE
+        while not self._working.acquire(timeout=patience):
+            patience = self._late()
+        self._working.release()
         if self.error is not None:
             raise self.error
 
@@ -53,24 +53,27 @@ class CommQueue:
 
     The first error ends the queue: what was submitted behind it never runs, because the
     peers may no longer agree on what comes next; all of it fails with that first error.
+    `late` is asked, by who waits, whether to wait on; what it raises is such an error.
     """
 
     def __init__(self, name: str) -> None:
         self.error: BaseException | None = None
-        self.current = WorkItem(0, _nothing, _nothing)  # the one that begins or works
-        self._count = 0
+        self.late: Callable[[], float] = lambda: PATIENCE
+        # The one that begins or works.
+        self.current = WorkItem(0, _nothing, _nothing, self._late)
+        self.submitted = 0  # items so far
+        self._closed = False
         self._items: deque[WorkItem | None] = deque()
-        self._submitted: SimpleQueue[None] = SimpleQueue()  # one for each item
+        self._waiting: SimpleQueue[None] = SimpleQueue()  # one for each item
         # A daemon: a rank that fails must be able to exit while a peer has it waiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        atexit.register(self._end)
 
     def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> WorkItem:
-        self._count += 1
-        item = WorkItem(self._count, begin, work)
+        self.submitted += 1
+        item = WorkItem(self.submitted, begin, work, self._late)
         self._items.append(item)
-        self._submitted.put(None)
+        self._waiting.put(None)
         return item
 
     def begin_next(self) -> None:
@@ -82,26 +85,32 @@ class CommQueue:
         if item is not None and not item.begun and self.error is None:
             self._begin(item)
 
-    def close(self) -> None:
-        """Finish what was submitted and end the thread."""
-        atexit.unregister(self._end)
-        self._finish(None)
+    def close(self, seconds: float | None = None) -> bool:
+        """Finish what was submitted and end the thread; returns whether that is done.
 
-    def _end(self) -> None:
-        """See [Note: The end of a program]; an error is told, not raised, there."""
-        if getattr(sys, "last_value", None) is None:
-            self._finish(PATIENCE)
-            if self.error is not None:
-                raise self.error
+        This waits so many seconds at most, and never long for a queue that failed.
+        """
+        if not self._closed:
+            self._closed = True
+            self._items.append(None)
+            self._waiting.put(None)
+        if self._thread is threading.current_thread():
+            return True
+        self._thread.join(STUCK if self.error is not None else seconds)
+        return not self._thread.is_alive()
 
-    def _finish(self, seconds: float | None) -> None:
-        self._items.append(None)
-        self._submitted.put(None)
-        self._thread.join(seconds)
+    def _late(self) -> float:
+        """Somebody waits for long. Raises what ended the queue, or ends it now."""
+        if self.error is None:
+            try:
+                return self.late()
+            except BaseException as error:
+                self.error = self.error or error
+        raise self.error
 
     def _run(self) -> None:
         while True:
-            self._submitted.get()
+            self._waiting.get()
             item = self._items.popleft()
             if item is None:
                 return
@@ -112,7 +121,7 @@ class CommQueue:
                 try:
                     item.work()
                 except BaseException as error:  # the submitter's to handle, in join()
-                    self.error = error
+                    self.error = self.error or error
             item.error = self.error
             item.finish()
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup as ProcessGroup
 
 from gradtide.core.transport import Transport
-from gradtide.transport.fault import failure_reporter
 from gradtide.transport.gloo import GlooTransport
 from gradtide.transport.hosts import equal_runs, host_name
 
@@ -40,8 +39,7 @@ def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Tr
         )
     parent = process_group or dist.group.WORLD
     assert parent is not None
-    messages = _sibling(parent, "gloo")
-    gloo = GlooTransport(messages, failure_reporter(messages))
+    gloo = GlooTransport(_sibling(parent, "gloo"))
     gloo.ranks_per_host = equal_runs(gloo.gather_objects(host_name()))
     if device.type == "cpu":
         return gloo

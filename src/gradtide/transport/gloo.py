@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gradtide.core import ops
 from gradtide.core.ops import Group, Op
-from gradtide.core.transport import CommunicationError
+from gradtide.core.transport import CommunicationError, Progress
 from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
-from gradtide.transport.fault import FailureReporter
+from gradtide.transport.inquiry import Inquiry, close_at_exit
 from gradtide.transport.ring import Ring
 from gradtide.transport.rotation import Rotation
 
@@ -32,56 +32,63 @@ class GlooTransport:
     request gets the future that Gloo lacks for most of them.
     """
 
-    def __init__(self, pg: dist.ProcessGroup, reporter: FailureReporter) -> None:
+    def __init__(self, pg: dist.ProcessGroup) -> None:
         self.group = Group(pg.rank(), pg.size())
         self.ranks_per_host = 1
+        self.progress = Progress()
         self.payload_bytes = 0
         self._pg = pg
-        self._reporter = reporter
         self._scratches: dict[tuple[int, int], Tensor] = {}
         self._queue = CommQueue("gradtide")
         self.submit = self._queue.submit
+        self._inquiry = Inquiry(pg, self._queue, self.progress)
+        self._queue.late = self._inquiry.late
+        self._at_exit = close_at_exit(self, self._inquiry)
 
     def issue(self, op: Op) -> Any:
         """Start a request without waiting for anything."""
         if self.group.size == 1:
-            return _alone(op), None
+            return _alone(op), None, ""
         # Also one that needs no messages here: it may elsewhere (a swap with itself).
         self._queue.current.requests += 1
         asked = _Asked(op, self.group, self._pg, self._queue.current)
         self.payload_bytes += ops.crossing(op, self.group) * self._sends(asked)
+        name = ops.name_of(op)
         try:
-            match asked.op:
-                case ops.ToHost(tensor=x):
-                    return x, _Later(asked.op, self._pg)
-                case _ if asked.group.size == 1:
-                    return _alone(asked.op), None
-                case ops.ReduceScatter():
-                    return self._reduce_scatter(asked.op, asked)
-                case ops.AllGather():
-                    return self._all_gather(asked.op, asked)
-                case ops.Swap():
-                    return self._swap(asked.op, asked)
-                case ops.AllToAll():
-                    return self._all_to_all(asked.op, asked)
-                case ops.AllReduce(tensor=x) if self._is_small(x):
-                    return x, self._exchange(x, asked)
-                case ops.AllReduce(tensor=x) if asked.some:
-                    return x, self._sum(x, asked)
-                case ops.Broadcast(tensor=x, source=source) if asked.some:
-                    return x, _spread(x, source, asked)
+            return *self._start(asked), name
         except RuntimeError as error:
-            raise self._blame(op, error) from error
+            raise self._blame(name, error) from error
+
+    def _start(self, asked: _Asked) -> tuple[Any, Any]:
+        match asked.op:
+            case ops.ToHost(tensor=x):
+                return x, _Later(asked.op, self._pg)
+            case _ if asked.group.size == 1:
+                return _alone(asked.op), None
+            case ops.ReduceScatter():
+                return self._reduce_scatter(asked.op, asked)
+            case ops.AllGather():
+                return self._all_gather(asked.op, asked)
+            case ops.Swap():
+                return self._swap(asked.op, asked)
+            case ops.AllToAll():
+                return self._all_to_all(asked.op, asked)
+            case ops.AllReduce(tensor=x) if self._is_small(x):
+                return x, self._exchange(x, asked)
+            case ops.AllReduce(tensor=x) if asked.some:
+                return x, self._sum(x, asked)
+            case ops.Broadcast(tensor=x, source=source) if asked.some:
+                return x, _spread(x, source, asked)
         assert isinstance(asked.op, ops.AllReduce | ops.Broadcast)
         return asked.op.tensor, _Later(asked.op, self._pg)
 
     def wait(self, pending: Any) -> Any:
-        answer, work = pending
+        answer, work, name = pending
         if work is not None:
             try:
                 work.finish(self._queue.begin_next)
             except RuntimeError as error:
-                raise self._blame(work, error) from error
+                raise self._blame(name, error) from error
         return answer
 
     def _sends(self, asked: _Asked) -> int:
@@ -97,14 +104,20 @@ class GlooTransport:
         if self.group.size == 1:
             return [value]
         values: list[Any] = [None] * self.group.size
-        try:
-            dist.all_gather_object(values, value, group=self._pg)
-        except RuntimeError as error:
-            raise self._blame("set-up", error) from error
+
+        def gather() -> None:
+            try:
+                dist.all_gather_object(values, value, group=self._pg)
+            except RuntimeError as error:
+                raise self._blame("comparing", error) from error
+
+        self.submit(lambda: None, gather).join()
         return values
 
     def close(self) -> None:
         self._queue.close()
+        self._inquiry.close("has called sync.remove()")
+        self._at_exit.cancel()
         if self._queue.error is None:
             dist.destroy_process_group(self._pg)
 
@@ -189,11 +202,12 @@ class GlooTransport:
             kept = self._scratches[key] = torch.empty(nbytes, dtype=torch.uint8)
         return kept[:nbytes].view(like.dtype)
 
-    def _blame(self, what: object, error: RuntimeError) -> CommunicationError:
+    def _blame(self, request: str, error: RuntimeError) -> CommunicationError:
         """An error of Gloo's, which names an address at best, as one of ours."""
-        name = what if isinstance(what, str) else type(what).__name__
+        if self._queue.error is not None:  # it is known already, and why
+            return CommunicationError(str(error))
         peer = getattr(error, "peer", None)
-        return CommunicationError(self._reporter.explain(name, error, peer))
+        return CommunicationError(self._inquiry.reporter.explain(request, error, peer))
 
 
 class _Asked:

@@ -43,6 +43,7 @@ class NcclTransport:
         self._pg, self._control = pg, control
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.gather_objects = control.gather_objects
+        self.progress = control.progress
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     @property

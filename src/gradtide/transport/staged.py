@@ -33,7 +33,7 @@ class StagedTransport:
         self._host, self._device = host, device
         self._stream = torch.Stream(device)
         self.gather_objects, self.close = host.gather_objects, host.close
-        self.carried = host.carried
+        self.carried, self.progress = host.carried, host.progress
 
     @property
     def payload_bytes(self) -> int:

@@ -1,0 +1,180 @@
+"""Uneven inputs: a rank that ran out of batches shadows the exchanges of the others.
+
+Inside `join()` a rank that is about to exchange something says so first, in a word of a
+few bytes. A rank that has run out of batches answers that it has *joined*, learns from
+the words of the others what comes, and does its part: with zeros in the place of its
+gradients, and without a step of the optimizer. Its residual goes on being delivered.
+When all have joined, those that shadowed take over what a rank has that trained to the
+end. Outside of `join()` no word is sent, and nothing here runs.
+
+[Note: words] The word is a work item before what it announces, so the order on the wire
+is still that of the program; the program of a rank that has joined is the loop in
+`finish`. Who trains waits for the answer only to learn whose buffers to take, or if it
+is to raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradtide.core.engine import Engine
+from gradtide.core.ops import AllGather
+from gradtide.runtime.broadcast import broadcast, synchronize
+from gradtide.runtime.checkpoint import packed, unpacked
+
+if TYPE_CHECKING:
+    from gradtide.runtime.training import Training
+
+
+class Event(IntEnum):
+    """What comes next on the wire."""
+
+    JOINED = 0  # nothing of this rank's own any more
+    FORWARD = 1  # buffers
+    BACKWARD = 2  # gradients; with a number, their order before
+    RELEASE = 3  # second halves
+    STEP = 4  # steps in the place of gradients, or the name of what is not finite
+    PARAMETERS = 5  # parameters, where gradients stand in for steps
+
+
+class Join:
+    """What a rank knows of the others inside `join()`."""
+
+    def __init__(
+        self, training: Training, buffers: Callable[[], Sequence[Tensor]], throw: bool
+    ) -> None:
+        self._training, self._buffers, self._throw = training, buffers, throw
+        self._engine: Engine = training.engine
+        self._unread: Callable[[], Any] | None = None
+        self._active: list[int] = [*range(self._engine.group.size)]  # at the last event
+        self._told = 0.0  # the number of the event that is being shadowed
+        self.shadowing = False  # doing one's part of an event of others'
+
+    @property
+    def source(self) -> int:
+        """The first rank that still trains."""
+        return self._active[0]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether a rank had joined at the last event."""
+        return len(self._active) < self._engine.group.size
+
+    def announce(self, event: Event, number: float = 0.0) -> float:
+        """Say what comes next; returns the number that this was announced with.
+
+        Raises RuntimeError if ranks are about to do different things, or if a rank has
+        joined and that is to be an error.
+        """
+        if self.shadowing:
+            return self._told
+        self._read()
+        self._unread = self._say(event, number)
+        if self._throw or event in (Event.FORWARD, Event.PARAMETERS):
+            self._read()
+        return number
+
+    def finish(self) -> None:
+        """This rank has no more batches: shadow the others until none has any."""
+        self._read()
+        training = self._training
+        while True:
+            rows = self._say(Event.JOINED)().tolist()
+            if not self._note(rows):
+                break
+            event, self._told = rows[self.source]
+            self.shadowing = True
+            with torch.no_grad():
+                self._shadow(Event(int(event)))
+            self.shadowing = False
+        if self.uneven:
+            self._take_over(training)
+
+    def _say(self, event: Event, number: float = 0.0) -> Callable[[], Any]:
+        word = torch.tensor([float(event), number], dtype=torch.float64)
+        return self._engine.ask("join", AllGather(word))
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            rows, self._unread = self._unread().tolist(), None
+            self._note(rows)
+
+    def _note(self, rows: Sequence[Sequence[float]]) -> bool:
+        """Learn who still trains; returns whether anybody does."""
+        active = [rank for rank, row in enumerate(rows) if row[0] != Event.JOINED]
+        if not active:
+            return False
+        self._active = active
+        events = {rank: Event(int(rows[rank][0])).name for rank in active}
+        if len(set(events.values())) > 1:
+            raise RuntimeError(
+                f"ranks are about to exchange different things in join(): {events}; "
+                "all ranks that have batches have to do the same with them"
+            )
+        if self._throw and self.uneven:
+            joined = sorted({*range(len(rows))} - {*active})
+            ranks = ", ".join(map(str, joined))
+            raise RuntimeError(
+                f"rank {ranks} ran out of batches before the others, and "
+                "join(throw_on_early_termination=True) asks for an error then"
+            )
+        return True
+
+    # - On a rank that has joined ------------------------------------------------------
+
+    def _shadow(self, event: Event) -> None:
+        training = self._training
+        match event:
+            case Event.FORWARD:
+                broadcast(self._engine, self._buffers(), self.source)
+            case Event.BACKWARD:
+                self._forget_gradients()
+                training.placement.called |= {training.model}
+                training.step.begin()
+                training.step.end(arrived=True)
+                self._forget_gradients()
+            case Event.RELEASE:
+                training.step.gather()
+                self._forget_gradients()
+            case Event.STEP:
+                training.shadow_step()
+            case Event.PARAMETERS:
+                broadcast(self._engine, self._parameters(), self.source)
+
+    def _forget_gradients(self) -> None:
+        for p in self._training.placement.places:
+            p.grad = None
+
+    def _parameters(self) -> list[Tensor]:
+        return list(self._training.model.parameters())
+
+    # - On all ranks -------------------------------------------------------------------
+
+    def send_parameters(self) -> None:
+        """Have ranks that joined follow a step that they could not take themselves."""
+        self.announce(Event.PARAMETERS)
+        if self.uneven:
+            broadcast(self._engine, self._parameters(), self.source)
+
+    @torch.no_grad()
+    def _take_over(self, training: Training) -> None:
+        """Go on with what a rank has that trained to the end."""
+        engine, source = self._engine, self.source
+        joined = engine.group.rank not in self._active
+        synchronize(engine, [*self._parameters(), *self._buffers()], source)
+        optimizer, piece = training.optimizer, b""
+        if training.steps is None and engine.group.rank == source:
+            piece = packed(optimizer.state_dict())
+        known = training.num_steps, len(piece)
+        training.num_steps, length = engine.transport.gather_objects(known)[source]
+        if training.steps is not None:  # every rank's optimizer has a state of its own
+            return
+        state = torch.frombuffer(bytearray(piece or length), dtype=torch.uint8)
+        broadcast(engine, [state], source)
+        if joined:
+            optimizer.load_state_dict(unpacked(state.numpy().tobytes()))

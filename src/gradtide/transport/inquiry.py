@@ -1,0 +1,250 @@
+"""Ranks that wait for long ask the others where they are, and learn if it is in vain.
+
+A rank may be late for any good reason: it evaluates, or writes a checkpoint. But a rank
+that has run out of batches never comes: its program has ended, or it waits itself for
+the others, in a collective of the user's own. To tell one from the other costs nothing
+until a rank has waited for some seconds (`comm_queue.PATIENCE`). It then asks through
+the store, where a thread of each rank waits for questions. That thread looks at what
+its program does, and answers.
+
+[Note: in vain] A rank gives up if another rank has not sent what is waited for, and
+either has ended, or is inside a collective that needs this rank, too, and still is when
+it is asked again. No clock decides that: neither of the two can ever go on.
+
+[Note: The end of a program] Under `dear` the last update is still on its way when a
+program ends without a `flush`. An interpreter that ends while a thread waits in Gloo
+aborts the process. So it waits for what was submitted, unless the program failed: a
+peer may then never answer. (Guard: tests/test_program_end.py.)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.util import Finalize, is_exiting
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
+
+from gradtide.core.ops import Group
+from gradtide.core.transport import CommunicationError, Progress
+from gradtide.transport.comm_queue import PATIENCE, STUCK, CommQueue, WorkItem
+from gradtide.transport.fault import (
+    REPORT_SECONDS,
+    FailureReporter,
+    Position,
+    own_store,
+)
+
+AGAIN = 2.0  # seconds after which a rank that seems stuck is asked again
+LONGEST = 30.0  # seconds between questions to ranks that are merely late
+END = 60.0  # seconds that the end of a program waits for what was submitted
+LINGER = 6.0  # seconds for which the host of the store waits for others to have read
+FOREVER = timedelta(days=1)
+NEVER = 1 << 30  # the tag of a message that nobody sends
+# These wait for one rank, and not for all of a group.
+MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
+
+
+class Inquiry:
+    """Asks, and answers in a thread of its own; `close` ends that."""
+
+    def __init__(
+        self, pg: dist.ProcessGroup, queue: CommQueue, progress: Progress
+    ) -> None:
+        self._pg, self._queue, self._progress = pg, queue, progress
+        self._group = Group(pg.rank(), pg.size())
+        self._own = dist.get_global_rank(pg, pg.rank())
+        self._trainer = threading.get_ident()
+        self._round = 1  # of questions: its number in the store
+        self._asked = 0  # the last round in which this rank asked
+        self._suspects: dict[int, Position] = {}
+        self._patience = AGAIN
+        self._closed = False
+        self._store, self._asking = own_store(pg), own_store(pg)
+        self.reporter = FailureReporter(self._asking, self._group, progress)
+        self._thread = threading.Thread(
+            target=self._answer, name="gradtide inquiry", daemon=True
+        )
+        # torch < 2.8 cannot open a second connection, on which to wait.
+        if self._group.size > 1 and hasattr(Store, "clone"):
+            self._thread.start()
+
+    # - Asking -------------------------------------------------------------------------
+
+    def late(self) -> float:
+        """Return for how many seconds to go on waiting for the queue's current item.
+
+        Raises CommunicationError if that would be in vain, see [Note: in vain].
+        """
+        try:
+            found = self._ask()
+        except RuntimeError:  # no store, no answers: the exchange itself will fail
+            return LONGEST
+        number = self._queue.current.number
+        stuck = {
+            rank: where
+            for rank, where in found.items()
+            if where.items < number and (where.final or self._own in where.members)
+        }
+        sure = {r: p for r, p in stuck.items() if p.final or self._suspects.get(r) == p}
+        if sure:
+            why = self.reporter.uneven(sure)
+            self.reporter.leave("failed", why)
+            rank, step = self._group.rank, self._progress.steps + 1
+            error = CommunicationError(
+                f"rank {rank} waits in vain in step {step}: {why}"
+            )
+            # First: the queue's thread need not find out what is known already.
+            self._queue.error = self._queue.error or error
+            self._sever()
+            raise error
+        self._suspects = stuck
+        self._patience = AGAIN if stuck else min(2 * self._patience, LONGEST)
+        return self._patience
+
+    def _sever(self) -> None:
+        """Close this rank's connections, so that whoever waits at one fails now.
+
+        Also the queue's thread: one that comes back from torch while the interpreter is
+        torn down aborts the process. Gloo closes them all when a wait times out.
+        """
+        peer = (self._group.rank + 1) % self._group.size
+        with suppress(RuntimeError):
+            never = self._pg.recv([torch.empty(1)], peer, NEVER)
+            never.wait(timedelta(milliseconds=1))
+
+    def _ask(self) -> dict[int, Position]:
+        """Where the others are, as far as they answer."""
+        found, number = self.reporter.ended(), self._round
+        if number == self._asked:  # nobody could answer anew
+            return found
+        self._asking.set(f"question/{number}", "")
+        self._asked = number
+        answers = f"answer/{number}"
+        silent = self.reporter.await_words(("ended", answers), REPORT_SECONDS)
+        found = self.reporter.ended()
+        for rank in range(self._group.size):
+            if rank not in (self._group.rank, *silent, *found):
+                found[rank] = self.reporter.read(f"{answers}/{rank}")
+        return found
+
+    # - Answering ----------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        while not self._closed:
+            began, number = time.monotonic(), self._round
+            try:
+                self._store.wait([f"question/{number}"], FOREVER)
+                if self._closed:
+                    return
+                answer = f"answer/{number}/{self._group.rank}"
+                self._store.set(answer, self._position().write())
+            except RuntimeError:
+                if time.monotonic() - began < FOREVER.total_seconds():
+                    return  # the store is gone
+                continue
+            self._round += 1
+
+    def _position(self) -> Position:
+        steps, items = self._progress.steps, self._queue.submitted
+        try:
+            dist.get_process_group_ranks(self._pg)
+        except (KeyError, ValueError, RuntimeError):
+            doing = "has called destroy_process_group()"
+            return Position(steps, items, doing, final=True)
+        frame = sys._current_frames().get(self._trainer)
+        doing, members = _seen(frame)
+        return Position(steps, items, doing, frame is None, members)
+
+    # - The end ------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Have what was submitted done, unless that is in vain."""
+        seconds, deadline = PATIENCE, time.monotonic() + END
+        with suppress(CommunicationError):  # the queue's own by then
+            while not self._queue.close(seconds) and time.monotonic() < deadline:
+                seconds = self.late()
+
+    def close(self, doing: str) -> None:
+        """Leave word that this rank submits no more, and why; answer no longer."""
+        if self._closed:
+            return
+        self._closed = True
+        where = Position(self._progress.steps, self._queue.submitted, doing, final=True)
+        try:
+            self.reporter.leave("ended", where.write())
+            self._asking.set(f"question/{self._round}", "")  # wakes the own thread, too
+        except RuntimeError:  # no store, nobody to tell
+            return
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            # It must not wake while the interpreter is being torn down.
+            self._thread.join(STUCK)
+
+    def linger(self) -> None:
+        """Keep the store open until the others have ended, or know, if it is here."""
+        hosts = self._own == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+        if hosts and self._queue.error is None:
+            with suppress(RuntimeError):
+                self.reporter.await_words(("ended", "failed"), LINGER)
+
+    def tell(self) -> None:
+        """Raise what ended the queue, which is printed where nobody can handle it."""
+        if self._queue.error is not None:
+            raise self._queue.error
+
+    def stop_queue(self) -> None:
+        """End the queue's thread, which nobody has work for any more."""
+        if not self._queue.close(STUCK):
+            self._sever()
+            self._queue.close(STUCK)
+
+
+def close_at_exit(owner: object, inquiry: Inquiry) -> Finalize:
+    """Have `inquiry` closed when its owner is collected, or when the process ends."""
+    return Finalize(owner, _end, args=(inquiry,), exitpriority=1)
+
+
+def _end(inquiry: Inquiry) -> None:
+    if not is_exiting():
+        inquiry.close("its replica has been deleted")
+        inquiry.stop_queue()
+        return
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        inquiry.finish()
+    how = "" if error is None else f" by {type(error).__name__}: {error}"
+    inquiry.close(f"its program has ended{how}")
+    if error is None:
+        inquiry.linger()
+    inquiry.stop_queue()
+    if error is None:
+        inquiry.tell()
+
+
+def _seen(frame: FrameType | None) -> tuple[str, tuple[int, ...]]:
+    """What a thread with this innermost frame does, and who has to do it, too."""
+    if frame is None:
+        return "the thread that trained has ended", ()
+    outer = None
+    while frame is not None:
+        if frame.f_code is WorkItem.join.__code__:
+            return "waits for an exchange", ()
+        if frame.f_code.co_filename == distributed_c10d.__file__:
+            outer = frame
+        frame = frame.f_back
+    if outer is None or outer.f_code.co_name in MESSAGES:
+        return "is at work", ()
+    group = outer.f_locals.get("group") or dist.group.WORLD
+    try:
+        members = tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError, TypeError):
+        members = ()
+    return f"is waiting inside torch.distributed.{outer.f_code.co_name}()", members

@@ -1,0 +1,259 @@
+"""Ranks with different numbers of batches train together inside `join()`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradtide
+
+DEAR = "Scheme(Dense(), fusion=BySize(0.0004, 0.0001, 1), schedule=DEAR)"
+DENSE = ["wfbp", "sequential", DEAR, "wfbp(wire='bf16')"]
+SPARSE = [
+    "topk(0.1)",
+    "oktopk(schedule='dear')",
+    "gtopk",
+    "topk(schedule='local')",
+    "exdyna(schedule='local')",
+    "cltk",
+]
+
+
+def net(normed: bool) -> nn.Module:
+    torch.manual_seed(0)
+    norm = [nn.BatchNorm1d(8)] if normed else []
+    return nn.Sequential(nn.Linear(4, 8), *norm, nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(*where: int) -> Tensor:
+    torch.manual_seed(hash(where) % 2**31)
+    return torch.randn(5, 4)
+
+
+def train(
+    scheme: str, batches: list[list[int]], normed: bool, micro: int = 1
+) -> tuple[nn.Module, gradtide.Replica, torch.optim.Optimizer]:
+    """Train two epochs of uneven batches, and three steps with equally many."""
+    rank = dist.get_rank()
+    model = net(normed)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sync = gradtide.replicate(model, opt, scheme, check_every=1)
+    for epoch, numbers in enumerate([*batches, [3] * dist.get_world_size()]):
+        with sync.join() if epoch < len(batches) else nullcontext():
+            for i in range(numbers[rank]):
+                for part in range(micro):
+                    quiet = part < micro - 1
+                    with sync.no_sync() if quiet else nullcontext():
+                        loss = model(batch(epoch, i, part, rank)).square().mean()
+                        loss.backward()
+                if "local" not in scheme:
+                    sync.clip_grad_norm_(1e6)
+                opt.step()
+                opt.zero_grad()
+    return model, sync, opt
+
+
+def everything(model: nn.Module) -> list[list[float]]:
+    return [t.double().flatten().tolist() for t in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("scheme", DENSE[:3])
+@pytest.mark.parametrize("counts", [[0, 4], [5, 1], [1, 2]])
+def test_exact_schemes_train_as_ddp(scheme: str, counts: list[int]) -> None:
+    """DDP leaves the short rank's optimizer behind: here it is brought along by hand.
+
+    Its buffers follow the last rank, ours the first: so there is one common step only.
+    """
+
+    def run() -> list[Any]:
+        found = []
+        for own in (True, False):
+            rank, model = dist.get_rank(), net(True)
+            opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+            sync: Any = gradtide.replicate(model, opt, scheme) if own else None
+            around: Any = model if own else DistributedDataParallel(model)
+            for epoch, steps in enumerate((counts[rank], 3)):
+                with (sync or around).join() if epoch == 0 else nullcontext():
+                    for i in range(steps):
+                        around(batch(epoch, i, rank)).square().mean().backward()
+                        opt.step()
+                        opt.zero_grad()
+                if epoch == 0:
+                    found.append(everything(model))
+                    if not own:
+                        states: list[Any] = [None, None]
+                        dist.all_gather_object(states, opt.state_dict())
+                        opt.load_state_dict(states[counts.index(max(counts))])
+            if own:
+                sync.remove()
+            found.append([p.tolist() for p in model.parameters()])
+        return found
+
+    for ours, later, ddp, ddp_later in run_ranks(2, run):
+        assert ours == ddp
+        assert later == ddp_later
+
+
+@pytest.mark.parametrize("scheme", [*DENSE, *SPARSE])
+@pytest.mark.parametrize(
+    ("size", "batches"),
+    [(2, [[0, 3], [4, 1]]), (3, [[2, 4, 3], [1, 0, 3]])],
+)
+def test_ranks_end_alike_and_go_on_alike(
+    scheme: str, size: int, batches: list[list[int]]
+) -> None:
+    def run() -> tuple[Any, Any, Any]:
+        model, sync, opt = train(scheme, batches, normed=size == 2, micro=2)
+        found = [p.tolist() for p in model.parameters()]
+        state = opt.state_dict()["state"][0]["exp_avg"].tolist()
+        steps = sync.metrics()["step"]
+        sync.remove()
+        return found, None if "local" in scheme else state, steps
+
+    first, *others = run_ranks(size, run)
+    assert others == [first] * (size - 1)
+    assert first[2] == sum(map(max, batches)) + 3
+
+
+@pytest.mark.parametrize("scheme", [*DENSE, *SPARSE])
+def test_equal_inputs_are_the_same_bits_with_join_and_without(scheme: str) -> None:
+    def run() -> list[Any]:
+        found = []
+        for inside in (True, False):
+            model = net(True)
+            opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+            sync = gradtide.replicate(model, opt, scheme)
+            for epoch in range(2):
+                with sync.join(enable=inside):
+                    for i in range(4):
+                        model(
+                            batch(epoch, i, dist.get_rank())
+                        ).square().sum().backward()
+                        opt.step()
+                        opt.zero_grad()
+            sync.remove()
+            found.append(everything(model))
+        return found
+
+    for inside, outside in run_ranks(2, run):
+        assert inside == outside
+
+
+@pytest.mark.parametrize(
+    "scheme", ["topk(0.1)", "oktopk(schedule='dear')", "exdyna", "gtopk"]
+)
+def test_no_mass_is_lost(scheme: str) -> None:
+    """Plain SGD: what all ranks' gradients came to is in the parameters, or left."""
+
+    def run() -> float:
+        model = nn.Linear(64, 8, bias=False)
+        nn.init.zeros_(model.weight)
+        opt = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = gradtide.replicate(model, opt, scheme)
+        given = torch.zeros_like(model.weight)
+        with sync.join():
+            for i in range(2 + 5 * dist.get_rank()):
+                x = batch(i, dist.get_rank()).repeat(1, 16)
+                model(x).sum().backward()
+                given += x.sum(0)
+                opt.step()
+                opt.zero_grad()
+        residual = torch.zeros_like(given)
+        for bucket in sync._training.buckets:
+            if not bucket.residual_empty:
+                for slot in bucket.slots:
+                    residual += slot.of(bucket.payload.flat)
+        sums = torch.stack([given, residual])
+        dist.all_reduce(sums)
+        moved = -2 * model.weight.detach()
+        sync.remove()
+        return float((sums[0] - moved - sums[1]).abs().max())
+
+    assert max(run_ranks(2, run)) < 1e-3
+
+
+def test_early_termination_raises_everywhere() -> None:
+    def run() -> int:
+        rank, steps = dist.get_rank(), []
+        model = net(False)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, opt)
+
+        def loop() -> None:
+            with sync.join(throw_on_early_termination=True):
+                for i in range(5 - 2 * (rank == 1)):
+                    model(batch(i, rank)).square().sum().backward()
+                    opt.step()
+                    opt.zero_grad()
+                    steps.append(i)
+
+        with pytest.raises(RuntimeError, match="rank 1 ran out of batches"):
+            loop()
+        return len(steps)
+
+    assert run_ranks(3, run) == [3, 3, 3]
+
+
+def test_an_error_inside_is_the_users() -> None:
+    def run() -> None:
+        sync = train("wfbp", [], False)[1]
+        with pytest.raises(KeyError), sync.join():
+            raise KeyError
+        sync.remove()
+
+    run_ranks(2, run)
+
+
+def test_what_cannot_be_joined_is_refused() -> None:
+    def refused(sync: gradtide.Replica, words: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=words), sync.join(**options):
+            pass
+        sync.remove()
+
+    def run() -> None:
+        def replica(scheme: str) -> gradtide.Replica:
+            model = net(False)
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            return gradtide.replicate(model, opt, scheme)
+
+        refused(replica("wfbp"), "over all ranks", divide_by_initial_world_size=False)
+        refused(replica("dp_kfac"), "K-FAC")
+        refused(replica("auto"), "searched for")
+        other = bool(dist.get_rank())
+        refused(replica("wfbp"), "differs", throw_on_early_termination=other)
+        sync = replica("wfbp")
+        with sync.join(), pytest.raises(RuntimeError, match="inside join"):
+            sync.adopt("dear")
+        sync.remove()
+
+    run_ranks(2, run)
+
+
+def test_other_things_on_other_ranks_are_named() -> None:
+    def run() -> None:
+        model = net(True)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, opt, "wfbp")
+
+        def loop() -> None:
+            with sync.join():
+                loss = model(batch(0)).square().sum()
+                if dist.get_rank():
+                    loss += model(batch(1)).sum()
+                loss.backward()
+                opt.step()
+                model(batch(2))
+
+        # The ranks' programs differ: who does not see it waits for who did.
+        words = "different things" if dist.get_rank() else "waits in vain|failed in"
+        with pytest.raises(RuntimeError, match=words):
+            loop()
+
+    run_ranks(2, run)

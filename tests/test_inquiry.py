@@ -1,0 +1,174 @@
+"""Ranks that wait in vain are told so within seconds; ranks that are late are not."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradtide
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.alone
+LIMIT = 10.0  # seconds: from the last common step to the end of all ranks
+
+
+def train(scheme: str, steps: int, normed: bool = False) -> gradtide.Replica:
+    """Take so many steps, and tell how many that were."""
+    torch.manual_seed(0)
+    norm = [nn.BatchNorm1d(8)] if normed else []
+    model = nn.Sequential(nn.Linear(4, 8), *norm, nn.ReLU(), nn.Linear(8, 2))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gradtide.replicate(model, opt, scheme)
+    for _ in range(steps):
+        opt.zero_grad()
+        model(torch.randn(4, 4)).square().mean().backward()
+        opt.step()
+    return sync
+
+
+def run_to_the_end(
+    folder: Path, size: int, work: Callable[[int], Any]
+) -> tuple[float, list[str]]:
+    """Processes that end as programs do; their seconds, and what they raised."""
+    fork = mp.get_context("fork")
+
+    def main(rank: int) -> None:
+        store = dist.FileStore(str(folder / "store"), size)
+        limit = timedelta(seconds=40)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=limit
+        )
+        try:
+            work(rank)
+        except RuntimeError as error:
+            (folder / f"rank{rank}").write_text(str(error))
+
+    ranks = [fork.Process(target=main, args=(rank,)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(LIMIT + 20)
+        process.kill()
+    end = time.monotonic()
+    files = [folder / f"rank{rank}" for rank in range(size)]
+    told = [file.read_text() if file.exists() else "" for file in files]
+    return end - float((folder / "stopped").read_text()), told
+
+
+def barrier(_: object) -> None:
+    dist.barrier()
+
+
+def average(_: object) -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+def destroy(_: object) -> None:
+    dist.destroy_process_group()
+    time.sleep(LIMIT - 4)
+
+
+def remove(sync: gradtide.Replica) -> None:
+    sync.remove()
+    time.sleep(LIMIT - 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "short", "scheme", "then", "words"),
+    [
+        (2, 0, "wfbp", None, "its program has ended"),
+        (2, 1, "dear", None, "its program has ended"),
+        (
+            2,
+            0,
+            "topk(schedule='local')",
+            barrier,
+            r"is waiting inside torch.distributed.barrier\(\)",
+        ),
+        (3, 1, "dear", barrier, r"is waiting inside torch.distributed.barrier\(\)"),
+        (2, 1, "wfbp", average, r"is waiting inside torch.distributed.all_reduce\(\)"),
+        (2, 0, "wfbp", destroy, r"has called destroy_process_group\(\)"),
+        (2, 1, "topk", remove, r"has called sync.remove\(\)"),
+    ],
+)
+def test_unequal_numbers_of_batches_are_told(
+    tmp_path: Path, size: int, short: int, scheme: str, then: Any, words: str
+) -> None:
+    def work(rank: int) -> None:
+        sync = train(scheme, 10 if rank == short else 13, normed=short == 0)
+        if rank == short:
+            (tmp_path / "stopped").write_text(str(time.monotonic()))
+            if then is not None:
+                then(sync)
+
+    seconds, told = run_to_the_end(tmp_path, size, work)
+    assert seconds < LIMIT
+    pattern = rf"step 1[123].*rank {short} took 10 steps and {words}.*sync\.join\(\)"
+    for rank in range(size):
+        if rank != short:
+            assert re.search(pattern, told[rank]), told
+
+
+def test_after_one_step(tmp_path: Path) -> None:
+    """The second backward begins with an exchange of its own: of the order."""
+
+    def work(rank: int) -> None:
+        train("wfbp", 1 + 2 * rank)
+        if rank == 0:
+            (tmp_path / "stopped").write_text(str(time.monotonic()))
+
+    seconds, told = run_to_the_end(tmp_path, 2, work)
+    assert seconds < LIMIT
+    assert "rank 0 took 1 steps and its program has ended" in told[1]
+
+
+def test_a_rank_that_is_late_is_waited_for() -> None:
+    """It computes, or is in a collective of ranks that do not wait for it."""
+
+    def run() -> float:
+        rank = dist.get_rank()
+        pair = dist.new_group([0, 2])
+        sync = train("wfbp", 2)
+        begin = time.monotonic()
+        if rank == 0:
+            dist.barrier(group=pair)  # with rank 2, which computes
+        if rank == 2:
+            time.sleep(9)
+            dist.barrier(group=pair)
+        sync.model(torch.randn(4, 4)).sum().backward()
+        return time.monotonic() - begin
+
+    assert min(run_ranks(3, run)) > 8
+
+
+def test_replicas_leave_no_threads_behind() -> None:
+    def run() -> list[int]:
+        counts = []
+        for _ in range(3):
+            train("wfbp", 1).remove()
+            counts.append(threading.active_count())
+        return counts
+
+    for first, *others in run_ranks(2, run):
+        assert others == [first] * 2
+
+
+def test_the_timeout_of_the_users_store_stays() -> None:
+    def run() -> bool:
+        store = dist.distributed_c10d._get_default_store()
+        before = store.timeout
+        train("wfbp", 1)
+        return bool(store.timeout == before)
+
+    assert run_ranks(2, run) == [True, True]
