@@ -143,9 +143,8 @@ def test_ranks_that_are_alike_train_the_same_bits_with_it(scheme: str) -> None:
                 opt.step()
                 opt.zero_grad()
                 if step == 5:
-                    again = f"{scheme.split('-')[0]}-dear"
-                    if "local" not in scheme and scheme in SCHEMES[3:5]:
-                        sync.adopt(again)
+                    if scheme in SCHEMES[3:5]:
+                        sync.adopt("topk(schedule='dear')")
                 if step == 6:
                     sync.load_state_dict(sync.state_dict())
             sync.remove()

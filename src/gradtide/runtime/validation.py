@@ -150,11 +150,15 @@ def _refuse_wrapper(optimizer: object) -> None:
     if isinstance(optimizer, Optimizer) and hooked:
         return
     inside = [type(inner).__name__ for inner in holds(optimizer)]
+    held = getattr(optimizer, "__dict__", {})
+    where = [name for name, value in held.items() if isinstance(value, Optimizer)]
     remedy = "pass the optimizer of the model's parameters"
     if len(inside) == 1:
         remedy = (
-            f"pass the {inside[0]} inside, and if the wrapper moves parameters itself, "
-            "a schedule that updates at step(), such as 'wfbp'"
+            f"pass the {inside[0]} inside"
+            + "".join(f", its .{name}" for name in where)
+            + ", and if the wrapper moves parameters itself, a schedule that updates "
+            "at step(), such as 'wfbp'"
         )
     elif inside:
         remedy = (
