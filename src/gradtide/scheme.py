@@ -209,6 +209,18 @@ def start(scheme: Scheme) -> Scheme:
     return scheme if auto is None or auto.lossy else replace(scheme, collective=Dense())
 
 
+def knows_optimizer(scheme: Scheme) -> bool:
+    """Whether training has to know the optimizer, beyond the moments of its steps."""
+    schedule = scheme.schedule
+    return (
+        schedule.update == "forward"
+        or schedule.launch == "step"
+        or scheme.preconditioner is not None
+        or takes_over(scheme.collective)
+        or undecided(scheme) is not None
+    )
+
+
 # Characters, room for the cuts of thousands of tensors; and brackets that are opened.
 LONGEST, BRACKETS = 20_000, 30
 _CONSTANTS = {"None": None, "True": True, "False": False}

@@ -17,6 +17,7 @@ from gradtide.core.autograd import Hook, before_backward, in_backward
 from gradtide.core.step import Stage
 from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
+from gradtide.runtime.parameters import shared_buffers
 from gradtide.runtime.training import Training
 from gradtide.runtime.updates import closes
 
@@ -25,7 +26,7 @@ class Hooks:
     """Hooks for every schedule, and those through which parameters change.
 
     With `buffers` every training forward begins with rank 0's buffers. `stepped` is
-    called after each of the optimizer's steps.
+    called after each of the optimizer's steps. `owner` is whom the hooks belong to.
     """
 
     def __init__(
@@ -35,14 +36,11 @@ class Hooks:
         training: Training,
         buffers: bool,
         stepped: Callable[[], None],
+        owner: object,
     ) -> None:
         self._model, self._optimizer, self._training = model, optimizer, training
-        # Whose buffers to send; to look for them anew in every forward takes longer.
-        self._buffered = [
-            module
-            for module in model.modules()
-            if buffers and any(True for _ in module.buffers(False))
-        ]
+        self._buffers, self._stepped, self._owner = buffers, stepped, owner
+        self._buffered = _buffered(model)
         self._handles: list[Any] = []
         self._update_handles: list[Any] = []  # of what depends on the schedule
         keep = self._handles.append
@@ -54,9 +52,8 @@ class Hooks:
         # one (re-entrant activation checkpointing runs backwards inside backward).
         look = Hook(lambda *a: before_backward(a[-1], training.begin))
         keep(model.register_forward_hook(look))
-        keep(optimizer.register_step_pre_hook(lambda *a: self._stepping(*a)))
-        keep(optimizer.register_step_post_hook(lambda *_: training.stepped()))
-        keep(optimizer.register_step_post_hook(lambda *_: stepped()))
+        keep(optimizer.register_step_pre_hook(lambda _, *a: self.stepping(*a)))
+        keep(optimizer.register_step_post_hook(lambda *_: self.stepped()))
 
     def follow(self) -> None:
         """Have parameters change in the forward, or at step(), as the schedule says."""
@@ -115,7 +112,7 @@ class Hooks:
                 with torch.no_grad():
                     step.full()
 
-        take.gradtide = True  # type: ignore[attr-defined]  # how validate() knows its own
+        take.gradtide = self._owner  # type: ignore[attr-defined]  # how validate() knows its own
         return take
 
     def _before_read(self, module: nn.Module) -> None:
@@ -155,14 +152,25 @@ class Hooks:
             return
         if training.preconditioning is not None:
             training.step.forward()
-        if self._buffered:
-            own = [buffer for m in self._buffered for buffer in m.buffers(False)]
-            broadcast(training.engine, own)
+        if self._buffers:
+            self.send_buffers()
 
-    def _stepping(self, _: Optimizer, args: Any, kwargs: Any) -> None:
+    def send_buffers(self) -> None:
+        """Overwrite the buffers with rank 0's."""
+        if self._buffered:
+            own = [m._buffers[name] for m, names in self._buffered for name in names]
+            broadcast(self._training.engine, [b for b in own if b is not None])
+
+    def stepping(self, args: Any, kwargs: Any) -> None:
+        """An optimizer's step begins; `args` begin with the optimizer."""
         if closes(args, kwargs):
             self._refuse_closure()
         self._training.stepping()
+
+    def stepped(self) -> None:
+        """It is over."""
+        self._training.stepped()
+        self._stepped()
 
     def _refuse_closure(self) -> None:
         """Raise RuntimeError where the optimizer's step can have no closure."""
@@ -179,6 +187,18 @@ class Hooks:
             f"step(closure) evaluates the model {why}: call step() without a closure, "
             "or use 'wfbp'"
         )
+
+
+def _buffered(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
+    """Whose buffers to send; to look for them anew in every forward takes longer.
+
+    Their names, and not the buffers: modules may replace these.
+    """
+    found: dict[nn.Module, list[str]] = {}
+    for name, _ in shared_buffers(model):
+        path, _, own = name.rpartition(".")
+        found.setdefault(model.get_submodule(path), []).append(own)
+    return list(found.items())
 
 
 def _take_again(bucket: GradientBucket, slot: Slot) -> None:

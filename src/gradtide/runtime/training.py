@@ -49,6 +49,7 @@ class Training:
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
         self.num_skipped = 0  # exchanged gradients that no step took
+        self.num_exchanges = 0  # backward passes whose gradients were exchanged
         self._untaken = False  # an exchanged backward is over that no step has taken
         self._stepping = False  # inside the optimizer's step
         self.placement = Placement(model, scheme, engine.group.size)
@@ -95,6 +96,7 @@ class Training:
         # With nothing arrived, it was torch.autograd.grad().
         arrived = any(slot.arrived for slot in self.placement.slots)
         self.step.end(arrived)
+        self.num_exchanges += arrived
         # What a step's closure evaluates is taken by that step.
         self._untaken = (self._untaken or arrived) and not self._stepping
 

@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from gradtide.core.autograd import Hook
 from gradtide.core.payload import Collective, traits
 from gradtide.core.schedule import Schedule
+from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.probing import probe
 from gradtide.transport import Transport
 
@@ -33,9 +34,7 @@ EXCHANGING = (
 )
 
 
-def validate(
-    model: nn.Module, optimizer: Optimizer, schedule: Schedule, buffers: str
-) -> None:
+def validate(model: nn.Module, buffers: str) -> None:
     """Raise ValueError, naming the remedy, for what cannot be replicated."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
@@ -50,7 +49,7 @@ def validate(
                 f"{name} has sparse gradients, which gradtide does not average: build "
                 "the embedding with sparse=False"
             )
-    trainable = _trainable(model)
+    trainable = averaged(model)
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient")
     for name, p in trainable:
@@ -70,18 +69,19 @@ def validate(
             )
         if _replicated(p):
             raise ValueError(f"{name} is replicated already: call sync.remove() first")
-    validate_optimizer(model, optimizer, schedule)
     if buffers not in ("broadcast", "local"):
         raise ValueError(f"buffers={buffers!r}: use 'broadcast' or 'local'")
 
 
-def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-
-
 def _replicated(p: Tensor) -> bool:
-    hooks = p._post_accumulate_grad_hooks
-    return any(getattr(hook, "gradtide", False) for hook in (hooks or {}).values())
+    return any(True for _ in owners(p))
+
+
+def owners(p: Tensor) -> Iterator[Any]:
+    """Who averages a parameter's gradients already: replicas."""
+    for hook in (p._post_accumulate_grad_hooks or {}).values():
+        if (owner := getattr(hook, "gradtide", None)) is not None:
+            yield owner
 
 
 def validate_collective(
@@ -95,7 +95,7 @@ def validate_collective(
     exact = traits(collective).dense and getattr(collective, "wire", None) is None
     if exact and schedule.launch != "step":
         return
-    for name, p in _trainable(model):
+    for name, p in averaged(model):
         if p.is_complex():
             raise ValueError(
                 f"{name} is complex, which {collective!r} with {schedule!r} cannot "
@@ -111,7 +111,7 @@ def validate_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = _trainable(model)
+    named = averaged(model)
     left_out = [name for name, p in named if id(p) not in stepped]
     if len(left_out) == len(named):
         raise ValueError(
@@ -171,7 +171,7 @@ class SetupGuard:
         self._known = {p for _, p in self._trainable()}
         alone = Hook(_refuse_ddp)
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_pre_hook(lambda *_: self.check()),
             # Whether torch's replicate() was called before or after.
             model.register_forward_pre_hook(alone),
             model.register_forward_hook(alone),
@@ -185,7 +185,7 @@ class SetupGuard:
 
     def _trainable(self) -> Iterator[tuple[str, Tensor]]:
         """What the model has and what the optimizer steps, by name."""
-        named: list[tuple[str, Tensor]] = list(self._model.named_parameters())
+        named: list[tuple[str, Tensor]] = list(shared_parameters(self._model))
         for i, group in enumerate(self._optimizer.param_groups):
             name = f"a parameter of the optimizer's group {i}"
             named += [(name, p) for p in group["params"]]
@@ -210,7 +210,8 @@ class SetupGuard:
             *(p.requires_grad for p in self._frozen),
         ]
 
-    def _before_step(self) -> None:
+    def check(self) -> None:
+        """RuntimeError, with the name of a parameter that came later."""
         if self._signs() == self._last:
             return
         for name, p in self._trainable():
@@ -277,8 +278,8 @@ def describe(model: nn.Module, scheme: object) -> Signature:
         return f"{tuple(tensor.shape)} {tensor.dtype}"
 
     named = {"scheme": repr(scheme)}
-    for name, p in model.named_parameters():
+    for name, p in shared_parameters(model):
         named[f"parameter {name}"] = text(p) + " frozen" * (not p.requires_grad)
-    for name, buffer in model.named_buffers():
+    for name, buffer in shared_buffers(model):
         named[f"buffer {name}"] = text(buffer)
     return named
