@@ -121,10 +121,15 @@ class DistributedDataParallel(Torchs):
         # torch's own constructor is passed over: it would make a Reducer.
         super(Torchs, self).__init__()
         Joinable.__init__(self)
+        if not averaged(module):
+            raise RuntimeError(  # as DDP: frameworks count on it
+                "DistributedDataParallel is not needed when a module doesn't have any "
+                "parameter that requires a gradient: use the module as it is"
+            )
         if mixed_precision is not None:
             raise ValueError(
-                "mixed_precision is DDP's own: use torch.autocast, and scheme='wfbp-bf16' "
-                "for 16 bits on the wire"
+                "mixed_precision is DDP's own: use torch.autocast, and "
+                "scheme='wfbp-bf16' for 16 bits on the wire"
             )
         sync = forward_sync_buffers, broadcast_buffers
         given = next((flag for flag in sync if flag is not None), True)
@@ -341,7 +346,8 @@ class DistributedDataParallel(Torchs):
         Returns:
             A context manager, around the training loop.
         """
-        return self.replica.join(
+        replica: Any = self.replica
+        return replica.join(
             divide_by_initial_world_size=divide_by_initial_world_size,
             enable=enable,
             throw_on_early_termination=throw_on_early_termination,

@@ -642,7 +642,7 @@ class Replica:
         Updates that are deferred are applied; means that no `step()` has taken are
         given up. It is for the end of a module's life; `remove` is the better choice.
         """
-        self._training.step.drop()
+        self._training.abandon()
         self._settle()
         self._detach()
         self._finder.rest()

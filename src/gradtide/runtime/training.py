@@ -133,6 +133,14 @@ class Training:
         self.step.gather()
 
     @torch.no_grad()
+    def abandon(self) -> None:
+        """Give up what is held until step()."""
+        if self.step.held:
+            for p in self.placement.places:
+                p.grad = None
+            self.step.drop()
+
+    @torch.no_grad()
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale gradients to a total 2-norm of at most `max_norm`."""
         if self.local:
