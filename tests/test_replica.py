@@ -8,6 +8,7 @@ import io
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import gradtide
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Broadcast
+from gradtide.core.step import Stage
 from gradtide.runtime import hooks
 from tests.ranks import run_ranks
 
@@ -131,8 +133,10 @@ def _product() -> None:
             "schedule": schedule,
         }
         results = [train(scheme, steps=4, **options) for scheme in SCHEMES.values()]
+        # Norms of what is deferred are summed in another order.
+        near = torch.equal if clip is None else partial(torch.allclose, rtol=1e-5)
         for other in results[1:]:
-            assert all(map(torch.equal, results[0], other)), options
+            assert all(map(near, results[0], other)), options
         same_as_ddp(DEAR, steps=4, **options)
 
 
@@ -412,7 +416,8 @@ def test_grad_scaler_skips_on_all_ranks(
     for skipped, *params in run_ranks(2, _scaled, to_none, optimizer):
         assert skipped == [False, False, True, False, False]
         for name, other in zip(SCHEMES, params, strict=True):
-            assert other == params[0], name
+            for mine, first in zip(other, params[0], strict=True):
+                assert torch.tensor(mine).allclose(torch.tensor(first)), name
 
 
 def _scaled(
@@ -473,8 +478,10 @@ def _visible() -> None:
         return all(torch.equal(p, q) for p, q in pairs)
 
     steps(3)
-    assert not equal()  # or nothing was deferred, and this test shows nothing
+    # Or nothing was deferred, and this test shows nothing.
+    assert lazy_sync._training.buckets[0].stage is Stage.DUE
     lazy_sync.flush()
+    assert lazy_sync._training.buckets[0].stage is Stage.IDLE
     assert equal()
     steps(2)
     x, _ = data(0)
@@ -482,8 +489,10 @@ def _visible() -> None:
         assert torch.equal(lazy.eval()(x), eager.eval()(x))
     steps(2)
     if dist.get_rank() == 0:  # a checkpoint is one rank's business
-        for name, value in lazy.state_dict().items():
-            assert torch.equal(value, eager.state_dict()[name])
+        theirs = eager.state_dict()
+        ours = lazy.state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        del ours  # or its tensors share the parameters' memory still
     steps(2)
     for mine, other in zip(
         lazy_opt.state_dict()["state"].values(),
@@ -673,9 +682,6 @@ def _half_a_copy() -> None:
         cross_entropy(model(x), y).backward()
         opt.step()
         opt.zero_grad()
-    with pytest.raises(RuntimeError, match=r"weight is deferred.*sync\.flush\(\)"):
-        copy.deepcopy(model)
-    sync.flush()
     copied = copy.deepcopy(model)
     assert all(map(torch.equal, model.parameters(), copied.parameters()))
     sync.remove()

@@ -463,12 +463,12 @@ def _only(device_ids: Sequence[Any] | None, device_type: str) -> list[int] | Non
 def _release(replica: Replica) -> None:
     """Detach what a wrapper had linked, if it has not been done.
 
-    Also called by the garbage collector, perhaps on the communication queue's thread,
-    which cannot end itself.
+    A collective call if gradients are held until `step()`. Also called by the garbage
+    collector, perhaps on the communication queue's thread, which cannot end itself.
     """
     if replica.wrapper is not None and _on_main_thread():
         replica.wrapper = None
-        replica.abandon()
+        replica.remove()
 
 
 def _on_main_thread() -> bool:

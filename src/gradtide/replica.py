@@ -175,9 +175,8 @@ class Replica:
         self._scale = None if grad_scaler is None else grad_scaler.get_scale
         params = [p for _, p in averaged(model)]
         self._unknown = optimizer is None
-        self._finder = Finder(params, self._step_begins, self._step_ends)
-        if not self._unknown:
-            self._finder.remove()
+        found = params if self._unknown else []
+        self._finder = Finder(found, self._step_begins, self._step_ends)
         self._train_with(nobody(params) if optimizer is None else optimizer)
         self._counted = self._totals()  # when metrics() was last called
         self._density = 0.0
@@ -239,16 +238,16 @@ class Replica:
         self._agree_on(optimizer)
         self._change(optimizer)
 
-    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to step, perhaps one that was not passed."""
         if optimizer is self.optimizer:
-            return
+            return None
         self._admitted.check()
         if knows_optimizer(self.scheme):
             self.gather_gradients()
             self._settle()
             self._agree_on(optimizer)
-        self._hooks.stepping(args, kwargs)
+        return self._hooks.stepping(args, kwargs)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         """It has stepped: a scheme that has waited for it begins."""
@@ -633,18 +632,6 @@ class Replica:
         self._settle()
         self._detach()
         self.wrapper = None
-        self._finder.remove()
-        self.engine.transport.close()
-
-    def abandon(self) -> None:
-        """Detach without the other ranks, who need not do the same now. Local.
-
-        Updates that are deferred are applied; means that no `step()` has taken are
-        given up. It is for the end of a module's life; `remove` is the better choice.
-        """
-        self._training.abandon()
-        self._settle()
-        self._detach()
         self._finder.rest()
         self.engine.transport.close()
 

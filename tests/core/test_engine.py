@@ -57,23 +57,27 @@ def _order() -> list[str]:
     return [f"{r.bucket}:{r.request}" for r in engine.telemetry.records]
 
 
-def test_a_held_bucket_shows_its_part_and_takes_changes() -> None:
-    run_ranks(2, _held)
+def test_what_is_settled_is_made_when_all_before_is_at_its_cut() -> None:
+    run_ranks(2, _settled)
 
 
-def _held() -> None:
+def _settled() -> None:
     engine = Engine(connect(None, torch.device("cpu")))
-    held, dropped = launch(engine, "a", 6), launch(engine, "b", 6)
-    part, mean = engine.held(held)
-    assert mean is None
-    assert part is not None
-    assert part.tolist() == [0.5] * 3
-    part.mul_(4)
-    assert engine.drop(dropped).tolist() == [0.5] * 3
-    with pytest.raises(AssertionError, match="release it first"):
-        engine.finish(held)
-    engine.release(held)
-    assert engine.finish(held).tolist() == [2.0] * 6
+    for _ in range(20):
+        held, ended = launch(engine, "a", 6), launch(engine, "b", 6, NoCut())
+
+        def message(held: InFlight = held, ended: InFlight = ended) -> AllReduce:
+            assert held.part is not None
+            return AllReduce(torch.stack([held.part.sum(), ended.mean.sum()]))
+
+        answer = engine.ask("sums", message, settled=True)
+        assert answer().tolist() == [3.0, 6.0]
+        with pytest.raises(AssertionError, match="release it first"):
+            engine.finish(held)
+        engine.release(held)
+        engine.release(ended)
+        assert engine.finish(held).tolist() == [0.5] * 6
+        assert engine.finish(ended).tolist() == [0.5] * 6
     engine.transport.close()
 
 
@@ -87,16 +91,13 @@ class NoCut:
         return payload.flat
 
 
-def test_without_a_cut_the_mean_itself_is_held() -> None:
+def test_a_flow_without_a_cut_ends_while_it_is_held() -> None:
     run_ranks(2, _no_cut)
 
 
 def _no_cut() -> None:
     engine = Engine(connect(None, torch.device("cpu")))
     flight = launch(engine, "a", 6, NoCut())
-    part, mean = engine.held(flight)
-    assert part is None
-    assert mean is not None
     engine.release(flight)
     assert engine.finish(flight).tolist() == [0.5] * 6
     seen = engine.telemetry

@@ -31,20 +31,9 @@ SPARSE = gradtide.Scheme(
     fusion=gradtide.BySize(25.0, ends=25.0, pieces=1),
     schedule=gradtide.LOCAL,
 )
-# What is not right under dear yet, and why.
-CLIPS = "torch's own clipping and norms do not go to the owners of deferred gradients"
-READS = "parameters that are read before their deferred update have old values"
-TWICE = "a second backward pass before step() is refused"
-LATER = {
-    "build_nanogpt": CLIPS,
-    "dino": CLIPS,
-    "dit": READS,
-    "gan": TWICE,
-    "mae": TWICE,
-    "mingpt": CLIPS,
-    "nanogpt": CLIPS,
-    "timm_train": CLIPS,
-}
+# Under dear the owners of gradients add up norms, in another order than one rank does:
+# what is clipped by them is equal within rounding.
+CLIPPED = {"dino", "mingpt", "nanogpt"}
 # What a scheme that has to know the optimizer refuses: each holds a part.
 REFUSED = {"muon": "requires a gradient but is not in the optimizer"}
 IMPORT = re.compile(r"^from torch.nn.parallel import DistributedDataParallel", re.M)
@@ -75,17 +64,15 @@ def run(name: str, scheme: Any, folder: str) -> Any:
     return found
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated")
-
-
-def xfail(name: str) -> Any:
-    reason = LATER.get(name)
-    marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-    return pytest.param("dear", name, marks=marks)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated"),
+    # What costs time under dear is said, once.
+    pytest.mark.filterwarnings("ignore:.*(hide|hides) in the next forward"),
+]
 
 
 CASES = [("wfbp", name) for name in SCRIPTS]
-CASES += [xfail(name) for name in SCRIPTS if name not in REFUSED]
+CASES += [("dear", name) for name in SCRIPTS if name not in REFUSED]
 
 
 @pytest.mark.parametrize(("scheme", "name"), CASES)
@@ -94,11 +81,21 @@ def test_equals_ddp(scheme: str, name: str, tmp_path: Path) -> None:
         own = str(tmp_path / "out")
         return run(name, None, own), run(name, scheme, own)
 
-    for rank, (ddps, ours) in enumerate(run_ranks(2, work)):
+    for ddps, ours in run_ranks(2, work):
         near = ddps.pop("near", []), ours.pop("near", [])
-        assert ours["losses"] == ddps["losses"], rank
-        assert ours == ddps, rank
         assert near[1] == pytest.approx(near[0], rel=1e-5)
+        if scheme == "dear" and name in CLIPPED:
+            assert flat(ours) == pytest.approx(flat(ddps), rel=1e-4, abs=1e-5)
+        else:
+            assert ours == ddps
+
+
+def flat(said: Any) -> list[float]:
+    """All numbers that a program says."""
+    if isinstance(said, dict | list):
+        inside = said.values() if isinstance(said, dict) else said
+        return [number for part in inside for number in flat(part)]
+    return [said]
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in REFUSED])

@@ -12,21 +12,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Hook:
-    """A hook on a module that no copy of the module has: there it does nothing.
+    """A hook on a module that no copy of the module has: there it does nothing."""
 
-    `copied` is called when a copy is being made, by deepcopy or pickle.
-    """
-
-    def __init__(
-        self, call: Callable[..., object], copied: Callable[[], None] = lambda: None
-    ) -> None:
-        self._call, self._copied = call, copied
+    def __init__(self, call: Callable[..., object]) -> None:
+        self._call = call
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._copied()
         # Takes anything, returns None, and can be loaded where gradtide is not there.
         return getattr, (nullcontext(), "__exit__")
 

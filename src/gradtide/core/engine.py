@@ -61,22 +61,29 @@ class Engine:
         """This rank, and how many there are."""
         return self.transport.group
 
-    def launch(self, name: str, flow: Flow, hold: bool = False) -> InFlight:
-        """Send a flow on its way; what it works on is its own until it is finished."""
-        flight = InFlight(name, flow, hold)
-        flight.ticket = self.transport.submit(
-            lambda: self._resume(flight), lambda: self._run(flight, hold)
-        )
-        return flight
+    def launch(
+        self, name: str, flow: Flow, hold: bool = False, settled: bool = False
+    ) -> InFlight:
+        """Send a flow on its way; what it works on is its own until it is finished.
 
-    def held(self, flight: InFlight) -> tuple[Tensor | None, Tensor | None]:
-        """Wait for the first half; returns this rank's part of the mean, and the mean.
-
-        One of the two is None: the part of a flow without a cut, or the mean of one
-        that is held at its cut. The other may be changed in place until `release`.
+        It may select what to send while what was launched before is still on its way;
+        or, with `settled`, only when all of that is at its cut or its end.
         """
-        self._join(flight)
-        return flight.part, flight.mean
+        flight = InFlight(name, flow, hold)
+
+        def begin() -> None:
+            self._resume(flight)
+
+        def work() -> None:
+            self._run(flight, hold)
+
+        def both() -> None:
+            begin()
+            work()
+
+        turns = (_nothing, both) if settled else (begin, work)
+        flight.ticket = self.transport.submit(*turns)
+        return flight
 
     def release(self, flight: InFlight) -> None:
         """Start a second half. The first to be needed is released first."""
@@ -100,28 +107,21 @@ class Engine:
         self._join(flight)
         return flight.mean
 
-    def drop(self, flight: InFlight) -> Tensor:
-        """Give up a held flow: its mean is not wanted (a skipped step).
-
-        Returns what is known of the mean: this rank's part, or all of it.
-        """
-        self._join(flight)
-        flight.flow.close()
-        kept: Tensor = flight.mean if flight.part is None else flight.part
-        return kept
-
-    def ask(self, name: str, op: Op | Callable[[], Op]) -> Callable[[], Any]:
+    def ask(
+        self, name: str, op: Op | Callable[[], Op], settled: bool = False
+    ) -> Callable[[], Any]:
         """Put one request in line; call what is returned to wait for its answer.
 
         A request that is still to be made is made on the queue, when all that was
-        launched before has selected what to send.
+        launched before has selected what to send; or, with `settled`, has come to its
+        cut or its end.
         """
 
         def flow() -> Flow:
             answer: Tensor = yield op() if callable(op) else op
             return answer
 
-        flight = self.launch(name, flow())
+        flight = self.launch(name, flow(), settled=settled)
         return lambda: self.finish(flight)
 
     def _join(self, flight: InFlight) -> None:
@@ -173,3 +173,6 @@ class Engine:
             seen = flight.name, flight.label, flight.sent, start, self.clock()
             self.telemetry.record(Record(*seen, flight.turned))
         return answers if isinstance(flight.asked, tuple) else answers[0]
+
+
+def _nothing() -> None: ...

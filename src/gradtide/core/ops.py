@@ -96,8 +96,8 @@ class ToHost:
 class Cut:
     """The first half is done: `part` is this rank's finished share of the mean.
 
-    Whoever drives the flow may wait here until the parameters are next read, and may
-    change `part` in place. There is no answer.
+    Whoever drives the flow may wait here until the parameters are next read. There is
+    no answer.
     """
 
     part: Tensor

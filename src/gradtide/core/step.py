@@ -39,7 +39,6 @@ MOVES = {
     ("deliver", Stage.SENT): Stage.IDLE,
     ("hold", Stage.SENT): Stage.HELD,
     ("release", Stage.HELD): Stage.SENT,
-    ("drop", Stage.HELD): Stage.IDLE,
     ("step", Stage.HELD): Stage.DUE,
     ("apply", Stage.DUE): Stage.IDLE,
 }
@@ -108,9 +107,6 @@ class Driver(Protocol):
     def deliver(self) -> None:
         """All means are there: they become the gradients."""
 
-    def drop(self) -> None:
-        """Give up all held exchanges."""
-
     def update(self, fresh: bool) -> None:
         """The optimizer's own step begins; `fresh` if gradients are."""
 
@@ -171,7 +167,7 @@ class Step:
         """
         if self.open:
             return False
-        self.drop()
+        self.gather()  # no step() wanted them; the other ranks may have them already
         self._driver.prepare(quiet)
         self.open = not quiet
         return self.open
@@ -238,13 +234,6 @@ class Step:
                 bucket.move("release")
                 self._driver.release(bucket)
             self._deliver()
-
-    def drop(self) -> None:
-        """Give up what no step() wanted: a GradScaler skipped it, or zero_grad()."""
-        if self.held:
-            self._driver.drop()
-            for bucket in self._driver.buckets:
-                bucket.move("drop")
 
     # - Step and update ----------------------------------------------------------------
 

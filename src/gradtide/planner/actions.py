@@ -87,7 +87,7 @@ class Actions:
     def _nothing(self, *_: object, **__: object) -> None:
         """What takes no time."""
 
-    prepare = drop = refuse = _nothing
+    prepare = refuse = _nothing
 
     def plan(self) -> Sequence[Launchable]:
         return self.steps.plan()
@@ -119,7 +119,7 @@ class Actions:
             self.steps.collect()
 
     def conclude(self, hold: bool) -> None:
-        numel = len(self.trace.units) + self._ranks
+        numel = len(self.trace.units) + self._ranks + 1
         self._used = self.engine.ask("used", _flags(numel))
         self.steps.invert(hold)
 

@@ -140,13 +140,6 @@ class GradientBucket(Bucket):
         )
         payload.num_sent = 0
 
-    def drop(self, engine: Engine) -> None:
-        """Give up a held exchange: what its memory held as the mean is gone."""
-        assert self.flight is not None
-        kept, self.flight = engine.drop(self.flight).untyped_storage(), None
-        own = self.payload.flat.untyped_storage()
-        self.residual_empty = kept.data_ptr() == own.data_ptr()
-
     # - What is taken out --------------------------------------------------------------
 
     def gradients(self) -> Sequence[Tensor]:

@@ -24,42 +24,36 @@ class Finder:
     """Tells of the steps of every optimizer that holds any of some parameters.
 
     The method `begins` is called before a step, with the optimizer and the step's
-    arguments, and `ends` after it, with the optimizer. An optimizer that another one
-    steps inside its own step is not told of.
+    arguments; it may return others. `ends` is called after it, with the optimizer.
+    What an optimizer steps inside its own step is not told of.
     """
 
     def __init__(
         self,
         params: Iterable[Tensor],
-        begins: Callable[[Optimizer, Any, Any], None],
+        begins: Callable[[Optimizer, Any, Any], Any],
         ends: Callable[[Optimizer], None],
     ) -> None:
         self._params = {id(p) for p in params}
         self._begins, self._ends = weakref.WeakMethod(begins), weakref.WeakMethod(ends)
         self._outer: weakref.ref[Optimizer] | None = None  # whose step is under way
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        if self._params:
+            register_optimizer_step_pre_hook(self._before)
+            register_optimizer_step_post_hook(self._after)
 
     def rest(self) -> None:
         """Look no longer, at any moment: hooks that do nothing stay behind."""
         self._params.clear()
 
-    def remove(self) -> None:
-        """Look no longer; not inside a step, which goes through the hooks."""
-        self.rest()
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         begins = self._begins()
         if begins is None or not self._holds(optimizer):
-            return
+            return None
         outer = None if self._outer is None else self._outer()
-        if outer is None or outer is optimizer:  # it is, if its last step raised
-            self._outer = weakref.ref(optimizer)
-            begins(optimizer, args, kwargs)
+        if outer is not None and outer is not optimizer:
+            return None
+        self._outer = weakref.ref(optimizer)  # it is, already, if its last step raised
+        return begins(optimizer, args, kwargs)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         ends, outer = self._ends(), self._outer

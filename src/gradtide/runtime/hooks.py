@@ -5,8 +5,8 @@ A copy of the module has none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -71,8 +71,7 @@ class Hooks:
         keep(self._optimizer.register_state_dict_pre_hook(flush))
         keep(self._optimizer.register_load_state_dict_pre_hook(flush))
         for module in self._model.modules():
-            hook = Hook(flush, partial(self._copied, module))
-            keep(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            keep(module.register_state_dict_pre_hook(Hook(flush)))  # type: ignore[no-untyped-call]
             keep(module.register_load_state_dict_pre_hook(Hook(flush)))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
@@ -125,20 +124,6 @@ class Hooks:
             training.step.apply(bucket)
         training.updates.rest([module])
 
-    def _copied(self, module: nn.Module) -> None:
-        """Flush before a module is copied, and raise if it is too late.
-
-        Those parameters that are the module's own are in the copy already.
-        """
-        places = self._training.placement.places
-        for name, p in module.named_parameters(recurse=False):
-            if p in places and places[p].bucket.stage is Stage.DUE:
-                raise RuntimeError(
-                    f"the model is copied or saved while the update of {name} is "
-                    "deferred: call sync.flush() before"
-                )
-        self._training.flush()
-
     def _before_forward(self) -> None:
         training = self._training
         if training.step.open and not in_backward():
@@ -161,32 +146,54 @@ class Hooks:
             own = [m._buffers[name] for m, names in self._buffered for name in names]
             broadcast(self._training.engine, [b for b in own if b is not None])
 
-    def stepping(self, args: Any, kwargs: Any) -> None:
-        """An optimizer's step begins; `args` begin with the optimizer."""
-        if closes(args, kwargs):
-            self._refuse_closure()
+    def stepping(self, args: Any, kwargs: Any) -> Any:
+        """An optimizer's step begins; `args` begin with the optimizer.
+
+        Returns other arguments for it if it has a closure.
+        """
+        changed = None
+        if closes(args, kwargs) and self._apart():
+            changed = _evaluated(args, kwargs)
         self._training.stepping()
+        return changed
 
     def stepped(self) -> None:
         """It is over."""
         self._training.stepped()
         self._stepped()
 
-    def _refuse_closure(self) -> None:
-        """Raise RuntimeError where the optimizer's step can have no closure."""
+    def _apart(self) -> bool:
+        """Whether a closure has to run before the step and not in it."""
         training = self._training
-        if training.steps is not None:
-            why = "as often as each rank likes, and every time all ranks have to"
-        elif training.step.schedule.update == "forward":
-            why = "inside the step, which a deferred update cannot"
-        elif training.preconditioning is not None:
-            why = "inside the step, after K-FAC has preconditioned the gradients"
-        else:
-            return
-        raise RuntimeError(
-            f"step(closure) evaluates the model {why}: call step() without a closure, "
-            "or use 'wfbp'"
-        )
+        deferred = training.step.schedule.update == "forward"
+        curved = training.preconditioning is not None
+        return training.steps is not None or deferred or curved
+
+
+def _evaluated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Call the closure of step() now; returns arguments with what it came to.
+
+    Gradients are averaged, or preconditioned, between it and the step.
+    """
+    optimizer, *given = args
+    closure = next(a for a in (*given, kwargs.get("closure")) if a is not None)
+    with torch.enable_grad():
+        loss = closure()
+    calls = count()
+
+    def once() -> Any:
+        if next(calls):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} calls the closure of step() more than "
+                "once, and gradients are exchanged between its call and the step: use "
+                "a schedule that updates at step(), such as 'wfbp', without K-FAC"
+            )
+        return loss
+
+    return (optimizer, *(None if a is None else once for a in given)), {
+        **kwargs,
+        **({"closure": once} if kwargs.get("closure") is not None else {}),
+    }
 
 
 def _buffered(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:

@@ -16,15 +16,17 @@ from torch.optim import Optimizer
 from gradtide.collectives.corrected import moves, takes_over, with_momentum
 from gradtide.core.autograd import after_backward
 from gradtide.core.engine import Engine
-from gradtide.core.ops import AllReduce
 from gradtide.core.step import Stage, Step
+from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import GradientBucket
-from gradtide.runtime.clipping import clip, unscale
+from gradtide.runtime.clipping import clip
+from gradtide.runtime.deferred_grads import DeferredGrad
 from gradtide.runtime.local_steps import LocalSteps
 from gradtide.runtime.momentum import Momentum
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
-from gradtide.runtime.updates import DeferredGrad, Updates
+from gradtide.runtime.tally import Tally
+from gradtide.runtime.updates import Updates
 from gradtide.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -52,16 +54,21 @@ class Training:
         self.num_exchanges = 0  # backward passes whose gradients were exchanged
         self._untaken = False  # an exchanged backward is over that no step has taken
         self._stepping = False  # inside the optimizer's step
+        self._deferred = False  # the last step's update was
         self.placement = Placement(model, scheme, engine.group.size)
-        self.updates = Updates(self.placement, self._unscale)
         self.guard = NonFiniteGuard(self.placement, engine.transport)
+        self.tally = Tally(engine, self.placement, self.guard)
         self.step = Step(self, scheme.schedule)
+        curved = self.tally.granted = scheme.preconditioner is not None
+        known = self.step, self.placement, self.tally, self.guard
+        self.answers = Answers(*known, together=curved)
+        self.updates = Updates(self.placement, self._settle, self.answers)
         self.momentum = momentum_of(optimizer, scheme)
-        self._used: Callable[[], Any] | None = None
         self.steps: LocalSteps | None = None
         if scheme.schedule.launch == "step":
-            known = engine, self.placement, self.guard, optimizer
-            self.steps = LocalSteps(*known, scheme.schedule.gain)
+            self.steps = LocalSteps(
+                engine, self.placement, self.guard, optimizer, scheme.schedule.gain
+            )
         self.preconditioning: Preconditioning | None = None
         if scheme.preconditioner is not None:
             from gradtide.kfac.preconditioner import Preconditioner
@@ -103,8 +110,10 @@ class Training:
     @torch.no_grad()
     def stepping(self) -> None:
         """The optimizer's step begins."""
-        if self.step.step():
-            self.updates.expect()
+        self._deferred = self.step.step()
+        if self._deferred:
+            for bucket in self.updates.expect():
+                self.step.apply(bucket)
         self._stepping, self._untaken = True, False
 
     @torch.no_grad()
@@ -112,6 +121,8 @@ class Training:
         """The optimizer's step is over."""
         self._stepping = False
         self.num_steps += 1
+        if self._deferred:
+            self.updates.put_back()
         if self.momentum is not None:
             self.momentum.give_back()
         if self.steps is None or not self.steps.on:
@@ -131,23 +142,16 @@ class Training:
     def gather(self) -> None:
         """Deliver now what is held until step()."""
         self.step.gather()
-
-    @torch.no_grad()
-    def abandon(self) -> None:
-        """Give up what is held until step()."""
-        if self.step.held:
-            for p in self.placement.places:
-                p.grad = None
-            self.step.drop()
+        self.updates.withdraw()
 
     @torch.no_grad()
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale gradients to a total 2-norm of at most `max_norm`."""
-        if self.local:
-            return nn.utils.clip_grad_norm_(
-                self.placement.places, max_norm, error_if_nonfinite=error_if_nonfinite
-            )
-        return clip(self.engine, self.buckets, max_norm, error_if_nonfinite)
+        self.tally.wished |= self.step.schedule.update == "forward"
+        found = [p.grad for p in self.placement.places]
+        grads = [grad for grad in found if grad is not None]
+        square = self.answers.total(found)
+        return clip(grads, square, max_norm, error_if_nonfinite)
 
     def moment(self) -> str | None:
         """Where a step stands; None between a step and the next backward."""
@@ -160,10 +164,8 @@ class Training:
 
     def _accumulating(self) -> bool:
         """Whether gradients are there to which those of a backward are added."""
-        if self.step.held:  # they are given up
-            return False
         grads = (p.grad for p in self.placement.places)
-        return any(grad is not None and bool(grad.any()) for grad in grads)
+        return any(grad is not None and _is_there(grad) for grad in grads)
 
     # - What a step does ---------------------------------------------------------------
 
@@ -183,6 +185,7 @@ class Training:
         return self._second.plan()
 
     def prepare(self, quiet: bool) -> None:
+        self.updates.withdraw()
         self._second.settle()
         if quiet:
             return
@@ -220,46 +223,24 @@ class Training:
 
     def conclude(self, hold: bool) -> None:
         """Ask which parameters got a gradient on some rank; let inverses follow."""
-        arrived = [slot.arrived for slot in self.placement.slots]
-
-        def flags() -> AllReduce:
-            numbers = [*arrived, *self.guard.flags()]
-            return AllReduce(torch.tensor(numbers, dtype=torch.int32))
-
-        self._used = self.engine.ask("used", flags)
+        self.tally.ask(hold)
         self._second.invert(hold)
         if hold:
             self.updates.promise()
-
-    def _learn(self) -> None:
-        """Learn which parameters some rank used; all leave the others alone."""
-        if self._used is not None:
-            counts = iter(self._used().tolist())
-            self._used = None
-            for slot, count in zip(self.placement.slots, counts, strict=False):
-                slot.used = count > 0
-            self.guard.update([*counts])  # the flags behind those of the slots
 
     def receive(self, bucket: GradientBucket) -> None:
         bucket.finish(self.engine)
 
     def deliver(self) -> None:
-        self._learn()
-        self.updates.withdraw(dropped=False)
+        self.tally.learn()
         self.guard.forget()
         for bucket in self.buckets:
-            bucket.expose()
-
-    def drop(self) -> None:
-        self.updates.withdraw(dropped=True)
-        for bucket in self.buckets:
-            bucket.drop(self.engine)
-        self._learn()
-        self.guard.forget()
+            self.updates.deliver(bucket)
 
     def update(self, fresh: bool) -> None:
         """Refuse what would destroy the model; momentum and K-FAC before the step."""
         self.guard.refuse()
+        self.updates.withdraw()
         if self.steps is not None and self.steps.on:
             self.steps.stepping()
         if not fresh:
@@ -283,13 +264,14 @@ class Training:
         for slot in bucket.slots:
             if slot.arrived:
                 raise RuntimeError(
-                    f"{slot.name} was used outside the forward of its module, before "
-                    "its deferred update: call sync.flush() before such a forward, or "
-                    "use a schedule that updates at step(), such as 'wfbp'"
+                    f"{slot.name} was read past torch's functions (by compiled code, "
+                    "or an extension) before its deferred update: call sync.flush() "
+                    "before such a forward, or use a schedule that updates at step(), "
+                    "such as 'wfbp'"
                 )
 
     def needs(self, bucket: GradientBucket) -> Iterable[GradientBucket]:
-        self._learn()
+        self.tally.learn()
         if self.guard.ranks:
             for other in self.buckets:  # to name the parameter
                 if other.stage is Stage.DUE:
@@ -306,16 +288,17 @@ class Training:
         self.updates.apply(bucket)
         self.engine.telemetry.applied.append((start, self.engine.clock()))
 
-    def _unscale(
-        self, asked: DeferredGrad, found_inf: Tensor, inv_scale: Tensor
-    ) -> None:
-        """A GradScaler unscales deferred gradients; all ranks skip if one has to."""
-        self._second.check_scale()
-        held = self.buckets if self.step.held else ()
-        unscale(self.engine, held, asked, found_inf, inv_scale)
-        self._learn()
-        if self.guard.ranks:
-            found_inf.fill_(1.0)
+    @torch.no_grad()
+    def _settle(self, p: nn.Parameter) -> None:
+        """Somebody reads a parameter whose update is due."""
+        self.step.apply(self.placement.places[p].bucket)
+
+
+def _is_there(grad: Tensor) -> bool:
+    """Whether a gradient is not zero, as far as is known without having it."""
+    if isinstance(grad, DeferredGrad) and grad.value is None:
+        return not grad.zeroed
+    return bool(grad.any())
 
 
 def momentum_of(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:

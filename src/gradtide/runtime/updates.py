@@ -1,9 +1,10 @@
 """What waits for the next forward where updates are deferred.
 
-Between backward and step() a `DeferredGrad` stands in the place of every gradient: the
-second half of the exchange has not run. What step() would have done is noted, and
-modules that read what is out of date are watched. This module knows parameters,
-optimizers and modules; nothing of exchanges, or of when anything happens.
+From the end of backward to the update a `DeferredGrad` stands in the place of every
+gradient: the second half of the exchange has not run. What step() would have done is
+noted, and parameters that are out of date are watched, with the modules that read them.
+This module knows parameters, optimizers and modules; nothing of exchanges, or of when
+anything happens.
 
 [Note: watch] A module with a hook takes Python's long way into its forward, which in a
 model of many small modules costs as much as a layer: so a module has the hook only
@@ -13,9 +14,10 @@ read too.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +25,31 @@ from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook
 from gradtide.core.step import Stage
+from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import GradientBucket, Slot
+from gradtide.runtime.deferred_grads import DeferredGrad
+from gradtide.runtime.due import Aliases, DueParameters, Kind
 from gradtide.runtime.momentum import without
 from gradtide.runtime.placement import Placement
-
-_METADATA = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-_ZERO = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
-_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-
-# It is called with a deferred gradient, found_inf and inv_scale.
-Unscale: TypeAlias = Callable[["DeferredGrad", Tensor, Tensor], None]
 
 
 class Updates:
     """The deferred gradients, the noted step and the watched modules of a replica."""
 
-    def __init__(self, placement: Placement, unscale: Unscale) -> None:
-        self._placement, self._unscale = placement, unscale
-        # In a list: a tensor's hash is slow for what runs once a parameter and step.
-        self._deferred_grads: list[tuple[Slot, nn.Parameter, DeferredGrad]] = []
+    def __init__(
+        self,
+        placement: Placement,
+        settle: Callable[[nn.Parameter], None],
+        answers: Answers,
+    ) -> None:
+        self._placement, self._answers = placement, answers
+        self._due = DueParameters(settle)
+        self._aliases = Aliases(placement.places)
+        self._warned = False
+        # Of each bucket its parameters, their classes, and those while they are due.
+        self._kinds: dict[GradientBucket, list[tuple[nn.Parameter, Kind, Kind]]] = {}
+        self._deferred_grads: dict[Slot, DeferredGrad] = {}
+        self.promised = False  # gradients of the last backward are deferred
         self._step: DeferredStep | None = None
         # Of each module that can be watched, its hooks and the key of the one that
         # watches it. Hot: looked up once.
@@ -50,7 +58,7 @@ class Updates:
 
     def reset(self) -> None:
         """Forget the buckets: they are cut anew, and nothing is on its way."""
-        self._deferred_grads, self._hooks = [], {}
+        self._deferred_grads, self._hooks, self._kinds = {}, {}, {}
 
     def watch(
         self, model: nn.Module, before_read: Callable[[nn.Module], None]
@@ -67,39 +75,72 @@ class Updates:
     def promise(self) -> None:
         """Put a `DeferredGrad` in the place of every gradient."""
         if not self._deferred_grads:  # by now the buckets are final
-            self._deferred_grads = [
-                (slot, slot.param, DeferredGrad.of(slot.param, self._unscale))
+            self._deferred_grads = {
+                slot: DeferredGrad.of(slot, self._answers)
                 for slot in self._placement.slots
-            ]
-        for _, p, deferred in self._deferred_grads:
-            deferred.zeroed = False
+            }
+        self._answers.begin()
+        self.promised = True
+        for slot, deferred in self._deferred_grads.items():
+            p = slot.param
+            deferred.renew(p.grad)
             p.grad = deferred
 
-    def withdraw(self, dropped: bool) -> None:
-        """Take them back; RuntimeError if one is `dropped` that was not zeroed."""
-        for _, p, deferred in self._deferred_grads:
-            # Not only where a mean replaces it: no rank may have used this parameter.
+    def deliver(self, bucket: GradientBucket) -> None:
+        """The means of a bucket are here, before step()."""
+        if not self.promised:
+            bucket.expose()
+            return
+        means = dict(bucket.delivered())
+        for slot in bucket.slots:
+            self._deferred_grads[slot].fill(means.get(slot))
+
+    def withdraw(self) -> None:
+        """Put what was delivered in the place of what was deferred."""
+        if not self.promised:
+            return
+        self.promised = False
+        self._answers.end()
+        for slot, deferred in self._deferred_grads.items():
+            p = slot.param
             if p.grad is deferred:
-                if dropped and not deferred.zeroed:
-                    raise RuntimeError(
-                        "two backward passes before one step(): under a deferred "
-                        "schedule all but the last belong inside sync.no_sync(); "
-                        "or call sync.gather_gradients() between them"
-                    )
-                p.grad = None
+                p.grad = deferred.value
 
     def note(self, optimizer: Optimizer) -> None:
-        """Note what step() would do now, and to which parameters."""
-        self._step = DeferredStep(optimizer)
-        for slot, p, deferred in self._deferred_grads:
-            if p.grad is deferred:
-                slot.wanted = not deferred.zeroed
-                p.grad = None
-            else:
-                slot.wanted = False
+        """Note what step() would do now, and to which parameters.
 
-    def expect(self) -> None:
-        """Watch all modules that read what is now due."""
+        Meanwhile the optimizer finds no gradients, until `put_back`.
+        """
+        self.promised = False
+        self._step = DeferredStep(optimizer)
+        for slot, deferred in self._deferred_grads.items():
+            p = slot.param
+            slot.wanted = p.grad is deferred and not deferred.zeroed
+            if p.grad is deferred:
+                p.grad = None
+
+    def put_back(self) -> None:
+        """step() is over: gradients can be read again, or zeroed."""
+        # Without being told that they are due.
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._placement.buckets:
+                due = bucket.stage is Stage.DUE
+                for slot in bucket.slots:
+                    if slot.wanted and slot.param.grad is None:
+                        deferred = self._deferred_grads[slot]
+                        slot.param.grad = deferred if due else deferred.value
+
+    def expect(self) -> list[GradientBucket]:
+        """All is due now: watch the parameters, and the modules that read them.
+
+        Returns the buckets that cannot be watched, to be updated at once.
+        """
+        if not self._kinds:
+            self._kinds = {b: self._kinds_of(b) for b in self._placement.buckets}
+        now = self._unwatchable()
+        for bucket in self._placement.buckets:
+            for p, _, due in self._kinds[bucket]:
+                p.__class__ = due
         # Under the hook's old key: to register it anew costs more than to leave it on.
         for module in self._placement.reads:
             entry = self._hooks.get(module)
@@ -108,11 +149,41 @@ class Updates:
                 hooks[key] = self._hook
                 if len(hooks) > 1:
                     hooks.move_to_end(key, last=False)
+        return now
+
+    def _kinds_of(
+        self, bucket: GradientBucket
+    ) -> list[tuple[nn.Parameter, Kind, Kind]]:
+        params = [slot.param for slot in bucket.slots]
+        return [(p, type(p), due) for p in params if (due := self._due.kind(p))]
+
+    def _unwatchable(self) -> list[GradientBucket]:
+        """Buckets of parameters that are read past their class, see [Note: aliases]."""
+        places = self._placement.places
+        found = self._aliases.find() + self._due.rigid(places)
+        if found and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"another tensor shares the memory of {places[found[0]].slot.name} (a "
+                "kept .data or .detach(), a flat view, another parameter), so its "
+                "deferred update is carried out at step(), and the exchange of its "
+                "bucket does not hide in the next forward: let go of that tensor "
+                "before step(), or keep a copy",
+                stacklevel=2,
+            )
+        buckets = {places[p].bucket for p in found}
+        return [b for b in reversed(self._placement.buckets) if b in buckets]
 
     def apply(self, bucket: GradientBucket) -> None:
         """Carry out the noted step for the parameters of a bucket."""
         assert self._step is not None
-        updates = [(s.param, mean) for s, mean in bucket.delivered() if s.wanted]
+        for p, plain, _ in self._kinds[bucket]:
+            p.__class__ = plain
+        means = dict(bucket.delivered())
+        for slot in bucket.slots:
+            self._deferred_grads[slot].fill(means.get(slot))
+        grads = [self._deferred_grads[slot] for slot in bucket.slots if slot.wanted]
+        updates = [(d, d.slot.param, d.value) for d in grads if d.value is not None]
         device = bucket.payload.flat.device.type
         # As at step(): outside the forward's inference mode and autocast.
         with (
@@ -120,12 +191,15 @@ class Updates:
             torch.no_grad(),
             torch.autocast(device, enabled=False),
         ):
-            aside = [p.grad for p, _ in updates]  # no_sync() may have begun anew
-            for p, mean in updates:
+            aside = [p.grad for _, p, _ in updates]  # no_sync() may have begun anew
+            for _, p, mean in updates:
                 p.grad = mean
-            self._step.apply([p for p, _ in updates], not bucket.momentum_applied)
-            for (p, _), grad in zip(updates, aside, strict=True):
-                p.grad = grad
+            self._step.apply([p for _, p, _ in updates], not bucket.momentum_applied)
+            for (deferred, p, mean), grad in zip(updates, aside, strict=True):
+                if grad is not deferred:
+                    p.grad = grad
+                elif deferred.zeroed:  # since step()
+                    mean.zero_()
         # Nothing that was up to date once this bucket was is watched any longer.
         reads = self._placement.reads
         self.rest(
@@ -141,73 +215,6 @@ class Updates:
             entry = self._hooks.get(module)
             if entry is not None:  # not if the module is a copy
                 entry[0].pop(entry[1], None)
-
-
-class DeferredGrad(Tensor):
-    """Shape, dtype and device of a gradient that is not here yet; no values.
-
-    A GradScaler can unscale it, through the owners' parts, and it can be zeroed. All
-    else is refused by name, instead of letting a norm of nothing be computed.
-    """
-
-    zeroed: bool
-    unscale: Unscale
-
-    @staticmethod
-    def of(param: Tensor, unscale: Unscale) -> DeferredGrad:
-        """What stands for `param`'s gradient.
-
-        `unscale` is called once, with any of them, when a GradScaler unscales all
-        gradients of a dtype and device.
-        """
-        deferred: DeferredGrad = Tensor._make_wrapper_subclass(
-            DeferredGrad, param.size(), dtype=param.dtype, device=param.device
-        )
-        deferred.zeroed, deferred.unscale = False, unscale
-        return deferred
-
-    # The stubs lose the keyword's name, and declare the dispatcher without `cls`.
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DeferredGrad(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in _METADATA:
-            return args[0]
-        if func in _ZERO:
-            return _zero(args[0])
-        if func is _UNSCALE:
-            return _unscale(*args)
-        raise RuntimeError(
-            f"{func.__name__} on the gradient of a parameter that the 'dear' schedule "
-            "updates before the next forward: the gradient is not here yet. Clip with "
-            "sync.clip_grad_norm_(max_norm); read gradients after "
-            "sync.gather_gradients() (on every rank); accumulate inside "
-            "sync.no_sync(); or use a schedule that updates at step(), such as 'wfbp'"
-        )
-
-
-def _zero(target: Tensor | Sequence[Tensor]) -> Tensor | None:
-    for tensor in [target] if isinstance(target, Tensor) else target:
-        if isinstance(tensor, DeferredGrad):
-            tensor.zeroed = True
-        else:
-            tensor.zero_()
-    return target if isinstance(target, Tensor) else None
-
-
-def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    deferred = [grad for grad in grads if isinstance(grad, DeferredGrad)]
-    here = [grad for grad in grads if not isinstance(grad, DeferredGrad)]
-    if here:
-        torch._amp_foreach_non_finite_check_and_unscale_(here, found_inf, inv_scale)
-    deferred[0].unscale(deferred[0], found_inf, inv_scale)
 
 
 class DeferredStep:

@@ -1,0 +1,272 @@
+"""What stands in `.grad` while the gradients are still on their way.
+
+[Note: answers] A `DeferredGrad` has no values. It can be zeroed; it notes by what it is
+scaled; and it tells its 2-norm, and whether it is finite, from what all ranks have
+added up at the end of backward. Whatever else is done to it has the gradients delivered
+first: this rank starts the second halves that step() would have started, in the same
+order, so that what is on the wire is what the other ranks have. So one rank alone may
+read or change gradients, as under DDP, and no question is a collective call.
+
+A delivered one stays in its place until step(): a norm has to have the same bits on all
+ranks, whether they had it delivered or not.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from gradtide.runtime.buckets import Slot
+
+aten = torch.ops.aten
+Scale: TypeAlias = Callable[[Tensor, Any], Any]  # in place, by a number
+
+
+class Source(Protocol):
+    """Where gradients come from, and what is known of them before."""
+
+    def awaits(self, grad: DeferredGrad) -> bool:
+        """Whether a step() is to come that will have it delivered."""
+
+    def have(self, grad: DeferredGrad) -> None:
+        """Have the values delivered, of this one at least."""
+
+    def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None:
+        """Scale the values, which are here."""
+
+    def square(self, grad: DeferredGrad) -> float | None:
+        """The square of the 2-norm as exchanged; None if it is not known."""
+
+    def finite(self, grads: Sequence[DeferredGrad]) -> bool | None:
+        """Whether some are, on all ranks; None if that is not known."""
+
+
+class DeferredGrad(Tensor):
+    """Shape, dtype and device of a gradient that is not here yet, see [Note: answers].
+
+    What is done to it is noted in `scales` and `zeroed`; `value` is the gradient, once
+    it is here, and `before` what it was added to if no rank has any.
+    """
+
+    slot: Slot
+    source: Source
+    scales: list[tuple[Scale, Any]]
+    zeroed: bool
+    value: Tensor | None
+    before: Tensor | None
+
+    @staticmethod
+    def of(slot: Slot, source: Source) -> DeferredGrad:
+        """What stands for the gradient of a slot's parameter."""
+        p = slot.param
+        deferred: DeferredGrad = Tensor._make_wrapper_subclass(
+            DeferredGrad, p.size(), dtype=p.dtype, device=p.device
+        )
+        deferred.slot, deferred.source = slot, source
+        deferred.renew(None)
+        return deferred
+
+    def renew(self, before: Tensor | None) -> None:
+        """Stand for another gradient."""
+        self.scales, self.zeroed = [], False
+        self.value, self.before = None, before
+
+    def fill(self, mean: Tensor | None) -> None:
+        """The mean is here, or no rank has any; what was noted is done to it."""
+        self.value = self.before if mean is None else mean
+        self.before = None
+        if self.value is not None:
+            for function, by in self.scales:
+                function(self.value, by)
+            if self.zeroed:
+                self.value.zero_()
+
+    # The stubs lose the keyword's name, and declare the dispatcher without `cls`.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DeferredGrad(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _MEMORY:
+            args, kwargs = _real((args, kwargs or {}))
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SAME:
+            return args[0]
+        if func in _ANSWERS:
+            answer = _ANSWERS[func](func, *args, **kwargs)
+            if answer is not NotImplemented:
+                return answer
+        args, kwargs = _real((args, kwargs))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(_real(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plainly: Any = _real(self).__reduce_ex__
+        return plainly(protocol)
+
+
+def _real(tree: Any) -> Any:
+    """The same arguments, with gradients in the place of deferred ones."""
+    return tree_map_only(DeferredGrad, _values, tree)
+
+
+def _values(grad: DeferredGrad) -> Tensor:
+    grad.source.have(grad)
+    if grad.value is None:  # no rank used the parameter, and step() passes over it
+        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    return grad.value
+
+
+def _each(target: Any) -> Sequence[Tensor]:
+    return [target] if isinstance(target, Tensor) else target
+
+
+def _zero(func: Any, target: Any) -> Any:
+    for grad in _each(target):
+        if isinstance(grad, DeferredGrad):
+            grad.zeroed = True
+            if grad.value is not None:
+                grad.value.zero_()
+        else:
+            grad.zero_()
+    return target if isinstance(target, Tensor) else None
+
+
+def _scaling(function: Scale) -> Callable[..., Any]:
+    """The answer of what scales in place, by one number."""
+
+    def answer(func: Any, target: Any, by: Any) -> Any:
+        if not isinstance(by, int | float | Tensor):
+            return NotImplemented
+        if isinstance(by, Tensor) and (by.numel() != 1 or type(by) is not Tensor):
+            return NotImplemented
+        for grad in _each(target):
+            if isinstance(grad, DeferredGrad):
+                scale(grad, function, by)
+            else:
+                function(grad, by)
+        return target if isinstance(target, Tensor) else None
+
+    return answer
+
+
+def scale(grad: DeferredGrad, function: Scale, by: Any) -> None:
+    """Scale a deferred gradient: now if it is here, otherwise when it is."""
+    host = not (isinstance(by, Tensor) and by.is_cuda)
+    if host and float(by) == 1.0:
+        return
+    if not grad.source.awaits(grad):
+        function(_values(grad), by)
+        return
+    grad.scales.append((function, by.clone() if isinstance(by, Tensor) else by))
+    if grad.value is not None:
+        grad.source.scale(grad, function, by)
+
+
+def _norm(
+    func: Any,
+    target: Any,
+    ord: Any = 2,  # these are torch's names
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Each one's 2-norm, from what all ranks have added up."""
+    if isinstance(dim, torch.dtype):  # norm() has it here
+        dim, dtype = None, dim
+    if keepdim or dim not in (None, []) or float(2 if ord is None else ord) != 2:
+        return NotImplemented
+    norms = [norm(grad, dtype) for grad in _each(target)]
+    if None in norms:
+        return NotImplemented
+    return norms[0] if isinstance(target, Tensor) else norms
+
+
+def norm(grad: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+    """The 2-norm of a gradient; None of a deferred one whose norm is not known."""
+    if not isinstance(grad, DeferredGrad):
+        own: Tensor = torch.linalg.vector_norm(grad, dtype=dtype)
+        return own
+    square = 0.0 if grad.zeroed else grad.source.square(grad)
+    if square is None:
+        return None
+    kind = (dtype or grad.dtype).to_real()
+    told = torch.tensor(math.sqrt(square), dtype=kind, device=grad.device)
+    for function, by in grad.scales:
+        function(told, by)
+    return torch.abs_(told)
+
+
+def _unscale(
+    func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
+) -> Any:
+    """A GradScaler's check, on all ranks, and its scaling."""
+    deferred = [grad for grad in grads if isinstance(grad, DeferredGrad)]
+    finite = deferred[0].source.finite(deferred)
+    if finite is None:
+        return NotImplemented
+    here = [grad for grad in grads if not isinstance(grad, DeferredGrad)]
+    if here:
+        func(here, found_inf, inv_scale)
+    if not finite:
+        found_inf.fill_(1.0)
+    for grad in deferred:
+        scale(grad, Tensor.mul_, inv_scale)
+    return None
+
+
+_SAME = {aten.detach.default, aten.alias.default}
+_MUL, _DIV = _scaling(Tensor.mul_), _scaling(Tensor.div_)
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten.zero_.default: _zero,
+    aten._foreach_zero_.default: _zero,
+    aten.mul_.Tensor: _MUL,
+    aten.mul_.Scalar: _MUL,
+    aten._foreach_mul_.Scalar: _MUL,
+    aten._foreach_mul_.Tensor: _MUL,
+    aten.div_.Tensor: _DIV,
+    aten.div_.Scalar: _DIV,
+    aten._foreach_div_.Scalar: _DIV,
+    aten._foreach_div_.Tensor: _DIV,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dtype: _norm,
+    aten._foreach_norm.Scalar: lambda func, x, ord=2, dtype=None: _norm(
+        func, x, ord, dtype=dtype
+    ),
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
+# What reads or replaces memory past the dispatcher.
+_MEMORY = {
+    getattr(Tensor, name)
+    for name in (
+        *("numpy", "__array__", "data_ptr", "untyped_storage", "storage", "tolist"),
+        *("_typed_storage", "__dlpack__", "share_memory_", "pin_memory"),
+    )
+} | {vars(torch._C.TensorBase)["data"].__set__}

@@ -1,0 +1,178 @@
+"""Parameters whose update is due, for whoever reads them before their module runs.
+
+[Note: due] While its update is due, a parameter is of a private class. Whatever is done
+to it then comes by `__torch_function__`, which has the update carried out first; shape,
+dtype and the like are told without. It costs nothing where nobody reads. The class is
+taken off before the update, so modules, optimizers, copies and files never have it.
+
+[Note: aliases] A tensor that shares a parameter's memory, and was made before, is read
+past that class: a `p.data` that was kept, a flat view of all parameters, another
+parameter. Torch counts who shares a storage, and where that is anybody who is not known
+here, the update is not deferred.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+Kind = type[nn.Parameter]
+
+# What says nothing of values; all else reads or writes them.
+_TOLD = (
+    *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda"),
+    *("is_cpu", "is_sparse", "is_meta", "itemsize", "nbytes", "output_nr"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+)
+_SET = "grad", "requires_grad"
+_CALLED = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"),
+    *(
+        "stride",
+        "is_contiguous",
+        "is_floating_point",
+        "requires_grad_",
+        "register_hook",
+    ),
+    *("register_post_accumulate_grad_hook", "retain_grad", "is_shared"),
+)
+METADATA = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in (*_TOLD, *_SET)),
+        *(getattr(Tensor, name).__set__ for name in _SET),
+        *(getattr(Tensor, name).__delete__ for name in _SET),
+        *(getattr(Tensor, name) for name in _CALLED),
+    ]
+)
+
+
+class DueParameters:
+    """The parameters of a replica, some of which are due.
+
+    `settle` carries out the update of one of them.
+    """
+
+    def __init__(self, settle: Callable[[nn.Parameter], None]) -> None:
+        self._settle = settle
+        self._kinds: dict[Kind, Kind | None] = {}
+
+    def rigid(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of some parameters that can have no other class."""
+        stiff = {plain for plain, due in self._kinds.items() if due is None}
+        return [p for p in params if type(p) in stiff] if stiff else []
+
+    def kind(self, p: nn.Parameter) -> Kind | None:
+        """The class of a parameter while it is due; None if it can have no other."""
+        plain = type(p)
+        if plain not in self._kinds:
+            self._kinds[plain] = due = _due(plain, self._settle)
+            try:
+                p.__class__ = due
+            except TypeError:  # its memory is laid out in another way
+                self._kinds[plain] = None
+            finally:
+                p.__class__ = plain
+        return self._kinds[plain]
+
+
+def _due(plain: Kind, settle: Callable[[nn.Parameter], None]) -> Kind:
+    """The class of parameters of a `plain` one while they are due, see [Note: due]."""
+
+    def up_to_date(p: nn.Parameter) -> nn.Parameter:
+        settle(p)
+        p.__class__ = plain  # also of one that is read while it is updated
+        return p
+
+    class DueParameter(plain):  # type: ignore[misc, valid-type]
+        @classmethod
+        def __torch_function__(
+            cls,
+            func: Any,
+            types: Sequence[type],
+            args: Sequence[Any] = (),
+            kwargs: Mapping[str, Any] | None = None,
+        ) -> Any:
+            if func in METADATA:
+                told: Any = plain.__torch_function__
+                return told(func, types, args, kwargs or {})
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, cls):
+                    up_to_date(leaf)
+            return func(*args, **(kwargs or {}))
+
+        # These two ask for the class before they read.
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            return copy.deepcopy(up_to_date(self), memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            plainly: Any = up_to_date(self).__reduce_ex__
+            return plainly(protocol)
+
+    return DueParameter
+
+
+class Aliases:
+    """Who else shares the memory of some parameters, see [Note: aliases].
+
+    Hot path: every parameter is looked at in every step.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self._params = list(params)
+        self._addresses: list[int] = []
+
+    def find(self) -> list[nn.Parameter]:
+        """The parameters with memory that something else can read."""
+        if [p.data_ptr() for p in self._params] != self._addresses:
+            self._look()
+        counts = list(map(torch._C._storage_Use_Count, self._pointers))
+        if counts == self._expected:
+            return []
+        return [
+            p
+            for count, expected, sharing in zip(
+                counts, self._expected, self._sharing, strict=True
+            )
+            if count != expected
+            for p in sharing
+        ]
+
+    def _look(self) -> None:
+        """Note where the parameters are, and how many share each storage."""
+        self._addresses = [p.data_ptr() for p in self._params]
+        # Kept, lest an address come to stand for another storage.
+        self._storages = [p.untyped_storage() for p in self._params]
+        by_pointer: dict[int, list[nn.Parameter]] = {}
+        for p, storage in zip(self._params, self._storages, strict=True):
+            by_pointer.setdefault(storage._cdata, []).append(p)
+        self._pointers = list(by_pointer)
+        self._sharing = list(by_pointer.values())
+        # One more for what is kept here; of those that can't be told apart none fits.
+        self._expected = [
+            0 if _overlap(sharing) or _shared(sharing[0]) else 1 + len(sharing)
+            for sharing in self._sharing
+        ]
+
+
+def _overlap(sharing: Sequence[nn.Parameter]) -> bool:
+    """Whether parameters have some of their memory in common."""
+    ends = sorted((p.data_ptr(), p.data_ptr() + _span(p)) for p in sharing)
+    return any(end > begin for (_, end), (begin, _) in pairwise(ends))
+
+
+def _span(p: Tensor) -> int:
+    """Bytes from a parameter's first element to its last."""
+    steps = zip(p.size(), p.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps) if p.numel() else -1
+    return (last + 1) * p.element_size()
+
+
+def _shared(p: Tensor) -> bool:
+    """Whether other processes can read the memory."""
+    return p.device.type == "cpu" and p.untyped_storage().is_shared()
