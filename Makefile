@@ -32,7 +32,8 @@ demo: $(READY) ## compare schemes on four emulated hosts at 100 Mb/s (minutes)
 	    echo "The demo runs on loopback instead, where nothing is slow: it shows that"; \
 	    echo "the schemes work, not what they save."; \
 	fi; \
-	$(BIN)/gradtide compare --schemes ddp,ddp-bf16,wfbp,dear,dear-bf16,exdyna \
+	$(BIN)/gradtide compare \
+	    --schemes "ddp,ddp(wire='bf16'),wfbp,dear,dear(wire='bf16'),exdyna" \
 	    --workload gpt --hosts 4 --rate $$rate --steps $(DEMO_STEPS) --out $(DEMO_OUT)
 	@echo
 	@echo "  $(DEMO_OUT)/table.txt    the table above, in full width"

@@ -94,7 +94,7 @@ def equality(steps: int) -> dict[str, Any]:
         one = trained("spd_kfac", steps, alone)
     found = {}
     for name in NAMES:
-        for setting in ("", "-dear", "(placement='measured')"):
+        for setting in ("", "(schedule='dear')", "(placement='measured')"):
             recipe = f"{name}_kfac{setting}"
             found[recipe] = weights = trained(recipe, steps)
             first = weights.clone()
@@ -105,8 +105,8 @@ def equality(steps: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for recipe, weights in found.items():
         result[recipe] = row = {}
-        if "-dear" in recipe:
-            row["from wfbp"] = distance(weights, found[recipe.replace("-dear", "")])
+        if "schedule" in recipe:
+            row["from wfbp"] = distance(weights, found[recipe.partition("(")[0]])
         if not recipe.startswith("dp"):
             row["from one process"] = distance(weights, one)
             row["from mpd"] = distance(weights, found["mpd_kfac"])

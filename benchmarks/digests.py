@@ -38,7 +38,9 @@ from predictions_lab import Cluster
 from torch import Tensor, nn
 
 import gradtide
+from gradtide.core.payload import traits
 from gradtide.fusion import BySize
+from gradtide.kfac import DISTRIBUTIONS
 from gradtide.lab.record import commit, machine, versions
 from gradtide.planner import network as networks
 from gradtide.planner import trace as traces
@@ -53,17 +55,29 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 # What is done to gradients, and whether a checkpoint is loaded half-way.
 RUNS = {"plain": (1, None, False), "clip": (2, 0.5, False), "resume": (2, 0.5, True)}
+WIRES = ("", "(wire='bf16')", "(wire='fp16')")
+SCHEDULES = ("", "(schedule='dear')", "(schedule='local')")
+SPARSE = tuple(
+    name
+    for name, scheme in RECIPES.items()
+    if name != "auto" and not traits(scheme.collective).dense
+)
 # Beside the recipes: what wraps them.
 CALLS = (
     "topk(0.05, warmup=4)",
-    "topka2a(0.05, warmup=4, corrected=True)",
-    "oktopk-dear(0.05, warmup=4, corrected=True)",
-    "exdyna(0.05, corrected=True)",
-    "exdyna-local(0.05, warmup=6)",
-    "oktopk-local(0.05, warmup=6)",
+    "topka2a(0.05, warmup=4, momentum_correction=True)",
+    "oktopk(0.05, schedule='dear', warmup=4, momentum_correction=True)",
+    "exdyna(0.05, momentum_correction=True)",
+    "exdyna(0.05, schedule='local', warmup=6)",
+    "oktopk(0.05, schedule='local', warmup=6)",
     "oktopk(0.05, wire='fp16')",
     "acpsgd(warmup=4)",
 )
+THEN = {
+    "PartitionedTopK": "Agreed",
+    "CLTk": "Leader",
+    "MomentumCorrection": "Corrected",
+}
 RECORDED = Path(__file__).parent / "records" / "predictions_202611"
 NEAR = 0.005  # by how much a prediction may change
 
@@ -72,9 +86,13 @@ app = typer.Typer(no_args_is_help=True)
 
 def schemes() -> dict[str, Scheme]:
     """What is trained, in small buckets, so that there are some."""
-    found = {name: s for name, s in RECIPES.items() if name != "auto"}
-    found |= {call: parse(call) for call in CALLS}
-    return {name: _cut(scheme) for name, scheme in found.items()}
+    texts = (
+        *(f"{name}{call}" for name in ("sequential", "wfbp", "dear") for call in WIRES),
+        *(f"{name}{call}" for name in SPARSE for call in SCHEDULES),
+        *(f"{name}_kfac{call}" for name in DISTRIBUTIONS for call in SCHEDULES[:2]),
+        *CALLS,
+    )
+    return {text: _cut(parse(text)) for text in texts}
 
 
 def _cut(scheme: Scheme) -> Scheme:
@@ -174,7 +192,14 @@ def _pieces(value: Any) -> Iterator[bytes]:
         case bytes() if value.startswith(b"PK"):  # saved: its archive has a layout
             yield from _pieces(torch.load(io.BytesIO(value), weights_only=True))
         case _:
-            yield f"{value!r}, ".encode()
+            yield f"{_then(repr(value))}, ".encode()
+
+
+def _then(text: str) -> str:
+    """The names of parts that states had when digests were recorded first."""
+    for name, old in THEN.items():
+        text = text.replace(f"{name}(", f"{old}(")
+    return text
 
 
 def _rank(rank: int, size: int, folder: str, only: str, sending: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,15 @@ import torch.distributed as dist
 
 import gradtide
 from gradtide.lab.record import machine, versions
+from gradtide.lab.spec import split_schemes
 from gradtide.lab.workloads import build
 
-SCHEMES = " ".join(
+SCHEMES = ",".join(
     (
         "wfbp",
-        "topka2a-local(0.02,warmup=240)",
-        "oktopk-local(0.01,warmup=240)",
-        "exdyna-local(0.01,warmup=240)",
+        "topka2a(0.02, schedule='local', warmup=240)",
+        "oktopk(0.01, schedule='local', warmup=240)",
+        "exdyna(0.01, schedule='local', warmup=240)",
     )
 )
 
@@ -60,7 +62,7 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", default="gpt")
-    parser.add_argument("--schemes", default=SCHEMES, help="separated by spaces")
+    parser.add_argument("--schemes", default=SCHEMES, help="with commas between")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--every", type=int, default=50)
@@ -70,7 +72,7 @@ def main() -> None:
     command = (
         f"gradtide lab run --hosts {dist.get_world_size()} --rate none -- "
         f"python benchmarks/learning.py --workload {args.workload} --schemes "
-        f"'{args.schemes}' --seeds {args.seeds} --steps {args.steps}"
+        f"{shlex.quote(args.schemes)} --seeds {args.seeds} --steps {args.steps}"
     )
     record: dict[str, Any] = {
         "command": command,
@@ -86,7 +88,7 @@ def main() -> None:
     done = {(run["scheme"], run["seed"]) for run in record["runs"]}
     dist.barrier()  # everybody has read it before the first result is written
     for seed in range(args.seeds):
-        for scheme in args.schemes.split():
+        for scheme in split_schemes(args.schemes):
             if (scheme, seed) in done:
                 continue
             begin = time.perf_counter()

@@ -31,7 +31,10 @@ SEEDS = (
     *RECIPES,
     *map(repr, RECIPES.values()),
     "topk(0.05, warmup=4)",
-    "topka2a(0.05, warmup=4, corrected=True)",
+    "topka2a(0.05, warmup=4, momentum_correction=True)",
+    "dear(wire='fp16')",
+    "oktopk(0.01, schedule='local', wire='bf16', warmup=240)",
+    "oktopk-dear(0.01, warmup=240)",
     "dear-bf16(wire='fp16')",
     "Scheme(Dense('bf16'), BySize(0.04, ends=0.02), DEAR)",
     "Scheme(Warmup(OkTopk(0.05), 15, (1.0, 0.25)), PerTensor(), Schedule('step'))",
@@ -111,7 +114,9 @@ def _spliced(text: str, rng: random.Random) -> str:
 
 
 def _nested(text: str, rng: random.Random) -> str:
-    name = rng.choice(("Warmup", "Corrected", "Scheme", "TopK", "BySize", "topk"))
+    name = rng.choice(
+        ("Warmup", "MomentumCorrection", "Scheme", "TopK", "BySize", "topk")
+    )
     return f"{name}({text})"
 
 
@@ -151,7 +156,7 @@ def read(text: str) -> tuple[str, float]:
 def survey(count: int, seed: int = 0) -> dict[str, Any]:
     """Read so many texts; outcomes, the slowest, and what should not have been."""
     for text in SEEDS:  # whatever is imported only when it is needed
-        parse(text)
+        read(text)
     imports, loaded = Imports(), set(sys.modules)
     sys.meta_path.insert(0, imports)
     outcomes: Counter[str] = Counter()

@@ -30,16 +30,18 @@ from rich.console import Console
 from rich.table import Table
 
 from gradtide.lab.record import commit, machine, milliseconds, versions
+from gradtide.lab.spec import split_schemes
 from gradtide.planner import network as networks
 from gradtide.planner import search
 from gradtide.planner import trace as traces
 from gradtide.planner.virtual import Prediction, simulate
 from gradtide.scheme import parse
+from gradtide.scheme.spelling import respelled
 
 WORKLOADS = ("replay:resnet50", "replay:bert-base")
 HOSTS = (4, 8)
 RATES = ("50mbit", "200mbit", "1gbit")
-SCHEMES = ("wfbp", "dear", "wfbp-bf16", "topk", "topka2a", "oktopk")
+SCHEMES = ("wfbp", "dear", "wfbp(wire='bf16')", "topk", "topka2a", "oktopk")
 NEAR, SHARE, MIDDLE = 0.10, 0.9, 0.05  # the bar: errors of cells, and their median
 BEHIND = 1.05  # the pick may take so many times as long as the fastest
 PARTS = ("forward", "backward", "exposed", "apply", "select")
@@ -73,7 +75,8 @@ def cells(clusters: Sequence[Cluster]) -> list[Cell]:
             cluster.folder.glob(str(records.relative_to(cluster.folder)))
         ):
             for result in json.loads(record.read_text(encoding="utf-8"))["results"]:
-                name = result["scheme"]
+                # Records of before today's spellings are read, too.
+                name = respelled(result["scheme"])
                 predicted = simulate(trace, parse(name), network)
                 found[cluster, name] = Cell(cluster, name, predicted, result)
     return list(found.values())
@@ -164,7 +167,7 @@ def run(
     """Measure what is missing, one command after the other."""
     folder.mkdir(parents=True, exist_ok=True)
     clusters = _clusters(folder, workload, hosts, rate)
-    wanted = [job for c in clusters for job in jobs(c, schemes.split(","))]
+    wanted = [job for c in clusters for job in jobs(c, split_schemes(schemes))]
     missing = {j.makes: j for j in wanted if not j.makes.exists()}
     total = sum(job.seconds for job in missing.values())
     print(f"{len(missing)} commands, about {total / 60:.0f} minutes")
@@ -178,9 +181,7 @@ def run(
         )
         if not dry_run:
             started = time.monotonic()
-            subprocess.run(
-                [sys.executable, "-m", "gradtide.cli", *job.words], check=True
-            )
+            subprocess.run([sys.executable, "-m", "gradtide", *job.words], check=True)
             print(f"took {time.monotonic() - started:.0f} s", flush=True)
 
 

@@ -29,7 +29,9 @@ def autoencoder() -> nn.Sequential:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scheme", default="spd_kfac", help="such as pad_kfac-dear")
+    parser.add_argument(
+        "--scheme", default="spd_kfac", help="such as pad_kfac(schedule='dear')"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.05)
     args = parser.parse_args()

@@ -188,7 +188,7 @@ def _slopes(model: Slopes, step: int) -> list[Tensor]:
 
 
 def _check_sum(model: nn.Module, sync: gradtide.Replica, given: Any) -> float:
-    """All that was given is in the weights or left behind; returns how much is."""
+    """All that was given is in the weights or in residuals; returns how much is."""
     saved = sync.state_dict()
     remainders = saved[f"rank{dist.get_rank()}"]["remainders"]
     total = 0.0
@@ -257,8 +257,8 @@ def test_what_algorithms_remember_of_elements_and_steps_comes_along() -> None:
 
 
 def _remembered() -> None:
-    still = "Scheme(Corrected(Dense()), PerTensor())"
-    walk = [f"Scheme(Corrected(Dense()), {fusion})" for fusion in FUSIONS]
+    still = "Scheme(MomentumCorrection(Dense()), PerTensor())"
+    walk = [f"Scheme(MomentumCorrection(Dense()), {fusion})" for fusion in FUSIONS]
     assert torch.equal(train(walk), train([still] * len(walk)))
 
     model, opt, sync = build("Scheme(Warmup(TopK(0.1), 4), PerTensor())")
@@ -267,12 +267,12 @@ def _remembered() -> None:
         opt.step()
         opt.zero_grad()
     sync.adopt("Scheme(Warmup(TopK(0.1), 4), BySize(0.004, ends=0.001))")
-    for home in sync._training.placement.buckets:
-        assert int(home.payload.state["warmup.step"]) == 5
-        if len(home.slots) > 1:  # it is a new one
-            assert set(home.payload.state) == {"warmup.step"}
+    for bucket in sync._training.placement.buckets:
+        assert int(bucket.payload.state["warmup.step"]) == 5
+        if len(bucket.slots) > 1:  # it is a new one
+            assert set(bucket.payload.state) == {"warmup.step"}
     sync.adopt("Scheme(TopK(0.1))")
-    assert not any(home.payload.state for home in sync._training.placement.buckets)
+    assert not any(bucket.payload.state for bucket in sync._training.placement.buckets)
     sync.remove()
 
 

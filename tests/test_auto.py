@@ -218,13 +218,13 @@ def test_a_user_may_decide_first(monkeypatch: pytest.MonkeyPatch) -> None:
         model, log = plain(), Log()
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
         sync = gradtide.replicate(model, opt, AUTO)
-        sync.adopt("wfbp-bf16")
+        sync.adopt("wfbp(wire='bf16')")
         for step in range(STEPS + 1):
             x, y = data(step)
             cross_entropy(model(x), y).backward()
             opt.step()
             opt.zero_grad()
-        assert sync.scheme == RECIPES["wfbp-bf16"]
+        assert sync.scheme == parse("wfbp(wire='bf16')")
         with pytest.raises(ValueError, match="decided scheme"):
             sync.adopt("auto")
         return log.lines
@@ -347,7 +347,7 @@ def ranked(steps: dict[str, float]) -> Callable[..., list[Choice]]:
                 limit=step,
                 buckets=1,
             )
-            scheme = RECIPES[name]
+            scheme = parse(name)
             choices.append(Choice(name, scheme, told, refuse(scheme)))
         return in_order(choices)
 
@@ -355,16 +355,21 @@ def ranked(steps: dict[str, float]) -> Callable[..., list[Choice]]:
 
 
 SEEN = (Seen(trace("fast", 0.1), ""), Seen(trace("slow", 0.2), ""))
-TIMES = {"dear": 0.8, "wfbp-bf16": 0.75, "topk": 0.3, "oktopk-dear": 0.25}
+TIMES = {
+    "dear": 0.8,
+    "wfbp(wire='bf16')": 0.75,
+    "topk": 0.3,
+    "oktopk(schedule='dear')": 0.25,
+}
 
 
 @pytest.mark.parametrize(
     ("auto", "seen", "expected"),
     [
-        (Auto(), SEEN, "wfbp-bf16"),
-        (Auto(lossy=True), SEEN, "oktopk-dear"),
+        (Auto(), SEEN, "wfbp(wire='bf16')"),
+        (Auto(lossy=True), SEEN, "oktopk(schedule='dear')"),
         (Auto(lossy=True), (replace(SEEN[0], obstacle="no"), SEEN[1]), "topk"),
-        (Auto(lossy=True, margin=3.0), SEEN, "wfbp-bf16"),
+        (Auto(lossy=True, margin=3.0), SEEN, "wfbp(wire='bf16')"),
     ],
 )
 def test_what_is_chosen(
@@ -372,7 +377,7 @@ def test_what_is_chosen(
 ) -> None:
     monkeypatch.setattr(decision, "rank", ranked(TIMES))
     text, words = decision.plan(auto, seen, Network.ideal(4, 2, 1e9))
-    assert parse(text) == RECIPES[expected]
+    assert parse(text) == parse(expected)
     assert words.startswith(f"{expected}, ")
     assert "4 hosts x 2 ranks" in words
 
@@ -382,7 +387,7 @@ def test_the_log_names_what_would_win_and_its_break_even(
 ) -> None:
     monkeypatch.setattr(decision, "rank", ranked(TIMES))
     _, words = decision.plan(Auto(), SEEN, Network.ideal(4, 2, 1e9))
-    assert "oktopk-dear would take 250 ms" in words
+    assert "oktopk(schedule='dear') would take 250 ms" in words
     assert "less than 3 times the steps" in words
     assert "auto(lossy=True)" in words
     assert "\n" not in words
@@ -397,10 +402,10 @@ def test_lossy_schemes_are_warmed_up_if_asked_to(
     chosen = parse(text)
     assert isinstance(chosen.collective, Warmup)
     assert chosen.collective.steps == 100
-    assert chosen.fusion == RECIPES["oktopk-dear"].fusion
-    both = replace(auto, corrected=True)
+    assert chosen.fusion == parse("oktopk(schedule='dear')").fusion
+    both = replace(auto, momentum_correction=True)
     text, _ = decision.plan(both, SEEN, Network.ideal(4, 2, 1e9))
-    asked = parse("oktopk-dear(warmup=400, corrected=True)")
+    asked = parse("oktopk(schedule='dear', warmup=400, momentum_correction=True)")
     assert parse(text).collective == asked.collective
 
 
@@ -413,7 +418,10 @@ def test_lossy_schemes_are_warmed_up_if_asked_to(
         ("auto", Auto()),
         ("auto(lossy=True)", Auto(lossy=True)),
         ("auto(lossy=True, warmup=160)", Auto(lossy=True, warmup=160)),
-        ("auto(lossy=True, corrected=True)", Auto(lossy=True, corrected=True)),
+        (
+            "auto(lossy=True, momentum_correction=True)",
+            Auto(lossy=True, momentum_correction=True),
+        ),
         ("auto(deferred=False, steps=30)", Auto(deferred=False, steps=30)),
     ],
 )
@@ -428,7 +436,7 @@ def test_it_is_a_scheme_like_others(text: str, auto: Auto) -> None:
     [
         ("auto(steps=1)", "at least 4 steps"),
         ("auto(warmup=100)", "lossy=True"),
-        ("auto(corrected=True)", "lossy=True"),
+        ("auto(momentum_correction=True)", "lossy=True"),
         ("auto(margin=-1)", "0 or more"),
         ("auto(colour=1)", "colour"),
         ("Warmup(Auto(), 10)", "cannot be wrapped"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,8 +44,16 @@ def test_help_names_every_command() -> None:
 def test_schemes_lists_recipes_as_calls_and_the_baselines() -> None:
     shown = call("schemes").output
     assert "Scheme(collective=Dense(" in shown
-    for name in ("sequential", "wfbp", "dear-bf16", "ddp", "ddp-fp16"):
+    for name in ("sequential", "wfbp", "oktopk", "ddp", "ddp(wire='fp16')"):
         assert f"\n{name} " in shown
+    assert "oktopk(0.01, schedule='local', wire='bf16', warmup=240)" in shown
+
+
+def test_the_module_behind_the_command_line_names_the_way_in() -> None:
+    words = [sys.executable, "-m", "gradtide.cli", "schemes"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "error: the command line is started by python -m gradtide\n"
 
 
 @pytest.mark.parametrize(

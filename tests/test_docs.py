@@ -161,8 +161,8 @@ def check_command(words: list[str]) -> None:
         assert words[1] in targets, f"make has no {words[1]}"
     if words[0] == "gradtide":
         _check_options(words[1:])
-    elif "gradtide.cli" in words:
-        _check_options(words[words.index("gradtide.cli") + 1 :])
+    elif "gradtide" in words:
+        _check_options(words[words.index("gradtide") + 1 :])
 
 
 def _check_options(words: list[str]) -> None:
@@ -191,7 +191,7 @@ def test_commands_are_known(page: Path) -> None:
         "gradtide plann --trace x",
         "gradtide plan --trace x --rnks 3",
         "gradtide compare --schemes ddp",
-        "torchrun -m gradtide.cli lab prove --hosts 4",
+        "torchrun -m gradtide lab prove --hosts 4",
         "make demos",
         "python examples/train.py",
     ],
@@ -222,12 +222,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_readme_is_short_and_says_first_what_is_not_proven() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 200
-    unproven, promise = text.index("## What is not proven yet"), text.index("## Two")
-    assert unproven < promise
+    unproven, offered = text.index("## What is not proven yet"), text.index("## Two")
+    assert unproven < offered
     table = text[text.index("| recipe |") :].split("\n\n")[0].splitlines()[2:]
     assert len(table) <= 12
     for row in table:
         gradtide.scheme.parse(re.findall(r"`([^`]+)`", row)[0])
+
+
+def test_the_page_on_schemes_has_at_most_twelve_recipes() -> None:
+    text = (ROOT / "docs/schemes.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)[`(]", text)) & set(gradtide.scheme.RECIPES)
+    assert {"dear", "oktopk", "pad_kfac"} <= named
+    assert len(named) <= 12
+    apart = (ROOT / "docs/reference/yardsticks.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in apart for name in set(gradtide.scheme.RECIPES) - named)
 
 
 # - Reference --------------------------------------------------------------------------

@@ -97,7 +97,9 @@ def section(value: Any, title: str) -> str:
 
 
 def arguments(value: Any) -> set[str]:
-    return set(re.findall(r"^    (\w+): \S", section(value, "Args"), re.MULTILINE))
+    return set(
+        re.findall(r"^    \*{0,2}(\w+): \S", section(value, "Args"), re.MULTILINE)
+    )
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -114,7 +116,7 @@ def test_collectives_say_what_they_cost_and_what_is_left(collective: type) -> No
     assert re.search(r"\b(19|20)\d\d\b|`Dense`", doc), "the paper, with its year"
 
 
-@pytest.mark.parametrize("name", ["replicate", "parse"])
+@pytest.mark.parametrize("name", ["replicate", "parse", "recipe"])
 def test_functions_are_documented(name: str) -> None:
     _check(OBJECTS[name])
 

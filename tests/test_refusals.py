@@ -79,7 +79,9 @@ def _construction() -> None:
     model = net()
     some = torch.optim.SGD(list(model.parameters())[:2], 0.1)
     refused(lambda: gradtide.replicate(model, some, "dear"), "2.weight", "'wfbp'")
-    refused(lambda: gradtide.replicate(model, some, "topk-local"), "2.weight")
+    refused(
+        lambda: gradtide.replicate(model, some, "topk(schedule='local')"), "2.weight"
+    )
     whole = torch.optim.LBFGS(model.parameters())
     refused(lambda: gradtide.replicate(model, whole, "dear"), "LBFGS", "'wfbp'")
     with warnings.catch_warnings():
@@ -87,7 +89,10 @@ def _construction() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
     shards = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     refused(lambda: gradtide.replicate(model, shards, "dear"), "inside its step")
-    refused(lambda: gradtide.replicate(model, shards, "topk-local"), "inside its step")
+    refused(
+        lambda: gradtide.replicate(model, shards, "topk(schedule='local')"),
+        "inside its step",
+    )
     gradtide.replicate(model, shards, "wfbp").remove()
     sync = attach(model)
     refused(lambda: attach(model), "0.weight", "sync.remove()")
@@ -175,7 +180,14 @@ def test_complex_parameters_train_as_under_ddp(scheme: str) -> None:
 
 
 def test_complex_parameters_are_refused_where_numbers_are_compared() -> None:
-    schemes = ("topk", "oktopk-dear", "powersgd", "wfbp-bf16", "topk-local", "auto")
+    schemes = (
+        "topk",
+        "oktopk(schedule='dear')",
+        "powersgd",
+        "wfbp(wire='bf16')",
+        "topk(schedule='local')",
+        "auto",
+    )
 
     def run() -> None:
         for scheme in schemes:
@@ -190,7 +202,7 @@ def test_complex_parameters_are_refused_where_numbers_are_compared() -> None:
 # - While training ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["wfbp", DEAR, "topk", "topk-local"])
+@pytest.mark.parametrize("scheme", ["wfbp", DEAR, "topk", "topk(schedule='local')"])
 def test_parameters_that_come_later_are_refused(scheme: str) -> None:
     def grow(model: Any, opt: torch.optim.Optimizer) -> None:
         model.append(nn.Linear(2, 2))
@@ -305,7 +317,7 @@ def _not_finite() -> None:
 # - Failures ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["wfbp", DEAR, "wfbp-bf16"])
+@pytest.mark.parametrize("scheme", ["wfbp", DEAR, "wfbp(wire='bf16')"])
 def test_a_dead_peer_is_named_in_time(scheme: str) -> None:
     named = r"CommunicationError: rank [02]: .*rank 1 does not respond"
     with pytest.raises(AssertionError, match=named):

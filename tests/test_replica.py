@@ -622,7 +622,7 @@ def _copied() -> None:
     sync.remove()
 
 
-@pytest.mark.parametrize("scheme", [DEAR, "topk-local", "mpd_kfac", "auto"])
+@pytest.mark.parametrize("scheme", [DEAR, "topk(schedule='local')", "mpd_kfac", "auto"])
 def test_a_whole_model_can_be_saved_and_is_a_plain_one_again(scheme: str) -> None:
     for saved, weights in run_ranks(2, _saved, scheme):
         assert b"gradtide" not in saved
@@ -688,7 +688,9 @@ def _half_a_copy() -> None:
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_gathering_leaves_no_promise_where_no_rank_has_a_gradient(detach: bool) -> None:
+def test_gathering_leaves_no_deferred_gradient_where_no_rank_has_a_gradient(
+    detach: bool,
+) -> None:
     run_ranks(2, _gathered, detach)
 
 

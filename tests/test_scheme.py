@@ -6,14 +6,15 @@ import re
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from gradtide.collectives import (
-    Corrected,
     Dense,
+    MomentumCorrection,
     OkTopk,
     PowerSGD,
     TopK,
@@ -22,10 +23,12 @@ from gradtide.collectives import (
 )
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload
-from gradtide.core.schedule import DEAR, Schedule
+from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
 from gradtide.fusion import BySize, PerTensor, Trace
+from gradtide.kfac import KFAC
 from gradtide.runtime.placement import lay_out
-from gradtide.scheme import RECIPES, Scheme, parse
+from gradtide.scheme import RECIPES, Scheme, parse, recipe
+from gradtide.selectors import Exact
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -43,14 +46,150 @@ def test_constructor_calls() -> None:
 
 
 def test_recipes_take_other_hyper_parameters() -> None:
-    assert parse("dear('fp16')") == parse("dear-fp16")
-    assert parse("dear-bf16(wire='fp16')") == parse("dear-fp16")
+    assert parse("dear(wire='fp16')") == Scheme(Dense("fp16"), schedule=DEAR)
+    assert parse("dear('fp16')") == parse("dear(wire='fp16')")
+    mine = parse("topk(0.02, select=Exact(), wire='bf16')")
+    assert mine.collective == TopK(0.02, Exact(), "bf16")
+
+
+# - One grammar ------------------------------------------------------------------------
+
+
+def test_schedules_are_said_by_name_or_as_they_are() -> None:
+    schedules = {"sequential": SEQUENTIAL, "wfbp": WFBP, "dear": DEAR, "local": LOCAL}
+    for name, schedule in schedules.items():
+        said = parse(f"oktopk(0.1, schedule={name!r})")
+        assert said == parse(f"oktopk(0.1, schedule={name.upper()})")
+        assert said == replace(parse("oktopk(0.1)"), schedule=schedule)
+    assert parse("oktopk(schedule='wfbp')") == parse("oktopk")
+    own = parse("oktopk(schedule=Schedule('step', gain=1.2))")
+    assert own.schedule == Schedule("step", gain=1.2)
+    kfac = parse("spd_kfac(schedule='dear', damping=0.01)")
+    assert kfac == Scheme(schedule=DEAR, preconditioner=KFAC("spd", damping=0.01))
+
+
+def test_those_that_search_in_turns_take_longer_steps_under_local() -> None:
+    for name in ("micro", "exdyna", "deft"):
+        for local in ("'local'", "LOCAL"):
+            scheme = parse(f"{name}(0.01, schedule={local})")
+            assert scheme.schedule == Schedule("step", gain=1.4)
+    assert parse("exdyna(schedule='dear')").schedule == DEAR
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme"),
+    [
+        ("dear(wire='bf16')", lambda: recipe("dear", wire="bf16")),
+        ("oktopk(0.01)", lambda: recipe("oktopk", 0.01)),
+        (
+            "topka2a(0.02, schedule='local', wire='bf16', warmup=240)",
+            lambda: recipe("topka2a", 0.02, schedule=LOCAL, wire="bf16", warmup=240),
+        ),
+        (
+            "topk(density=0.1, select=Exact(), momentum_correction=True)",
+            lambda: recipe("topk", 0.1, Exact(), momentum_correction=True),
+        ),
+        (
+            "spd_kfac(schedule='dear', damping=0.01)",
+            lambda: recipe("spd_kfac", schedule="dear", damping=0.01),
+        ),
+        (
+            "auto(lossy=True, warmup=160)",
+            lambda: recipe("auto", lossy=True, warmup=160),
+        ),
+    ],
+)
+def test_python_says_what_a_text_says(text: str, scheme: Callable[[], Scheme]) -> None:
+    assert parse(text) == scheme()
+    assert parse(repr(scheme())) == scheme()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("dear-bf16", "dear(wire='bf16')"),
+        ("sequential-fp16", "sequential(wire='fp16')"),
+        ("dear-bf16(wire='fp16')", "dear(wire='fp16')"),
+        ("oktopk-dear", "oktopk(schedule='dear')"),
+        ("oktopk-dear()", "oktopk(schedule='dear')"),
+        ("oktopk-dear(wire='bf16')", "oktopk(schedule='dear', wire='bf16')"),
+        (
+            "exdyna-local(0.01, warmup=240)",
+            "exdyna(0.01, schedule='local', warmup=240)",
+        ),
+        (
+            "topk-dear(0.1, Exact(), warmup=40)",
+            "topk(0.1, Exact(), schedule='dear', warmup=40)",
+        ),
+        ("topk-dear(0.1)", "topk(0.1, schedule='dear')"),
+        ("leader-dear(0.1)", "cltk(0.1, schedule='dear')"),
+        (
+            "topka2a(0.02, warmup=160, corrected=True)",
+            "topka2a(0.02, warmup=160, momentum_correction=True)",
+        ),
+        (
+            "auto(lossy=True, corrected=True)",
+            "auto(lossy=True, momentum_correction=True)",
+        ),
+        (
+            "Scheme(Agreed(0.1, Dynamic()), BySize(3.0), DEAR)",
+            "Scheme(PartitionedTopK(0.1, Dynamic()), BySize(3.0), DEAR)",
+        ),
+        (
+            "Scheme(Warmup(Corrected(Leader(0.1)), 4))",
+            "Scheme(Warmup(MomentumCorrection(CLTk(0.1)), 4))",
+        ),
+        (
+            "spd_kfac-dear(fusion=BySize(3.0), damping=0.1)",
+            "spd_kfac(schedule='dear', fusion=BySize(3.0), damping=0.1)",
+        ),
+    ],
+)
+def test_old_spellings_are_refused_with_the_new_one(old: str, new: str) -> None:
+    parse(new)
+    with pytest.raises(ValueError, match=re.escape(f"is an old spelling: use {new}")):
+        parse(old)
+
+
+def test_what_else_is_wrong_with_an_old_spelling_is_said_of_the_new_one() -> None:
+    with pytest.raises(ValueError, match=re.escape("oktopk(schedule='dear', colour=")):
+        parse("oktopk-dear(colour=1)")
+    with pytest.raises(ValueError, match="use oktopk\\(schedule='dear'\\)"):
+        recipe("oktopk-dear", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda: recipe("oktok"), "did you mean 'oktopk'?"),
+        (lambda: recipe("nonsense"), "use one of auto, sequential, wfbp"),
+        (lambda: recipe("wfbp", schedule="dear"), "wfbp is a schedule"),
+        (lambda: recipe("topk", schedule="deer"), "did you mean 'dear'?"),
+        (lambda: recipe("topk", schedule=3), "or a Schedule"),  # type: ignore[arg-type]
+        (lambda: recipe("topk", 0.1, density=0.1), "'density' is given twice"),
+        (lambda: recipe("topk", corrected=True), "levels, and not"),
+        (lambda: recipe("spd_kfac", "mpd"), "given by name"),
+        (lambda: recipe("spd_kfac", schedule="local"), "K-FAC is made of averaged"),
+        (lambda: recipe("spd_kfac", warmup=10), "dense at all times"),
+        (lambda: recipe("wfbp", warmup=10), "dense at all times"),
+        (lambda: recipe("auto", schedule="dear"), "decides on the schedule itself"),
+        (
+            lambda: recipe("topk", schedule="local", momentum_correction=True),
+            "leave out momentum_correction",
+        ),
+    ],
+)
+def test_a_recipe_refuses_in_python_as_in_text(
+    wrong: Callable[[], Scheme], told: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        wrong()
 
 
 def test_warmup_goes_down_to_the_recipes_density() -> None:
-    slow = parse("oktopk-dear(0.1, warmup=30)")
+    slow = parse("oktopk(0.1, schedule='dear', warmup=30)")
     assert slow.collective == Warmup(OkTopk(0.1), 15, (1.0, 0.25))
-    assert slow.fusion == RECIPES["oktopk-dear"].fusion
+    assert slow.fusion == parse("oktopk(schedule='dear')").fusion
     assert parse("topka2a(warmup=40)").collective == Warmup(
         TopKA2A(), 10, (1.0, 0.25, 0.1, 0.05)
     )
@@ -59,40 +198,44 @@ def test_warmup_goes_down_to_the_recipes_density() -> None:
 
 
 def test_before_steps_travel_two_thirds_of_a_warmup_are_dense() -> None:
-    scheme = parse("oktopk-local(0.01, warmup=60)")
+    scheme = parse("oktopk(0.01, schedule='local', warmup=60)")
     densities = (1.0, 1.0, 1.0, 1.0, 0.04, 0.02)
     assert scheme.collective == Warmup(OkTopk(0.01), 10, densities)
-    few = parse("topk-local(0.3, warmup=60)")
+    few = parse("topk(0.3, schedule='local', warmup=60)")
     assert few.collective == Warmup(TopK(0.3), 20, (1.0, 1.0, 0.6))
-    assert parse("topk-local(0.5, warmup=60)").collective == Warmup(TopK(0.5), 60)
+    assert parse("topk(0.5, schedule='local', warmup=60)").collective == Warmup(
+        TopK(0.5), 60
+    )
 
 
-def test_corrected_takes_the_optimizers_momentum_after_dense_steps() -> None:
-    scheme = parse("exdyna-dear(0.02, warmup=40, corrected=True)")
-    inner = RECIPES["exdyna-dear"].collective
-    inner = Corrected(replace(inner, density=0.02))  # type: ignore[type-var]
+def test_momentum_correction_uses_the_optimizers_momentum_after_dense_steps() -> None:
+    scheme = parse("exdyna(0.02, schedule='dear', warmup=40, momentum_correction=True)")
+    inner = parse("exdyna(schedule='dear')").collective
+    inner = MomentumCorrection(replace(inner, density=0.02))  # type: ignore[type-var]
     assert scheme.collective == Warmup(inner, 40, (1.0,))
-    assert scheme.fusion == RECIPES["exdyna-dear"].fusion
+    assert scheme.fusion == parse("exdyna(schedule='dear')").fusion
     assert parse(repr(scheme)) == scheme
-    assert parse("topk(corrected=True)").collective == Corrected(TopK())
-    assert parse("topk(corrected=False)") == parse("topk")
+    assert parse("topk(momentum_correction=True)").collective == MomentumCorrection(
+        TopK()
+    )
+    assert parse("topk(momentum_correction=False)") == parse("topk")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("wfbp(1, 2)", "1 hyper-parameters"),
-        ("dear-bf16(colour=1)", "colour"),
+        ("wfbp(1, 2)", "wfbp takes wire, and not 2 values"),
+        ("dear(colour=1)", "colour"),
         ("oktopk(warmup=3)", "number of steps, 4"),
         ("oktopk(warmup=0.5)", "number of steps"),
-        ("wfbp(corrected=True)", "selects nothing"),
-        ("powersgd(corrected=True)", "selects nothing"),
+        ("wfbp(momentum_correction=True)", "selects nothing"),
+        ("powersgd(momentum_correction=True)", "selects nothing"),
         ("nonsense", "wfbp"),
         ("Dense(wire='int3')", "bf16"),
         ("Dense(colour=1)", "colour"),
         ("BySize(3)", "not a scheme"),
         ("Scheme(BySize(3))", "reduce"),
-        ("Scheme(Dense(), schedule='dear')", "Schedule"),
+        ("Scheme(Dense(), schedule='dear')", "a Schedule such as WFBP or DEAR"),
         ("Scheme(Dense", "comma or '\\)'"),
         ("__import__('os').system('true')", "not allowed"),
         ("os.system('true')", "frozen dataclass"),
@@ -107,9 +250,9 @@ def test_corrected_takes_the_optimizers_momentum_after_dense_steps() -> None:
         ("Scheme(, )", "value should be"),
         ("DEAR()", "not callable"),
         ("topk(warmup=())", "number of steps"),
-        ("topk(corrected='no')", "True or False"),
-        ("Corrected(TopK(), momentum=0.9)", "give it to the optimizer"),
-        ("Corrected(TopK(), 0.9)", "give it to the optimizer"),
+        ("topk(momentum_correction='no')", "True or False"),
+        ("MomentumCorrection(TopK(), momentum=0.9)", "give it to the optimizer"),
+        ("MomentumCorrection(TopK(), 0.9)", "give it to the optimizer"),
         ("Scheme", "reduce|not a scheme"),
     ],
 )
@@ -225,18 +368,21 @@ def test_any_text_is_a_scheme_or_refused_at_once_and_imports_nothing() -> None:
     [
         ("topk(select=5)", "TopK(select=5): it has to be a Selector"),
         ("topk(True)", "TopK(density=True): it has to be a finite number"),
-        ("Corrected(1)", "Corrected(collective=1): it has to be a Collective"),
-        ("Corrected(TopK)", "it has to be a Collective"),
+        (
+            "MomentumCorrection(1)",
+            "MomentumCorrection(collective=1): it has to be a Collective",
+        ),
+        ("MomentumCorrection(TopK)", "it has to be a Collective"),
         ("ACPSGD(1e400)", "ACPSGD(rank=inf): it has to be a whole number"),
         ("Warmup(TopK(), steps=1.5)", "Warmup(steps=1.5): it has to be a whole"),
-        ("exdyna(partition=4)", "Agreed(partition=4): use Even()"),
+        ("exdyna(partition=4)", "PartitionedTopK(partition=4): use Even()"),
         ("BySize(pieces=1.5)", "not a scheme"),
         (
             "Scheme(Dense(), BySize(pieces=1.5))",
             "BySize(pieces=1.5): it has to be",
         ),
         ("spd_kfac(factor_every=True)", "KFAC(factor_every=True): it has to be a wh"),
-        ("oktopk-dera", "did you mean 'oktopk-dear'?"),
+        ("oktopk-dera", "did you mean 'oktopk'?"),
     ],
 )
 def test_hyper_parameters_of_the_wrong_kind_are_refused(text: str, told: str) -> None:

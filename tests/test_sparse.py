@@ -120,7 +120,7 @@ def test_gradients_may_be_taken_in_as_they_arrive(schedule: str) -> None:
         trained = []
         for large in (hooks.LARGE, 1):
             hooks.LARGE = large  # type: ignore[attr-defined]
-            for scheme in ("OkTopk", "Agreed", "TopKA2A"):
+            for scheme in ("OkTopk", "PartitionedTopK", "TopKA2A"):
                 weights = train(named(scheme, 0.1, schedule), "sgd", 5, 2)
                 trained.append(weights.tolist())
         return trained
@@ -295,4 +295,4 @@ def test_what_was_left_of_an_unused_parameter_arrives() -> None:
 
 def test_recipes_are_sparse_or_dense() -> None:
     assert isinstance(parse("oktopk(0.001)"), Scheme)
-    assert not isinstance(parse("oktopk-dear").collective, Dense)
+    assert not isinstance(parse("oktopk(schedule='dear')").collective, Dense)

@@ -16,6 +16,7 @@ from gradtide.core.ops import (
     AllGather,
     AllReduce,
     AllToAll,
+    Among,
     Broadcast,
     Group,
     Op,
@@ -89,6 +90,36 @@ def _answers() -> None:
     transport.close()
 
 
+@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 2), (1, 3), (4, 1)])
+def test_answers_among_some_ranks(hosts: int, local: int) -> None:
+    run_ranks(hosts * local, _among, local)
+
+
+def _among(local: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    transport = connect(None, torch.device("cpu"))
+    host, place = divmod(rank, local)
+    inside, across = range(host * local, (host + 1) * local), range(place, size, local)
+    for ranks, own in ((inside, place), (across, host)):
+        everybodys = [some(r, len(ranks)) for r in range(len(ranks))]
+        for i, mine in enumerate(some(own, len(ranks))):
+            answers: list[Any] = []
+            asked = Among(mine, ranks)
+            transport.submit(
+                nothing, lambda a=answers, op=asked: a.append(ask(transport, op))
+            ).join()
+            expected = answer([ops[i] for ops in everybodys])[own]
+            name = type(mine).__name__
+            assert torch.equal(answers[0], expected), f"request {i}: {name}"
+    transport.close()
+
+
+def some(rank: int, size: int) -> list[Any]:
+    """All that can be asked of a part of the ranks, also at length."""
+    long = [AllReduce(row(rank, 30_001)), Broadcast(row(rank, 30_000), size - 1)]
+    return [op for op in requests(rank, size) if not isinstance(op, ToHost)] + long
+
+
 def ask(transport: Transport, op: Op) -> Any:
     return transport.wait(transport.issue(op))
 
@@ -141,7 +172,7 @@ def test_many_messages_keep_order() -> None:
 
 
 def _many() -> None:
-    """Errands of several requests of changing sizes, begun sooner on one rank."""
+    """Work items of several requests of changing sizes, begun sooner on one rank."""
     transport = connect(None, torch.device("cpu"))
     sums: list[Tensor] = []
     tickets = []
@@ -222,7 +253,7 @@ def test_a_lane_runs_in_order_and_stops_at_the_first_error() -> None:
     assert ran == [1]
 
 
-def test_the_next_errand_begins_early_once_and_its_error_is_its_own() -> None:
+def test_the_next_work_item_begins_early_once_and_its_error_is_its_own() -> None:
     queue, ran = CommQueue("test"), list[str]()
     gate = threading.Event()
 

@@ -1,22 +1,22 @@
 """Data-parallel PyTorch training over networks that cannot keep up.
 
 `replicate` averages the gradients of a model over all ranks. A scheme says how: it is a
-name or a text, or is built from the parts that are exported here, which have the names
-that the text has.
+name or a text, or is built by `recipe`, or from the parts that are exported here: these
+have the names that the text has.
 """
 
 from gradtide.collectives import (
     ACPSGD,
-    Agreed,
     Auto,
     ByNorm,
-    Corrected,
+    CLTk,
     Dense,
     Dynamic,
     Even,
     GTopK,
-    Leader,
+    MomentumCorrection,
     OkTopk,
+    PartitionedTopK,
     PowerSGD,
     TopK,
     TopKA2A,
@@ -35,7 +35,7 @@ from gradtide.fusion import (
 from gradtide.kfac import KFAC
 from gradtide.parallel import DistributedDataParallel, install
 from gradtide.replica import Replica, replicate
-from gradtide.scheme import Scheme, parse
+from gradtide.scheme import Scheme, parse, recipe
 from gradtide.selectors import Exact, Threshold
 from gradtide.transport import CommunicationError
 
@@ -49,14 +49,13 @@ __all__ = [
     "LOCAL",
     "SEQUENTIAL",
     "WFBP",
-    "Agreed",
     "Auto",
     "Bayesian",
     "BinarySearch",
     "ByNorm",
     "BySize",
+    "CLTk",
     "CommunicationError",
-    "Corrected",
     "Cuts",
     "Dense",
     "DistributedDataParallel",
@@ -64,9 +63,10 @@ __all__ = [
     "Even",
     "Exact",
     "GTopK",
-    "Leader",
     "MgWfbp",
+    "MomentumCorrection",
     "OkTopk",
+    "PartitionedTopK",
     "PerTensor",
     "PowerSGD",
     "Replica",
@@ -80,5 +80,6 @@ __all__ = [
     "__version__",
     "install",
     "parse",
+    "recipe",
     "replicate",
 ]

@@ -1,9 +1,12 @@
-"""The command line: `gradtide schemes | lab | compare | profile`.
+"""The command line: `gradtide schemes | lab | compare | plan | profile | simulate`.
 
 Knows options and exit codes. What a command does is imported when it runs.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":  # before anything that an extra installs
+    raise SystemExit("error: the command line is started by python -m gradtide")
 
 import math
 import os
@@ -29,6 +32,16 @@ app = typer.Typer(
 app.add_typer(lab, name="lab")
 app.add_typer(profile, name="profile")
 app.command()(simulate)
+
+GRAMMAR = """\
+A recipe is called with what is to differ. Sparse and low-rank ones take
+their density or rank first, and schedule=, warmup=, momentum_correction=:
+
+    dear(wire='bf16')
+    oktopk(0.01, schedule='local', wire='bf16', warmup=240)
+    spd_kfac(schedule='dear', damping=0.01)
+
+Schedules are 'sequential', 'wfbp', 'dear' and 'local'."""
 
 
 def _version(wanted: bool) -> None:
@@ -65,6 +78,7 @@ def schemes() -> None:
     for name, (meaning, _) in BASELINES.items():
         listed.add_row(name, f"{meaning}; to compare with only")
     Console().print(listed)
+    Console().print(f"\n{GRAMMAR}", highlight=False)
 
 
 @app.command()
@@ -179,7 +193,3 @@ def plan(
     Console().print(report.show(found, step, there), highlight=False)
     if json is not None:
         json.write_text(report.dumps(found, step, there), encoding="utf-8")
-
-
-if __name__ == "__main__":  # for torchrun -m gradtide.cli
-    app()

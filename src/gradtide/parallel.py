@@ -129,7 +129,7 @@ class DistributedDataParallel(Torchs):
         if mixed_precision is not None:
             raise ValueError(
                 "mixed_precision is DDP's own: use torch.autocast, and "
-                "scheme='wfbp-bf16' for 16 bits on the wire"
+                "scheme=\"wfbp(wire='bf16')\" for 16 bits on the wire"
             )
         sync = forward_sync_buffers, broadcast_buffers
         given = next((flag for flag in sync if flag is not None), True)
@@ -310,8 +310,8 @@ class DistributedDataParallel(Torchs):
         if hook not in known:
             raise ValueError(
                 f"{getattr(hook, '__qualname__', hook)} is a hook on DDP's buckets, "
-                "which gradtide has not: choose what travels by scheme= ('wfbp-bf16', "
-                "'powersgd', 'oktopk', ...), or keep torch's DistributedDataParallel"
+                "which gradtide has not: choose what travels by scheme= ('oktopk', "
+                "'powersgd', ...), or keep torch's DistributedDataParallel"
             )
         self._cast(known[hook])
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtide.collectives import Dense
 from gradtide.core.engine import Engine
 from gradtide.fusion import BySize, Search
 from gradtide.runtime import checkpoint as state
@@ -45,6 +44,7 @@ from gradtide.scheme import (
     parse,
     start,
     undecided,
+    with_levels,
 )
 from gradtide.transport import ProcessGroup, Transport, connect
 
@@ -121,7 +121,7 @@ def link(
     transport = connect(process_group, device)
 
     def prepare() -> tuple[Scheme, Signature]:
-        chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+        chosen = _placed(scheme, transport)
         validate(model, buffers)
         validate_collective(model, chosen.collective, chosen.schedule)
         if optimizer is not None:
@@ -201,7 +201,7 @@ class Replica:
     def _now(self, scheme: Scheme) -> Scheme:
         """What to train with until the optimizer is known, or `auto` has decided."""
         waiting = self._unknown and knows_optimizer(scheme)
-        return Scheme(Dense()) if waiting else start(scheme)
+        return Scheme(levels=scheme.levels) if waiting else start(scheme)
 
     @property
     def waiting(self) -> bool:
@@ -447,9 +447,9 @@ class Replica:
         Updates that are deferred are applied first. The residual stays with its rank
         for the new collective; a dense exchange delivers it with the next gradients.
         Algorithms start anew if the collective is another one. Otherwise they keep
-        their count of steps, and `Corrected` keeps its velocity. The first step of a
-        schedule that defers is an ordinary one, in which the order of the modules is
-        recorded.
+        their count of steps, and `MomentumCorrection` keeps its velocity. The first
+        step of a schedule that defers is an ordinary one, in which the order of the
+        modules is recorded.
 
         Args:
             scheme: The new scheme, the same on every rank, as for `replicate`. Its
@@ -466,7 +466,7 @@ class Replica:
         self.flush()
 
         def prepare() -> tuple[Scheme, Signature]:
-            chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+            chosen = _placed(scheme, self.engine.transport)
             validate_collective(self.model, chosen.collective, chosen.schedule)
             if self._unknown:
                 return chosen, {"scheme": repr(chosen)}
@@ -478,7 +478,7 @@ class Replica:
                 self.scheme.schedule.launch == "step"
             ):
                 raise ValueError(
-                    f"adopt({chosen!r}): what was left behind of gradients is no step, "
+                    f"adopt({chosen!r}): the residual of gradients is no step, "
                     "nor the other way round; call remove() and replicate()"
                 )
             if chosen.preconditioner != self.scheme.preconditioner:
@@ -650,6 +650,12 @@ class Replica:
             self.kfac.close()
         self._admitted.remove()
         self._hooks.remove()
+
+
+def _placed(scheme: str | Scheme, transport: Transport) -> Scheme:
+    """The scheme that is meant, on the hosts that there are."""
+    chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+    return with_levels(chosen, transport.group.size, transport.ranks_per_host)
 
 
 @torch.no_grad()

@@ -61,6 +61,8 @@ def lockstep(
 def _name(op: Op | tuple[Op, ...] | None) -> str:
     if isinstance(op, tuple):
         return " + ".join(map(_name, op))
+    if isinstance(op, ops.Among):
+        return f"{_name(op.op)} {'inside' if op.inside else 'across'}"
     return "nothing more" if op is None else type(op).__name__
 
 
@@ -71,6 +73,8 @@ def answer(row: Sequence[Any], traffic: Counter[str] | None = None) -> list[Any]
         for rank, op in enumerate(row):
             traffic[_name(op)] += ops.payload_bytes(op, Group(rank, size))
     match first:
+        case ops.Among():
+            return _among(row)
         case ops.AllReduce():
             total = torch.stack([op.tensor for op in row]).sum(0)
             return [op.tensor.copy_(total) for op in row]
@@ -98,6 +102,20 @@ def answer(row: Sequence[Any], traffic: Counter[str] | None = None) -> list[Any]
         case _:
             assert isinstance(first, ops.Cut)
             return [None] * size
+
+
+def _among(row: Sequence[ops.Among]) -> list[Any]:
+    """Every subgroup's answers; its ranks must name one another."""
+    answers: list[Any] = [None] * len(row)
+    for rank, op in enumerate(row):
+        for other in op.ranks:
+            named = list(row[other].ranks)
+            _same(list(op.ranks), named, f"those whom {rank} and {other} ask")
+        if rank == op.ranks[0]:
+            found = answer([row[other].op for other in op.ranks])
+            for other, own in zip(op.ranks, found, strict=True):
+                answers[other] = own
+    return answers
 
 
 def _same(expected: object, found: object, what: str) -> None:

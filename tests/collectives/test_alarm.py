@@ -12,14 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.collectives import COLLECTIVES, PARTITIONS, Corrected, Dense, Warmup
+from gradtide.collectives import (
+    COLLECTIVES,
+    PARTITIONS,
+    Dense,
+    MomentumCorrection,
+    Warmup,
+)
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Collective, Payload
 from gradtide.selectors import Exact, Threshold
 from gradtide.testing import lockstep
 
 SIZE = 3
-LARGE = 120_000  # elements: what `Leader` averages of them travels in two halves
+LARGE = 120_000  # elements: what `CLTk` averages of them travels in two halves
 TOO_LARGE = {"fp16": 1e8, "bf16": torch.finfo(torch.float32).max}
 
 
@@ -41,8 +47,8 @@ def collectives(wire: str | None) -> list[Any]:
 WRAPPED: dict[str, Callable[[Any], Collective]] = {
     "alone": lambda collective: collective,
     "warmup": lambda collective: Warmup(collective, steps=1),
-    "corrected": lambda collective: Corrected(collective, clip=1e30),
-    "both": lambda collective: Warmup(Corrected(collective), steps=1),
+    "corrected": lambda collective: MomentumCorrection(collective, clip=1e30),
+    "both": lambda collective: Warmup(MomentumCorrection(collective), steps=1),
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradtide.collectives.contrib.acpsgd import ACPSGD
 from gradtide.collectives.lowrank import (
-    ACPSGD,
     Place,
     PowerSGD,
     matrices_of,

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives._entries import entry_words
+from gradtide.collectives.contrib.topkdsa import TopkDSA, tail_pays
 from gradtide.collectives.dense import Dense
-from gradtide.collectives.topka2a import (
-    TopKA2A,
-    TopkDSA,
-    pays,
-    tail_pays,
-    widen,
-)
+from gradtide.collectives.topka2a import TopKA2A, pays, widen
 from gradtide.core.ops import Cut, Group
 from gradtide.core.payload import Collective, Payload
 from gradtide.selectors import Exact, Selector, Threshold

@@ -12,8 +12,12 @@ from tests.ranks import run_ranks
 from tests.test_sparse import batch, by_torch_save, network, poisoned, resumed, train
 
 import gradtide
-from gradtide.collectives import Corrected, TopK, Warmup
-from gradtide.collectives.corrected import moves, takes_over, with_momentum
+from gradtide.collectives import MomentumCorrection, TopK, Warmup
+from gradtide.collectives.momentum_correction import (
+    moves,
+    uses_optimizer_momentum,
+    with_momentum,
+)
 from gradtide.core.ops import AllReduce, Flow, Group
 from gradtide.core.payload import Collective, Payload, Traits, next_step
 from gradtide.planner import rehearsal
@@ -56,7 +60,7 @@ class Saying(Traits):
     bound: float | None = None
 
     transparent = True
-    takes_momentum = True
+    uses_optimizer_momentum = True
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         assert not payload.flat.is_meta
@@ -154,7 +158,7 @@ class Silent:
 
 
 def test_momentum_reaches_what_is_in_a_wrapper_that_says_nothing() -> None:
-    inner = Corrected(TopK(0.1))
+    inner = MomentumCorrection(TopK(0.1))
     silent = with_momentum(Silent(Warmup(inner, 2)), 0.9, 0.1)
     assert silent.collective.collective.momentum == (0.9, 0.1)
     assert silent == Silent(Warmup(inner, 2))
@@ -164,8 +168,8 @@ def test_momentum_reaches_what_is_in_a_wrapper_that_says_nothing() -> None:
 
 
 def test_momentum_is_asked_for_through_wrappers() -> None:
-    assert takes_over(Saying(Turns()))
-    assert takes_over(
+    assert uses_optimizer_momentum(Saying(Turns()))
+    assert uses_optimizer_momentum(
         parse(f"Warmup({__name__}.Saying({__name__}.Turns()))").collective
     )
-    assert not takes_over(Turns())
+    assert not uses_optimizer_momentum(Turns())

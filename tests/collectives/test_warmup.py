@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-from gradtide.collectives.corrected import Corrected
+from gradtide.collectives.contrib.cltk import CLTk
+from gradtide.collectives.contrib.gtopk import GTopK
 from gradtide.collectives.dense import Dense
-from gradtide.collectives.gtopk import GTopK
-from gradtide.collectives.leader import Leader
+from gradtide.collectives.momentum_correction import MomentumCorrection
 from gradtide.collectives.topk import TopK
 from gradtide.collectives.warmup import Warmup
 from gradtide.core.ops import Group
@@ -23,7 +23,7 @@ SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 
 @pytest.mark.parametrize("size", SIZES)
 def test_law(size: int) -> None:
-    for inner in (TopK(0.02), GTopK(0.02), Leader(0.02)):
+    for inner in (TopK(0.02), GTopK(0.02), CLTk(0.02)):
         check_law(Warmup(inner, 2, (1.0, 0.2, 0.1)), size, steps=8)
 
 
@@ -52,7 +52,7 @@ def test_a_collective_that_counts_steps_keeps_its_own_count() -> None:
     traffic: Counter[str] = Counter()
     flats = [torch.randn(1000) for _ in range(2)]
     loads = [Payload(flat, [flat]) for flat in flats]
-    collective = Warmup(Leader(0.01, Exact()), 2, (0.05,))
+    collective = Warmup(CLTk(0.01, Exact()), 2, (0.05,))
     for step in range(5):
         expected = torch.topk(
             flats[step % 2].abs(), 50 if step < 2 else 10
@@ -81,7 +81,7 @@ def test_dense_steps_deliver_what_was_left_behind_and_keep_the_wire() -> None:
 
 
 def test_around_a_wrapper_it_sets_the_density_inside() -> None:
-    collective = Warmup(Corrected(TopK(0.01, Exact())), 1, (1.0, 0.1))
+    collective = Warmup(MomentumCorrection(TopK(0.01, Exact())), 1, (1.0, 0.1))
     flats = [torch.randn(1000) for _ in range(2)]
     loads = [Payload(flat, [flat]) for flat in flats]
     taken = []

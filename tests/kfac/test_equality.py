@@ -69,7 +69,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_equal_one_process(size: int) -> None:
-    schemes = [*EXACT, "spd_kfac-dear"]
+    schemes = [*EXACT, "spd_kfac(schedule='dear')"]
     ranks = run_ranks(size, lambda: [train(scheme) for scheme in schemes])
     assert all(rank == ranks[0] for rank in ranks)
     one, found = alone("spd_kfac"), list(map(torch.tensor, ranks[0]))

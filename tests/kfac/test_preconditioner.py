@@ -216,12 +216,15 @@ def test_fusion_and_owners_are_planned_after_the_first_backward() -> None:
             found += [sync.kfac.costs.ready, sync.kfac.placed]
             opt.step()
             opt.zero_grad()
-        names = [home.name for home in sync.kfac.factors]
+        names = [bucket.name for bucket in sync.kfac.factors]
         sync.remove()
         return [*found, names]
 
     named = ("pad_kfac(", "pad_kfac(workers=1.0, ", "pad_kfac(workers=0.5, ")
-    planned = [f"{name}placement='measured')" for name in (*named, "spd_kfac-dear(")]
+    planned = [
+        f"{name}placement='measured')"
+        for name in (*named, "spd_kfac(schedule='dear', ")
+    ]
     texts = [*planned, "mpd_kfac(placement='measured')", "pad_kfac"]
     first, second = run_ranks(2, lambda: [run(text) for text in texts])
     assert first == second
@@ -243,7 +246,13 @@ def test_two_runs_are_equal_to_the_bit() -> None:
         if turned:
             parts.estimate_inverses = lambda dims, *_: {d: 1.0 / d for d in dims}
         found: list[object] = []
-        for recipe in ("mpd_kfac", "spd_kfac", "pad_kfac", "pad_kfac-dear", "dp_kfac"):
+        for recipe in (
+            "mpd_kfac",
+            "spd_kfac",
+            "pad_kfac",
+            "pad_kfac(schedule='dear')",
+            "dp_kfac",
+        ):
             model = network()
             opt = torch.optim.SGD(model.parameters(), lr=0.1)
             sync = gradtide.replicate(model, opt, recipe)
@@ -255,7 +264,7 @@ def test_two_runs_are_equal_to_the_bit() -> None:
             assert sync.kfac is not None
             found += [
                 sync.kfac.placed,
-                [home.name for home in sync.kfac.factors],
+                [bucket.name for bucket in sync.kfac.factors],
             ]
             sync.remove()
             found += [p.tolist() for p in model.parameters()]
@@ -306,7 +315,7 @@ def test_bad_hyper_parameters_are_refused(text: str, word: str) -> None:
 
 
 def test_a_recipe_takes_hyper_parameters_and_its_repr_parses() -> None:
-    scheme = parse("pad_kfac-dear(damping=0.1, fusion=BySize(3.0))")
+    scheme = parse("pad_kfac(schedule='dear', damping=0.1, fusion=BySize(3.0))")
     assert scheme.preconditioner is not None
     assert scheme.preconditioner.damping == 0.1
     assert parse(repr(scheme)) == scheme

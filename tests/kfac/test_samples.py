@@ -15,6 +15,6 @@ def test_samples_of_the_first_tensor() -> None:
     assert batch((torch.tensor(1.0), x), {}) == 3
 
 
-def test_a_model_without_tensors_needs_a_function() -> None:
-    with pytest.raises(ValueError, match="samples="):
+def test_a_model_without_tensors_is_told_what_to_do() -> None:
+    with pytest.raises(ValueError, match="give it the batch as a tensor"):
         batch((), {"name": "x"})

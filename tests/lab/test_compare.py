@@ -16,7 +16,7 @@ from gradtide.lab.spec import Spec
 pytestmark = pytest.mark.alone
 
 SPEC = Spec(
-    schemes=("ddp", "ddp-bf16", "dear"),
+    schemes=("ddp", "ddp(wire='bf16')", "dear"),
     workload="digits",
     hosts=2,
     ranks_per_host=1,

@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector
 from gradtide.lab import workloads
 from gradtide.lab.contestants import BASELINES, enter, ring_bytes
 
-NAMES = (*BASELINES, "wfbp", "dear-bf16")
+NAMES = (*BASELINES, "wfbp", "dear(wire='bf16')")
 NUM_STEPS = 4
 
 
@@ -40,7 +40,7 @@ def test_all_train_the_same_model() -> None:
         np.testing.assert_array_equal(first[name], second[name], name)
         rounding = 1e-6 if name in ("ddp", "wfbp") else 3e-3
         np.testing.assert_allclose(first[name], first["ddp"], 0, rounding, err_msg=name)
-    assert not np.array_equal(first["ddp-bf16"], first["ddp"])
+    assert not np.array_equal(first["ddp(wire='bf16')"], first["ddp"])
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,12 @@ def advice(*choices: Choice, size: int = 8, margin: float = MARGIN) -> Advice:
 
 def dense(wfbp: float, dear: float, half: float, dear_half: float) -> list[Choice]:
     """The four dense schemes, by what they expose."""
-    exposed = {"wfbp": wfbp, "dear": dear, "wfbp-bf16": half, "dear-bf16": dear_half}
+    exposed = {
+        "wfbp": wfbp,
+        "dear": dear,
+        "wfbp(wire='bf16')": half,
+        "dear(wire='bf16')": dear_half,
+    }
     return [choice(name, seconds) for name, seconds in exposed.items()]
 
 
@@ -70,7 +75,7 @@ def test_where_overlap_hides_the_exchange_nothing_is_compressed() -> None:
 
 def test_where_bf16_hides_it_nothing_sparser_is_used() -> None:
     found = advice(*dense(0.05, 0.04, 0.003, 0.003), choice("topk", 0.0), margin=0.0)
-    assert found.recommended.name == "wfbp-bf16"
+    assert found.recommended.name == "wfbp(wire='bf16')"
     assert "bf16 suffices" in names(found)
     assert "exact" in found.verdict
 
@@ -79,7 +84,7 @@ def test_a_lossy_scheme_needs_a_margin() -> None:
     rows = dense(0.2, 0.2, 0.1, 0.1)
     little, much = choice("topk", 0.07), choice("oktopk", 0.01)
     found = advice(*rows, little)
-    assert found.dense.name == found.recommended.name == "wfbp-bf16"
+    assert found.dense.name == found.recommended.name == "wfbp(wire='bf16')"
     assert found.fastest is little
     assert "no margin" in names(found)
     assert found.break_even(little) == pytest.approx(0.2 / 0.17 - 1)
@@ -112,7 +117,7 @@ def test_two_ranks_are_a_rule_but_no_verdict() -> None:
 def test_reasons_follow_from_the_prediction() -> None:
     rows = dense(0.3, 0.002, 0.3, 0.3)
     slow, fast = choice("topk", 0.1, more=0.15), choice("oktopk", 0.001, more=0.05)
-    found = advice(*rows, slow, fast, choice("leader", 0.2))
+    found = advice(*rows, slow, fast, choice("cltk", 0.2))
     told = {row.name: "; ".join(found.reasons(row)) for row in found.choices}
     assert "waits 300 ms, 75 % of the step" in told["wfbp"]
     assert "2.6 % above its limit: only fewer bytes help" in told["wfbp"]

@@ -26,17 +26,17 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FUSED = "fusion=BySize(0.005, ends=0.005)"
 SCHEMES = (
     f"mpd_kfac({FUSED})",
-    f"mpd_kfac-dear({FUSED})",
+    f"mpd_kfac({FUSED}, schedule='dear')",
     f"spd_kfac({FUSED})",
-    f"spd_kfac-dear({FUSED}, kl_clip=None)",
+    f"spd_kfac({FUSED}, schedule='dear', kl_clip=None)",
     f"spd_kfac({FUSED}, form='eigen', wire='bf16')",
     f"pad_kfac({FUSED})",
     f"pad_kfac({FUSED}, workers=1.0)",
-    f"pad_kfac-dear({FUSED}, workers=0.34)",
+    f"pad_kfac({FUSED}, schedule='dear', workers=0.34)",
     f"mpd_kfac({FUSED}, workers=0.67)",
     f"pad_kfac({FUSED}, factor_every=2, inverse_every=4)",
     "dp_kfac",
-    "dp_kfac-dear",
+    "dp_kfac(schedule='dear')",
 )
 LAST = 4  # steps that are compared: a whole period
 
@@ -78,7 +78,7 @@ def _trained(scheme: str) -> tuple[list[str], list[str]]:
 
 def _cut(scheme: str) -> Any:
     """With gradients in several buckets."""
-    return replace(parse(scheme), fusion=gradtide.scheme.BySize(0.005, ends=0.005))
+    return replace(parse(scheme), fusion=gradtide.BySize(0.005, ends=0.005))
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ FREE = Device(inverse=InverseTime(1e-3, 0.0, 3.0))
 
 
 @pytest.mark.parametrize("name", ["mpd", "spd", "pad", "dp"])
-@pytest.mark.parametrize("suffix", ["", "-dear"])
+@pytest.mark.parametrize("suffix", ["", "(schedule='dear')"])
 def test_shares_of_stages_add_up_to_the_step(name: str, suffix: str) -> None:
     network = Network.ideal(SIZE, 1, 1e8)
     for slowed in (1.0, 2.0):

@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from gradtide.core.ops import AllToAll, Broadcast, Group, Op, ReduceScatter, Swap
 from gradtide.planner.bench import Bench
 from gradtide.planner.fit import Point
-from gradtide.planner.measure import Row, _shared, layout, link, measure
+from gradtide.planner.measure import Row, _shared, link, measure
 from gradtide.planner.network import Link, Network, Rate, load
 from gradtide.planner.points import shape
 from gradtide.selectors import SELECTORS
@@ -54,21 +54,6 @@ def test_all_ranks_get_the_same_network(tmp_path: Path) -> None:
     assert all(r.processor(1e6) > 0 for r in (first.inter.ring, first.inter.direct))
     first.save(tmp_path / "network.json")
     assert load(tmp_path / "network.json") == first
-
-
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ("aabb", (2, 2)),
-        ("abcd", (4, 1)),
-        ("aaaa", (4, 1)),  # one host: the network is what joins its ranks
-        ("abab", (4, 1)),  # not host by host
-        ("aab", (3, 1)),
-        ("aaab", (4, 1)),
-    ],
-)
-def test_layout(hosts: str, expected: tuple[int, int]) -> None:
-    assert layout(list(hosts)) == expected
 
 
 def test_shared() -> None:

@@ -126,7 +126,7 @@ def test_a_selector_that_was_not_measured_is_taken_for_the_slowest() -> None:
 def test_a_collective_whose_overhead_was_not_measured_has_the_mean_one() -> None:
     device = Device(overhead={"TopK": 1.2, "OkTopk": 1.4})
     assert device.overhead_of("TopK") == 1.2
-    assert device.overhead_of("Agreed") == pytest.approx(1.3)
+    assert device.overhead_of("PartitionedTopK") == pytest.approx(1.3)
     assert Device().overhead_of("TopK") == 1.0
 
 

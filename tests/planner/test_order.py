@@ -26,7 +26,7 @@ SCHEMES = (
     "Scheme(TopKA2A(0.05), PerTensor(), DEAR)",
     "Scheme(OkTopk(0.05), BySize(0.04, ends=0.02), DEAR)",
     "Scheme(OkTopk(0.05), PerTensor(), WFBP)",
-    "Scheme(Agreed(0.05), BySize(0.04, ends=0.02), WFBP)",
+    "Scheme(PartitionedTopK(0.05), BySize(0.04, ends=0.02), WFBP)",
 )
 
 
@@ -47,9 +47,9 @@ def _trained(scheme: str) -> tuple[list[str], list[str]]:
         net(torch.randn(8, WIDTH)).square().sum().backward()
         optimizer.step()
     sync.flush()
-    homes = sync._training.placement.buckets
+    buckets = sync._training.placement.buckets
     ready = sorted(
-        chain.from_iterable(h.slots for h in homes), key=lambda s: s.position
+        chain.from_iterable(h.slots for h in buckets), key=lambda s: s.position
     )
     records = [f"{r.bucket}:{r.request}" for r in sync.engine.telemetry.records]
     sync.remove()

@@ -42,7 +42,7 @@ def advice(seconds: float, network: Network) -> Advice:
     [
         (3.0, 8, 1e10, {"wfbp"}, "overlap suffices"),
         (0.3, 32, 1e10, {"wfbp", "dear"}, "no margin"),
-        (0.3, 8, 1e8, {"oktopk", "oktopk-dear"}, None),
+        (0.3, 8, 1e8, {"oktopk", "oktopk(schedule='dear')"}, None),
     ],
 )
 def test_known_cases(

@@ -63,7 +63,7 @@ def test_the_lane_works_while_the_training_thread_computes() -> None:
     assert spans(engine) == [("a", 2.25, 3.25)]
 
 
-def test_an_errand_begins_while_the_one_before_waits() -> None:
+def test_a_work_item_begins_while_the_one_before_waits() -> None:
     """Selection hides behind the wire, and requests follow each other on it."""
     transport = VirtualTransport(SECOND)
     engine = engine_of(transport)
@@ -126,7 +126,7 @@ def test_the_processor_is_charged_for_work_and_requests() -> None:
     assert transport.processor == pytest.approx(0.5 * 3 * 0.25 + 2 * each)
 
 
-def test_an_errand_that_comes_later_begins_then() -> None:
+def test_a_work_item_that_comes_later_begins_then() -> None:
     transport = VirtualTransport(SECOND)
     engine = engine_of(transport)
     first = launch(engine, "a", Asking(transport, 0.5, 1))

@@ -10,14 +10,14 @@ import torch
 
 from gradtide.collectives import (
     ACPSGD,
-    Agreed,
     ByNorm,
-    Corrected,
+    CLTk,
     Dense,
     Dynamic,
     GTopK,
-    Leader,
+    MomentumCorrection,
     OkTopk,
+    PartitionedTopK,
     PowerSGD,
     TopK,
     TopKA2A,
@@ -43,10 +43,10 @@ SPARSE = (
     TopKA2A(0.02, wire="bf16"),
     TopkDSA(0.02),
     OkTopk(0.02),
-    Agreed(0.02),
-    Agreed(0.02, partition=Dynamic()),
-    Agreed(0.02, partition=ByNorm()),
-    Leader(0.02),
+    PartitionedTopK(0.02),
+    PartitionedTopK(0.02, partition=Dynamic()),
+    PartitionedTopK(0.02, partition=ByNorm()),
+    CLTk(0.02),
 )
 
 
@@ -133,12 +133,12 @@ def test_selection_and_entries_are_counted() -> None:
     # Every entry is added; the union of all is written, and that of the last is erased.
     assert script.work.nearby == pytest.approx(size * 0.01 * n, rel=0.02)
     assert 1.5 * size * 0.01 * n < script.work.entries < 3 * size * 0.01 * n
-    assert played(Agreed(0.01), n, size).acts[0].work.scanned == n / size
-    assert played(Leader(0.9), 64, 2).acts[0].work.scanned == 0  # travels densely
+    assert played(PartitionedTopK(0.01), n, size).acts[0].work.scanned == n / size
+    assert played(CLTk(0.9), 64, 2).acts[0].work.scanned == 0  # travels densely
 
 
 def test_what_comes_before_selection_and_warm_up_are_left_out() -> None:
-    wrapped = Warmup(Corrected(TopK(0.01)), 10, (0.5,))
+    wrapped = Warmup(MomentumCorrection(TopK(0.01)), 10, (0.5,))
     assert played(wrapped, 1 << 12, 4) == played(TopK(0.01), 1 << 12, 4)
 
 

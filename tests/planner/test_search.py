@@ -67,14 +67,14 @@ def test_dense_schemes_are_always_there_and_the_order_is_stable() -> None:
     for _ in range(2):
         ranked = ranked_by(Fake(), trace(), NETWORK, {}, tune=False)
         names = [choice.name for choice in ranked]
-        assert names == ["wfbp-bf16", "dear-bf16", "wfbp", "dear"]
+        assert names == ["wfbp(wire='bf16')", "dear(wire='bf16')", "wfbp", "dear"]
 
 
 def test_all_sparse_recipes_are_tried_but_not_what_decides_itself() -> None:
     ranked = ranked_by(Fake(), trace(), NETWORK, tune=False)
     assert {choice.name for choice in ranked} == {*DENSE, *sparse_recipes()}
     assert "auto" not in sparse_recipes()
-    assert {"topk", "oktopk-dear", "deft"} <= set(sparse_recipes())
+    assert {"topk", "oktopk(schedule='dear')", "deft"} <= set(sparse_recipes())
 
 
 def test_a_scheme_that_saves_no_bytes_is_refused_with_its_condition() -> None:
@@ -138,7 +138,7 @@ def test_one_rank_has_nothing_to_plan() -> None:
     ("text", "expected"),
     [
         ("dear", "lossless"),
-        ("dear-fp16", "rounded"),
+        ("dear(wire='fp16')", "rounded"),
         ("oktopk", "lossy"),
         ("oktopk(warmup=40)", "lossy"),
     ],

@@ -77,7 +77,7 @@ def test_without_overlap_a_step_is_compute_and_exchange() -> None:
 
 
 def test_it_is_deterministic_and_steady() -> None:
-    scheme, there = parse("oktopk-dear"), Network.ideal(4, 2, 1e9)
+    scheme, there = parse("oktopk(schedule='dear')"), Network.ideal(4, 2, 1e9)
     few = simulate(step(), scheme, there)
     assert simulate(step(), scheme, there) == few
     assert simulate(step(), scheme, there, steps=6).step == pytest.approx(few.step)
@@ -219,7 +219,9 @@ def test_a_fusion_is_told_times_and_costs() -> None:
 def test_ranks_behind_one_card_pay_for_direct_messages_only() -> None:
     one, four = Network.ideal(8, 1, 1e9), Network.ideal(2, 4, 1e9)
     rings = [simulate(step(), parse("wfbp"), net).step for net in (one, four)]
-    direct = [simulate(step(), parse("wfbp-bf16"), net).step for net in (one, four)]
+    direct = [
+        simulate(step(), parse("wfbp(wire='bf16')"), net).step for net in (one, four)
+    ]
     assert rings[1] < 1.2 * rings[0]
     assert direct[1] > 1.3 * direct[0]
 

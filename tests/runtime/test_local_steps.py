@@ -373,7 +373,9 @@ def test_a_run_resumed_in_its_warm_up_is_the_same_run() -> None:
         assert all(run_ranks(2, lambda s=scheme: resumed(s, by_torch_save)))
 
 
-@pytest.mark.parametrize("collective", ["TopK", "OkTopk", "Agreed", "PowerSGD"])
+@pytest.mark.parametrize(
+    "collective", ["TopK", "OkTopk", "PartitionedTopK", "PowerSGD"]
+)
 def test_a_resumed_run_is_the_same_run(collective: str) -> None:
     scheme = named(collective, 0.05, "LOCAL")
     assert all(run_ranks(2, lambda: resumed(scheme, by_torch_save)))
@@ -459,10 +461,10 @@ def test_what_moves_parameters_by_what_a_rank_has_alone_is_refused() -> None:
         model = network()
         free = ScheduleFree(model.parameters())
         with pytest.raises(ValueError, match=r"ScheduleFree.eval\(\) moves parameters"):
-            gradtide.replicate(model, free, "topk-local")
+            gradtide.replicate(model, free, "topk(schedule='local')")
         sam = SAM(model.parameters(), torch.optim.SGD, lr=0.05)
         with pytest.raises(ValueError, match=r"SAM .*the optimizer inside"):
-            gradtide.replicate(model, sam, "topk-local")
+            gradtide.replicate(model, sam, "topk(schedule='local')")
         for optimizer in (free, sam):
             gradtide.replicate(model, optimizer, "topk").remove()
 
@@ -583,15 +585,18 @@ def test_a_schedule_free_optimizer_without_a_name_for_it_is_refused_in_time() ->
 def test_what_needs_averaged_gradients_is_refused() -> None:
     def run() -> None:
         for scheme, word in (
-            ("oktopk-local(0.01, corrected=True)", "leave out corrected"),
+            (
+                "oktopk(0.01, schedule='local', momentum_correction=True)",
+                "leave out momentum_correction",
+            ),
             ("Scheme(Dense(), schedule=LOCAL, preconditioner=KFAC('mpd'))", "K-FAC"),
             ("Scheme(Dense(), schedule=Schedule('step', 'forward'))", "at 'step'"),
         ):
             with pytest.raises(ValueError, match=word):
                 replica(scheme)
         with pytest.raises(ValueError, match="without 'local'"):
-            comm_hook("oktopk-local")
-        model, opt, sync = replica("topk-local")
+            comm_hook("oktopk(schedule='local')")
+        model, opt, sync = replica("topk(schedule='local')")
         with pytest.raises(ValueError, match="is no step"):
             sync.adopt("topk")
         backward(model, 0)
@@ -600,7 +605,7 @@ def test_what_needs_averaged_gradients_is_refused() -> None:
         sync.remove()
         model, opt, sync = replica("topk")
         with pytest.raises(ValueError, match="is no step"):
-            sync.adopt("topk-local")
+            sync.adopt("topk(schedule='local')")
         sync.remove()
 
     run_ranks(2, run)

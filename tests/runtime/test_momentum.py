@@ -23,11 +23,11 @@ from tests.test_sparse import (
 from torch import nn
 
 import gradtide
-from gradtide.collectives.corrected import (
+from gradtide.collectives.momentum_correction import (
     VELOCITY,
-    Corrected,
+    MomentumCorrection,
     moves,
-    takes_over,
+    uses_optimizer_momentum,
     with_momentum,
 )
 from gradtide.collectives.topk import TopK
@@ -102,7 +102,7 @@ def test_the_law_with_the_optimizers_factors(size: int) -> None:
     for step in range(6):
         # A schedule may take it away, and bring it back.
         a, b = (0.0, 1.0) if step == 3 else (0.6, 0.4)
-        collective = Corrected(TopK(0.05, Exact())).with_momentum(a, b)
+        collective = MomentumCorrection(TopK(0.05, Exact())).with_momentum(a, b)
         fresh = [torch.randn(flat.shape, generator=rng).double() for flat in flats]
         offered = torch.stack(flats).sum(0) + b * sum(fresh) + a * velocity
         for flat, gradient in zip(flats, fresh, strict=True):
@@ -116,9 +116,9 @@ def test_the_law_with_the_optimizers_factors(size: int) -> None:
 
 
 def test_in_dense_steps_it_stays_with_the_optimizer() -> None:
-    warm = with_momentum(Warmup(Corrected(TopK(0.1)), 1), 0.9, 1.0)
-    assert takes_over(warm)
-    assert not takes_over(Warmup(TopK(0.1), 1))
+    warm = with_momentum(Warmup(MomentumCorrection(TopK(0.1)), 1), 0.9, 1.0)
+    assert uses_optimizer_momentum(warm)
+    assert not uses_optimizer_momentum(Warmup(TopK(0.1), 1))
     flats = [torch.randn(20) for _ in range(2)]
     loads = [Payload(flat, [flat]) for flat in flats]
     for moved in (False, True):
@@ -158,7 +158,7 @@ def train(kind: str, own: float, scheme: str, accumulate: int, clip: bool) -> li
 
 
 def scheme(schedule: str, warmup: bool = False) -> str:
-    inner = "Corrected(TopK(0.1))"
+    inner = "MomentumCorrection(TopK(0.1))"
     if warmup:
         inner = f"Warmup({inner}, 3)"
     return f"Scheme({inner}, {CUTS}, {schedule})"
@@ -175,7 +175,7 @@ class Explicit:
 
 
 def test_it_is_an_optimizer_without_and_an_explicit_factor() -> None:
-    explicit = f"Scheme({__name__}.Explicit(Corrected(TopK(0.1))), {CUTS}, "
+    explicit = f"Scheme({__name__}.Explicit(MomentumCorrection(TopK(0.1))), {CUTS}, "
     product = list(itertools.product(SCHEDULES, (1, 2), (False, True)))
 
     def run() -> list[Any]:
@@ -232,7 +232,7 @@ def _by_hand() -> None:
     """A dense step of Adam, and one from the largest of a fifth of the gradients."""
     model, twin = network(), network()
     opt, hand = (optimizer("adamw", m, 0.8) for m in (model, twin))
-    text = f"Scheme(Warmup(Corrected(TopK(0.1, Exact())), 1), {CUTS}, WFBP)"
+    text = f"Scheme(Warmup(MomentumCorrection(TopK(0.1, Exact())), 1), {CUTS}, WFBP)"
     sync = gradtide.replicate(model, opt, text)
     for step, share in enumerate((1.0, 0.2)):
         model(batch(step)).square().mean().backward()
@@ -300,10 +300,10 @@ def _refusals() -> None:
     model = network()
     adagrad = torch.optim.Adagrad(model.parameters())
     with pytest.raises(ValueError, match="not that of Adagrad"):
-        gradtide.replicate(model, adagrad, "topk(0.01, corrected=True)")
+        gradtide.replicate(model, adagrad, "topk(0.01, momentum_correction=True)")
     sync = gradtide.replicate(model, adagrad, "topk")
     with pytest.raises(ValueError, match="not that of Adagrad"):
-        sync.adopt("topk(0.01, corrected=True)")
+        sync.adopt("topk(0.01, momentum_correction=True)")
     sync.remove()
-    with pytest.raises(ValueError, match="does not see the optimizer"):
-        comm_hook("topk(0.01, corrected=True)")
+    with pytest.raises(ValueError, match="does not see the optimizer's momentum"):
+        comm_hook("topk(0.01, momentum_correction=True)")

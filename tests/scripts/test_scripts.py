@@ -27,7 +27,7 @@ SCRIPTS = sorted(
 )
 # Steps instead of gradients, of which a part travels; dense for two steps.
 SPARSE = gradtide.Scheme(
-    gradtide.Warmup(gradtide.Agreed(0.2, partition=gradtide.Dynamic()), steps=2),
+    gradtide.Warmup(gradtide.PartitionedTopK(0.2, partition=gradtide.Dynamic()), 2),
     fusion=gradtide.BySize(25.0, ends=25.0, pieces=1),
     schedule=gradtide.LOCAL,
 )

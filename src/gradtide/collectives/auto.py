@@ -35,12 +35,12 @@ class Auto(Traits):
         warmup: How many steps at higher densities a sparse scheme begins with, 0 or
             more; needs `lossy`. The default is 0, as the length belongs to the
             training.
-        corrected: Whether a sparse scheme computes the optimizer's momentum before
-            selection, see `Corrected`; needs `lossy`.
+        momentum_correction: Whether a sparse scheme computes the optimizer's momentum
+            before selection, see `MomentumCorrection`; needs `lossy`.
 
     Raises:
-        ValueError: A field is outside its range, or `warmup` or `corrected` is given
-            without `lossy`.
+        ValueError: A field is outside its range, or `warmup` or `momentum_correction`
+            is given without `lossy`.
     """
 
     lossy: bool = False
@@ -48,7 +48,7 @@ class Auto(Traits):
     steps: int = 12  # more: steadier times, a later decision
     margin: float = 0.25
     warmup: int = 0
-    corrected: bool = False
+    momentum_correction: bool = False
 
     undecided = True
 
@@ -57,13 +57,13 @@ class Auto(Traits):
             raise ValueError(f"{self}: profile at least {FEWEST} steps")
         if not self.margin >= 0:
             raise ValueError(f"{self}: margin is a share of steps, 0 or more")
-        for name in ("warmup", "corrected"):
+        for name in ("warmup", "momentum_correction"):
             if getattr(self, name) and not self.lossy:
                 raise ValueError(f"{self}: {name} is for lossy schemes: add lossy=True")
 
     @property
-    def takes_momentum(self) -> bool:
-        return self.corrected
+    def uses_optimizer_momentum(self) -> bool:
+        return self.momentum_correction
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         return Dense().reduce(payload, group)

@@ -1,4 +1,4 @@
-"""Matrices travel as two thin factors; what these do not span is left behind.
+"""Matrices travel as two thin factors; what these do not span is the residual.
 
 [Note: projection] With an orthonormal basis B, equal on all ranks, a rank sends its
 coefficients C_r = W_r^T B of a matrix W_r and keeps W_r - B C_r^T, all that B does not
@@ -22,18 +22,19 @@ from torch import Tensor
 
 from gradtide.collectives.dense import Dense, averaged
 from gradtide.core.ops import AllReduce, Flow, Group
-from gradtide.core.payload import Payload, Traits, next_step
+from gradtide.core.payload import Payload, Traits
 
 SEED = 20190  # of the first factors, so that they are equal on all ranks
 
 
 @dataclass(frozen=True)
-class _LowRank(Traits):
+class LowRank(Traits):
     """What both methods have in common."""
 
     rank: int = 4  # more: closer to the mean, and more bytes
 
     depends_on = "shapes"
+    divisible = False  # a slice cuts through matrices
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -42,7 +43,7 @@ class _LowRank(Traits):
 
 
 @dataclass(frozen=True)
-class PowerSGD(_LowRank):
+class PowerSGD(LowRank):
     """Send two thin factors of every matrix, by one power iteration a step.
 
     The method is by Vogels, Karimireddy and Jaggi (PowerSGD: Practical low-rank
@@ -73,7 +74,7 @@ class PowerSGD(_LowRank):
         if group.size == 1 or not places:
             return (yield from Dense().reduce(payload, group))
         matrices = [place.of(payload.flat) for place in places]
-        right = _recall(payload, "right", [m.shape[1] for m in matrices], self.rank)
+        right = recall(payload, "right", [m.shape[1] for m in matrices], self.rank)
         sketch = _flat(m @ q for m, q in zip(matrices, right, strict=True))
         payload.check_finite(sketch)
         for r in _rest(places, len(payload.flat)):
@@ -81,47 +82,8 @@ class PowerSGD(_LowRank):
         yield AllReduce(sketch)
         rows = [(m.shape[0], self.rank) for m in matrices]
         left = orthonormal(_split(sketch, rows))
-        message = _message(payload.flat, places, left, False)
-        return (yield from _project(payload, places, left, message, False, group))
-
-
-@dataclass(frozen=True)
-class ACPSGD(_LowRank):
-    """Send one of two thin factors of every matrix, the other in the next step.
-
-    A factor is the projection of the matrix on the other factor of the step before.
-    This is ACP-SGD (Zhang et al., Evaluation and optimization of gradient compression
-    for distributed deep learning, ICDCS 2023). Matrices are those of `PowerSGD`; the
-    basis is a step older.
-
-    Cost, with P ranks: two rounds of P - 1 messages, a reduce-scatter and an
-    all-gather: half of those of `PowerSGD`. A matrix travels in rank x rows elements in
-    one step and rank x columns in the next; a rank sends 8 (P - 1) / P bytes for each
-    float32 element that travels. A bucket without a matrix travels by `Dense`.
-
-    Residual: what the factors do not span. Values that are not finite are treated as by
-    `PowerSGD`.
-
-    Args:
-        rank: The number of columns of a factor, 1 or more. Larger ranks are closer to
-            the mean, and send more bytes in proportion. The default, 4, has a 256 x 256
-            matrix travel in a 64th of its elements for each factor.
-
-    Raises:
-        ValueError: `rank` is less than 1.
-    """
-
-    def reduce(self, payload: Payload, group: Group) -> Flow:
-        places = matrices_of(payload, self.rank)
-        if group.size == 1 or not places:
-            return (yield from Dense().reduce(payload, group))
-        turned = next_step(payload.state) % 2 == 0
-        lengths = [p.columns if turned else p.rows for p in places]
-        known = _recall(payload, "right" if turned else "left", lengths, self.rank)
-        basis = orthonormal(known)
-        message = _message(payload.flat, places, basis, turned)
-        payload.check_finite(message)
-        return (yield from _project(payload, places, basis, message, turned, group))
+        message = message_of(payload.flat, places, left, False)
+        return (yield from project(payload, places, left, message, False, group))
 
 
 class Place(NamedTuple):
@@ -177,7 +139,7 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
     return bases
 
 
-def _message(
+def message_of(
     flat: Tensor, places: Sequence[Place], bases: Sequence[Tensor], turned: bool
 ) -> Tensor:
     """What a rank sends: coefficients of the matrices, and all else as it is.
@@ -189,7 +151,7 @@ def _message(
     return _flat([*coefficients, *(flat[r] for r in _rest(places, len(flat)))])
 
 
-def _project(
+def project(
     payload: Payload,
     places: Sequence[Place],
     bases: Sequence[Tensor],
@@ -199,8 +161,8 @@ def _project(
 ) -> Flow:
     """The mean (1-D, like `flat`) of what `bases` span; see [Note: projection].
 
-    `message` is `_message`'s. Remembers the mean coefficients for the next step, unless
-    there is something wrong with them.
+    `message` is `message_of`'s. Remembers the mean coefficients for the next step,
+    unless there is something wrong with them.
     """
     own = _oriented(payload.flat, places, turned)
     rest = _rest(places, len(payload.flat))
@@ -240,7 +202,7 @@ def _rest(places: Sequence[Place], n: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairs if end > begin]
 
 
-def _recall(
+def recall(
     payload: Payload, name: str, lengths: Sequence[int], rank: int
 ) -> list[Tensor]:
     """The factors of the last step; at first random ones, equal on all ranks."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradtide.collectives.corrected import takes_over
 from gradtide.collectives.dense import Dense
+from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Collective, Payload, Traits, layers, next_step
 
@@ -26,8 +26,8 @@ class Warmup(Traits):
     Cost and residual: those of the collective with the density of the step. A dense
     step sends what `Dense` sends, and delivers the residual as well.
 
-    Around `Corrected` it sets the density of what that wraps; in dense steps the
-    optimizer keeps its momentum.
+    Around `MomentumCorrection` it sets the density of what that wraps; in dense steps
+    the optimizer keeps its momentum.
 
     Args:
         collective: What holds after the warm-up, and, with other densities, during it.
@@ -87,7 +87,7 @@ def _done(state: dict[str, Tensor]) -> int:
 def _with_density(collective: Any, density: float) -> Collective:
     if hasattr(collective, "collective"):
         inner = _with_density(collective.collective, density)
-        if density == 1 and takes_over(collective):
+        if density == 1 and uses_optimizer_momentum(collective):
             return inner
         return replace(collective, collective=inner)  # type: ignore[no-any-return]
     if density == 1:

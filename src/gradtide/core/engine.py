@@ -20,7 +20,7 @@ from torch import Tensor
 # torch.profiler.record_function costs 30 us a call, this 1 us, with no profiler on.
 from torch._C._profiler import _RecordFunctionFast as record_function
 
-from gradtide.core.ops import Cut, Flow, Group, Op, ToHost
+from gradtide.core.ops import Cut, Flow, Group, Op, ToHost, name_of
 from gradtide.core.telemetry import Record, Telemetry
 from gradtide.core.transport import Ticket, Transport
 
@@ -145,7 +145,7 @@ class Engine:
         if isinstance(asked, Cut):
             return
         ops = asked if isinstance(asked, tuple) else (asked,)
-        flight.label = "+".join([type(op).__name__ for op in ops])
+        flight.label = "+".join([name_of(op) for op in ops])
         sent = self.transport.payload_bytes
         with record_function(f"gradtide::{flight.name}::{flight.label}::issue"):
             flight.pending = [self.transport.issue(op) for op in ops]

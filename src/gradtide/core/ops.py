@@ -103,10 +103,48 @@ class Cut:
     part: Tensor
 
 
-Op: TypeAlias = (
-    AllReduce | ReduceScatter | AllGather | AllToAll | Swap | Broadcast | ToHost | Cut
-)
+@dataclass(frozen=True, slots=True)
+class Among:
+    """Answer: that of `op`, asked among some `ranks` of the group alone.
+
+    All ranks of the group ask at the same time, each among ranks of which it is one;
+    ranks in `op`, as a peer or a source, are places in `ranks`. `inside` says that
+    these ranks share a host, so that nothing crosses its link.
+    """
+
+    op: Message
+    ranks: Sequence[int]
+    inside: bool = False
+
+
+Message: TypeAlias = AllReduce | ReduceScatter | AllGather | AllToAll | Swap | Broadcast
+Op: TypeAlias = Message | Among | ToHost | Cut
 Flow: TypeAlias = Generator[Op | tuple[Op, ...], Any, Tensor]
+
+
+def message_of(op: Op) -> Message | ToHost | Cut:
+    """What is asked, of all ranks or of some."""
+    return op.op if isinstance(op, Among) else op
+
+
+def name_of(op: Op) -> str:
+    """What a request is called in records: by what travels."""
+    return type(message_of(op)).__name__
+
+
+def subgroup(op: Among, group: Group) -> Group:
+    """This rank's place among those that a request is asked of."""
+    return Group(list(op.ranks).index(group.rank), len(op.ranks))
+
+
+def crossing(op: Op, group: Group) -> int:
+    """How many ranks send over a host's link what this one sends, for one request.
+
+    A ring among all ranks leaves each host once, so there it is one.
+    """
+    if not isinstance(op, Among):
+        return 1
+    return 0 if op.inside else group.size // len(op.ranks)
 
 
 def part_sizes(op: ReduceScatter | AllGather, group: Group) -> list[int]:
@@ -124,10 +162,13 @@ def payload_bytes(op: Op, group: Group) -> int:
     """Bytes of payload that this rank puts on the wire to have `op` answered.
 
     The reductions and the gather travel around a ring, the rest in direct messages: no
-    algorithm sends less with equal parts.
+    algorithm sends less with equal parts. Where hosts have several ranks, what is asked
+    among some of them counts as often as it crosses a host's link (`crossing`).
     """
     rank, size = group
     match op:
+        case Among():
+            return crossing(op, group) * payload_bytes(op.op, subgroup(op, group))
         case AllReduce(tensor=x):
             return 2 * (size - 1) * x.nbytes // size
         case ReduceScatter(tensor=x):

@@ -29,6 +29,7 @@ class Payload:
     num_sent: int = 0  # entries taken out since the log was last read
     nonfinite: Tensor | float = 0.0  # NaN if anything that was checked is not finite
     weigh: Callable[[Tensor], None] | None = field(default=None, repr=False)
+    shard: Payload | None = field(default=None, repr=False)  # of several levels
     _scores: Tensor | None = field(default=None, init=False, repr=False)
     _mean: Tensor | None = field(default=None, init=False, repr=False)
     _where: Tensor | None = field(default=None, init=False, repr=False)
@@ -161,9 +162,10 @@ class Traits:
     alike = True  # what is gathered from others could be copies of what is sent
     searches_part = False  # of a bucket, and not by its `select`
     small = 0  # bytes up to which values travel in another way
+    divisible = True  # works on any slice of a bucket as well as on the whole
 
     @property
-    def takes_momentum(self) -> bool:
+    def uses_optimizer_momentum(self) -> bool:
         """Whether `with_momentum(a, b)` computes the optimizer's: u = a u + b g."""
         return False
 

@@ -26,7 +26,7 @@ class Schedule:
         gain: By which factor the optimizer's steps count, finite and above 0, where
             they are exchanged (`launch="step"`). The default, 1.0, leaves them as they
             are. A larger one makes up for entries that wait long: 1.4 in the recipes
-            "micro-local", "exdyna-local" and "deft-local".
+            `micro`, `exdyna` and `deft` with schedule="local".
 
     Raises:
         ValueError: A field is none of these, or two of them do not go together.

@@ -30,6 +30,7 @@ class Transport(Protocol):
     """
 
     group: Group
+    ranks_per_host: int  # 1 where hosts have unlike numbers
 
     @property
     def payload_bytes(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # mypy: torch hides dist.GradBucket
 from torch.futures import Future
 
-from gradtide.collectives.corrected import takes_over
+from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.engine import Engine
 from gradtide.core.payload import traits
 from gradtide.fusion import BySize
@@ -37,11 +37,11 @@ class State:
     def __init__(self, scheme: Scheme, engine: Engine) -> None:
         self.scheme, self.engine = scheme, engine
         self._key = f"rank{engine.group.rank}"
-        self.homes: dict[frozenset[nn.Parameter], GradientBucket] = {}
+        self.own_buckets: dict[frozenset[nn.Parameter], GradientBucket] = {}
         self.waiting: list[tuple[GradientBucket, GradBucket, Future[Tensor]]] = []
         self._places: dict[nn.Parameter, Place] = {}
 
-    def home(self, bucket: GradBucket) -> GradientBucket:
+    def own_bucket(self, bucket: GradBucket) -> GradientBucket:
         """The bucket of gradtide's own for one of DDP's.
 
         It is laid out anew, with its residuals, if DDP cut anew. Its slots keep their
@@ -49,19 +49,19 @@ class State:
         """
         params = cast(list[nn.Parameter], bucket.parameters())
         whole = frozenset(params)
-        if whole not in self.homes:
+        if whole not in self.own_buckets:
             for p in params:
                 if p not in self._places:
                     self._lay_out([p])
             before = [self._places[p] for p in params]
             self._lay_out(params).carry(before, same=True)
             # An old bucket is of use as long as it is whole.
-            self.homes = {
-                key: home
-                for key, home in self.homes.items()
-                if all(self._places[p].bucket is home for p in key)
+            self.own_buckets = {
+                key: own_bucket
+                for key, own_bucket in self.own_buckets.items()
+                if all(self._places[p].bucket is own_bucket for p in key)
             }
-        return self.homes[whole]
+        return self.own_buckets[whole]
 
     def remainders(self) -> dict[nn.Parameter, Tensor]:
         """Views of the residuals, in the parameters' shapes."""
@@ -85,29 +85,31 @@ class State:
         if key not in state:
             raise ValueError(f"the state has no {key!r}: every rank saves its own")
         params = dict(module.named_parameters())
-        self.homes.clear()
+        self.own_buckets.clear()
         self._places.clear()
         for name, residual in state[key].items():
-            home = self._lay_out([params[name]])
-            home.begin_residual()
-            home.views[0].copy_(residual)
+            own_bucket = self._lay_out([params[name]])
+            own_bucket.begin_residual()
+            own_bucket.views[0].copy_(residual)
 
     def _lay_out(self, params: Sequence[nn.Parameter]) -> GradientBucket:
         named = [(str(i), p) for i, p in enumerate(params)]
         size, collective = self.engine.group.size, self.scheme.collective
-        (home,) = lay_out(named, _WHOLE, collective, size)
-        home.name = f"ddp{id(home)}"
-        self.homes[frozenset(params)] = home
-        self._places.update((slot.param, Place(home, slot)) for slot in home.slots)
-        return home
+        (own_bucket,) = lay_out(named, _WHOLE, collective, size)
+        own_bucket.name = f"ddp{id(own_bucket)}"
+        self.own_buckets[frozenset(params)] = own_bucket
+        self._places.update(
+            (slot.param, Place(own_bucket, slot)) for slot in own_bucket.slots
+        )
+        return own_bucket
 
 
 def exchange(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook: `DistributedDataParallel.register_comm_hook(state, exchange)`."""
-    home, future = state.home(bucket), Future[Tensor]()
-    home.put(home.views, _gradients(home, bucket))
-    home.launch(state.engine)
-    state.waiting.append((home, bucket, future))
+    own_bucket, future = state.own_bucket(bucket), Future[Tensor]()
+    own_bucket.put(own_bucket.views, _gradients(own_bucket, bucket))
+    own_bucket.launch(state.engine)
+    state.waiting.append((own_bucket, bucket, future))
     if bucket.is_last():
         # Nothing is left to overlap with. On this thread a lost peer raises; a future
         # that was completed elsewhere could not say what happened.
@@ -119,10 +121,10 @@ def exchange(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Ten
     return future
 
 
-def _gradients(home: GradientBucket, bucket: GradBucket) -> list[Tensor]:
+def _gradients(own_bucket: GradientBucket, bucket: GradBucket) -> list[Tensor]:
     """DDP's gradients in the order of the slots."""
     own = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
-    return [own[slot.param] for slot in home.slots]
+    return [own[slot.param] for slot in own_bucket.slots]
 
 
 def comm_hook(
@@ -146,11 +148,12 @@ def comm_hook(
     def prepare() -> tuple[Scheme, dict[str, str]]:
         chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
         collective, schedule = chosen.collective, chosen.schedule
-        momentum, kfac = takes_over(collective), chosen.preconditioner is not None
+        momentum = uses_optimizer_momentum(collective)
+        kfac = chosen.preconditioner is not None
         local, deferred = schedule.launch == "step", schedule.update == "forward"
         reasons = {
             "auto": ("cannot change schemes", traits(collective).undecided),
-            "Corrected": ("does not see the optimizer and its momentum", momentum),
+            "momentum correction": ("does not see the optimizer's momentum", momentum),
             "K-FAC": ("sees gradients, but not the inputs of layers", kfac),
             "'local'": ("does not see the optimizer and its steps", local),
             "'dear'": ("ends with backward, not in the next forward", deferred),

@@ -80,7 +80,7 @@ class Preconditioner:
         device = self.layers[0].weight.device
         self._parts = parts or Trained(model, config, device, scale)
         self.worker = self._parts.worker
-        self._homes: dict[Factor, FactorBucket] = {}
+        self._buckets: dict[Factor, FactorBucket] = {}
         self._inverting = False  # what is summed now is to be inverted
         self.statistics = self._parts.statistics([], self._ready)
         known = costs.measure(config, self.layers, engine, self._parts.inverses)
@@ -124,25 +124,27 @@ class Preconditioner:
         `groups` are the layers whose inverses travel together, in the same order. What
         has arrived in this step comes along; nothing may be on its way.
         """
-        before, size = self._homes, self.engine.group.size
+        before, size = self._buckets, self.engine.group.size
         self.finish()
         how = self.config, self.owners, size
         if self._local:
             own = product(self._measured, KINDS)
-            homes = [FactorBucket("", kind, [layer], *how) for layer, kind in own]
+            buckets = [FactorBucket("", kind, [layer], *how) for layer, kind in own]
         else:
             factors, messages = sequence(self.layers), self.placed.messages
             together = dict(zip(factors, messages, strict=True)) if messages else {}
-            homes = self.factors = [
+            buckets = self.factors = [
                 *lay_out("A", ready[::-1], *how, together, self._average),
                 *lay_out("G", ready, *how, together, self._average),
             ]
-        self._homes = {(la, home.kind): home for home in homes for la in home.views}
+        self._buckets = {
+            (la, bucket.kind): bucket for bucket in buckets for la in bucket.views
+        }
         for layer, kind in self._arrived:
             old = before[layer, kind].views[layer]
-            self._homes[layer, kind].views[layer].copy_(old)
+            self._buckets[layer, kind].views[layer].copy_(old)
             old = before[layer, "G"].rows[layer]
-            self._homes[layer, "G"].rows[layer].copy_(old)
+            self._buckets[layer, "G"].rows[layer].copy_(old)
         self._expect()
         workers = zip(self.layers, self.placed.workers, strict=True)
         served = {layer: servers(ranks, size) for layer, ranks in workers}
@@ -153,8 +155,8 @@ class Preconditioner:
     def _expect(self) -> None:
         """Wait for every factor anew, but those that are there, or will not come."""
         there = self._absent | self._arrived
-        for home in self._homes.values():
-            home.missing = sum((la, home.kind) not in there for la in home.views)
+        for bucket in self._buckets.values():
+            bucket.missing = sum((la, bucket.kind) not in there for la in bucket.views)
 
     # - Factors ------------------------------------------------------------------------
 
@@ -168,19 +170,19 @@ class Preconditioner:
         if kind == "G" and not self._collecting:
             self._begin_backward()  # this hook may be the first
         self._begin()
-        home = self._homes[layer, kind]
-        if home.stage is Stage.SENT:  # it has left already
+        bucket = self._buckets[layer, kind]
+        if bucket.stage is Stage.SENT:  # it has left already
             return
-        row = self._homes[layer, "G"].rows[layer]
-        self.curvatures[layer].take(kind, factor, home.views[layer], row)
+        row = self._buckets[layer, "G"].rows[layer]
+        self.curvatures[layer].take(kind, factor, bucket.views[layer], row)
         self._arrived.add((layer, kind))
-        home.missing -= (layer, kind) not in self._absent
+        bucket.missing -= (layer, kind) not in self._absent
         if self._local:
             if {(layer, "A"), (layer, "G")} <= self._arrived:
                 # Its last inverses may be on the queue still, if nobody took that step.
                 self._group_of[layer].finish()
                 self._average([layer])
-        elif not home.missing:
+        elif not bucket.missing:
             self._launch()
 
     def _begin(self) -> None:
@@ -188,19 +190,19 @@ class Preconditioner:
         if self._open:
             return
         self._open, self._inverting = True, self.inverting
-        for home in self._homes.values():
-            home.finish(self.engine)
-            if home.flow.numbers is not None:
-                home.flow.numbers.zero_()
+        for bucket in self._buckets.values():
+            bucket.finish(self.engine)
+            if bucket.flow.numbers is not None:
+                bucket.flow.numbers.zero_()
 
-    def leave(self, home: FactorBucket) -> None:
+    def leave(self, bucket: FactorBucket) -> None:
         """A bucket is about to be launched: called by whoever launches it.
 
         This rank adds nothing to the sums of what it has nothing for.
         """
         self._begin()
-        for layer, view in home.views.items():
-            if (layer, home.kind) not in self._arrived:
+        for layer, view in bucket.views.items():
+            if (layer, bucket.kind) not in self._arrived:
                 view.zero_()
 
     def collect(self) -> None:
@@ -224,8 +226,8 @@ class Preconditioner:
         size = 1 if self._local else self.engine.group.size
         for layer in layers:
             curvature = self.curvatures[layer]
-            sums = {kind: self._homes[layer, kind].views[layer] for kind in KINDS}
-            numbers = self._homes[layer, "G"].rows[layer]
+            sums = {kind: self._buckets[layer, kind].views[layer] for kind in KINDS}
+            numbers = self._buckets[layer, "G"].rows[layer]
             curvature.average(numbers, sums, size)
             if self._inverting and curvature.running:
                 self.worker.submit(layer, curvature.invert)
@@ -260,8 +262,8 @@ class Preconditioner:
     def finish(self) -> None:
         """Wait for all that is on its way."""
         self.settle()
-        for home in self.factors:
-            home.finish(self.engine)
+        for bucket in self.factors:
+            bucket.finish(self.engine)
         for group in self.groups:
             group.finish()
 

@@ -28,8 +28,8 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf
     raise ValueError(
-        "the model's forward was given no tensor to count samples by: pass KFAC a "
-        "function samples=(args, kwargs) -> int"
+        "the model's forward was given no tensor to count samples by: give it the "
+        "batch as a tensor among its arguments"
     )
 
 

@@ -6,7 +6,7 @@ Knows how each is set up and asked; knows nothing of timing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,13 +18,14 @@ from gradtide.core.schedule import WFBP, Schedule
 from gradtide.lab.hooks import casting
 from gradtide.lab.workloads import Workload
 from gradtide.replica import Replica, replicate
-from gradtide.scheme import RECIPES, Scheme, parse
+from gradtide.scheme import Scheme, parse
+from gradtide.scheme.spelling import respelled
 
 # Name: what it is, and the type in which its gradients travel (None: their own).
 BASELINES: dict[str, tuple[str, torch.dtype | None]] = {
     "ddp": ("DistributedDataParallel(bucket views, static graph)", None),
-    "ddp-bf16": ("the same, gradients cast to bf16 by a hook", torch.bfloat16),
-    "ddp-fp16": ("the same, gradients cast to fp16 by a hook", torch.float16),
+    "ddp(wire='bf16')": ("the same, gradients cast to bf16 by a hook", torch.bfloat16),
+    "ddp(wire='fp16')": ("the same, gradients cast to fp16 by a hook", torch.float16),
 }
 
 
@@ -56,9 +57,12 @@ class Contestant:
     @property
     def became(self) -> str | None:
         """What it trains with now, as `auto` decided, if not what it was called."""
-        if self.replica is None or parse(self.name) == self.replica.scheme:
+        if self.replica is None:
             return None
-        return repr(self.replica.scheme)
+        called, found = parse(self.name), self.replica.scheme
+        # How many ranks share a host is the cluster's, and no decision.
+        same = replace(found, levels=called.levels) == called
+        return None if same else repr(found)
 
     def clip(self, max_norm: float) -> None:
         if self.replica is None:
@@ -79,13 +83,16 @@ class Contestant:
 
 def named(name: str) -> Scheme | None:
     """The scheme, None for a baseline; `ValueError` for what is neither."""
+    if respelled(name) != name and respelled(name) in BASELINES:
+        raise ValueError(
+            f"--schemes: {name!r} is an old spelling: use {respelled(name)}"
+        )
     try:
         return None if name in BASELINES else parse(name)
     except ValueError as error:
-        known = ", ".join([*BASELINES, *RECIPES])
         raise ValueError(
-            f"--schemes: {name!r} is no scheme ({error}); use {known}, or a "
-            "constructor call such as Scheme(Dense(), schedule=DEAR)"
+            f"--schemes: {name!r} is no scheme: {error}; beside schemes there are "
+            f"{', '.join(BASELINES)}"
         ) from error
 
 

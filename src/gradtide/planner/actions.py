@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
 from gradtide.core.payload import settled, traits
@@ -60,9 +61,10 @@ class Actions:
         for bucket in self.buckets:
             own = self._units(bucket)
             shapes = tuple(unit.shape or (unit.numel,) for unit in own)
-            bucket.collective = Rehearsed(
+            rehearsed = Rehearsed(
                 transport, scheme.collective, shapes, lambda: self.count
             )
+            bucket.collective = by_levels(rehearsed, scheme.levels)
         self.second: Second | None = None  # K-FAC
         laid = Laid(self.buckets, {})
         self.steps: Preconditioning | Unpreconditioned = Unpreconditioned(laid)

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradtide.planner.search import DENSE, Choice, Kind
+from gradtide.planner.search import DENSE, Choice, Kind, sparse_recipes
 from gradtide.planner.virtual import Prediction
-from gradtide.scheme import RECIPES
 
 HIDDEN = 0.05  # of a step: what is exposed of the exchange, where it counts as hidden
 SAME = 1.02  # by this factor and less, two steps of a kind take equally long
@@ -140,7 +139,7 @@ def _plainest(choices: Sequence[Choice], kind: Kind) -> Choice:
     """The fastest of a kind, but of about equals the one that is listed first."""
     own = [choice for choice in choices if choice.kind == kind]
     best = min(choice.step for choice in own)
-    order = [*DENSE, *RECIPES]
+    order = [*DENSE, *sparse_recipes()]
     near = [choice for choice in own if choice.step <= SAME * best]
     return min(
         near, key=lambda c: order.index(c.name) if c.name in order else len(order)

@@ -81,9 +81,9 @@ def busiest(trace: StepTrace, scheme: Scheme, network: Network) -> int:
     if config is None or config.distribution != "dp":
         return 0
     transport = VirtualTransport(network)
-    homes = buckets(trace, scheme, network)
+    cut = buckets(trace, scheme, network)
     engine = Engine(transport, transport.clock)
-    second = Second(trace, config, engine, homes, lambda: None)
+    second = Second(trace, config, engine, cut, lambda: None)
     loads = [0.0] * network.size
     factors = {factors.weight: factors.a + factors.g for factors in trace.layers}
     names = {p: name for name, p in parameters(trace)}

@@ -53,9 +53,9 @@ def measure(transport: Transport, budget: float, device: torch.device) -> Networ
     Raises RankError where a rank fails by itself, CommunicationError where one is lost.
     """
     bench = Bench(transport, device)
-    names = bench.everyone(_host)
-    hosts, local = bench.first(lambda: layout(names))
-    like = Network(hosts, local, FREE)
+    size, local = transport.group.size, transport.ranks_per_host
+    local = 1 if local == size else local  # the ranks of a single host: so many hosts
+    like = Network(size // local, local, FREE)
     inter, _ = measure_link(bench, like, SHARES[0] * budget)
     return finish(bench, replace(like, inter=inter), budget)
 
@@ -115,26 +115,6 @@ def finish(bench: Bench, network: Network, budget: float) -> Network:
         processors=processors if bench.device.type == "cpu" else None,
         occupancy=occupancy,
     )
-
-
-def layout(names: Sequence[str]) -> tuple[int, int]:
-    """Hosts, and ranks on each, by the names of the ranks' hosts.
-
-    Ranks that all share one host, or are not numbered host by host in equal numbers,
-    count as so many hosts.
-    """
-    size, hosts = len(names), len(set(names))
-    local = size // hosts
-    even = [names[rank // local * local] for rank in range(size)]
-    if hosts == 1 or hosts * local != size or even != names:
-        return size, 1
-    return hosts, local
-
-
-def _host() -> str:
-    """What ranks have in common that share a network card."""
-    space = Path("/proc/self/ns/net")
-    return f"{socket.gethostname()} {os.readlink(space) if space.exists() else ''}"
 
 
 def _machine() -> tuple[str, int]:

@@ -20,16 +20,17 @@ from typing import Any
 
 import torch
 
+from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
-from gradtide.core.ops import Cut, Flow, Group
-from gradtide.core.payload import Collective, Payload, settled, traits
+from gradtide.core.ops import Cut, Flow, Group, message_of
+from gradtide.core.payload import Collective, Payload, Traits, settled, traits
 from gradtide.planner.device import Device
 from gradtide.planner.flows import LOCKSTEP, Act, Script, Shapes, by_numbers, by_shapes
 from gradtide.planner.labour import Work
 from gradtide.planner.network import Network
 from gradtide.planner.sketch import between
 from gradtide.planner.transport import VirtualTransport
-from gradtide.scheme import Scheme
+from gradtide.scheme import Scheme, with_levels
 
 ENTRIES = 128  # that a rank has for every other, where a script is continued
 FEWEST = 8
@@ -103,8 +104,9 @@ def _without_sorting(script: Script) -> Script:
 
 def _selecting(script: Script, selector: str, scanned: float) -> Script:
     """With its selection before all else, unless nothing sparse is sent."""
-    asked = [op for act in script.acts for op in act.asked if not isinstance(op, Cut)]
-    if not any(op.tensor.dtype == torch.uint8 for op in asked):
+    asked = [message_of(op) for act in script.acts for op in act.asked]
+    sent = [op.tensor.dtype for op in asked if not isinstance(op, Cut)]
+    if torch.uint8 not in sent:
         return script
     first, *others = script.acts
     first = first._replace(work=first.work._replace(scanned=scanned))
@@ -130,13 +132,17 @@ def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class Rehearsed(Traits):
     """The script of a collective in the place of the collective."""
 
     transport: VirtualTransport
     collective: Collective
     shapes: Shapes
     step: Callable[[], int]
+
+    @property
+    def divisible(self) -> bool:  # type: ignore[override]
+        return traits(settled(self.collective)).divisible
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         flat, transport = payload.flat, self.transport
@@ -163,6 +169,11 @@ def _seconds(work: Work, selector: str, device: Device) -> float:
     )
 
 
+def like_replicas(scheme: Scheme, network: Network) -> Scheme:
+    """The scheme with the levels that `replicate` would find on such a network."""
+    return with_levels(scheme, network.size, network.ranks_per_host)
+
+
 def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     """Seconds of one exchange of `nbytes` of float32, alone on the queue."""
     numel = max(-(-nbytes // 4 // network.size), 1) * network.size
@@ -171,5 +182,7 @@ def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     transport = VirtualTransport(network)
     engine = Engine(transport, transport.clock)
     rehearsed = Rehearsed(transport, scheme.collective, ((numel,),), lambda: 2)
-    engine.finish(engine.launch("alone", rehearsed.reduce(payload, engine.group)))
+    collective = by_levels(rehearsed, like_replicas(scheme, network).levels)
+    flow = collective.reduce(payload, engine.group)
+    engine.finish(engine.launch("alone", flow))
     return transport.clock()

@@ -17,16 +17,19 @@ from gradtide.fusion import BySize, Cuts, Fusion, MgWfbp
 from gradtide.planner.network import MOST, Network
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import Prediction, exchange_seconds, simulate
-from gradtide.scheme import RECIPES, Scheme
+from gradtide.scheme import RECIPES, Scheme, parse
 
 Kind: TypeAlias = Literal["lossless", "rounded", "lossy"]
 
 # What every plan is held against, the plainest first: among equals the first is chosen.
-DENSE = {name: RECIPES[name] for name in ("wfbp", "dear", "wfbp-bf16", "dear-bf16")}
+DENSE = {
+    text: parse(text)
+    for text in ("wfbp", "dear", "wfbp(wire='bf16')", "dear(wire='bf16')")
+}
 TUNED = 1.02  # by so much a fusion must be better than the recipe's own
 NEAR = 1.25  # of a kind, those within this factor of its best get their fusion tuned
 TRIED = 3  # at most, of each kind
-SAVED = 0.02  # of the dense bytes must be saved: less is not worth any remainder
+SAVED = 0.02  # of the dense bytes must be saved: less is not worth any residual
 _MEGABYTES = (2.0, 5.0, 10.0, 25.0, 50.0)
 _LINE = (1_000_000, 10_000_000)  # bytes of the exchanges that costs are a line through
 
@@ -64,13 +67,14 @@ def wire(collective: object) -> str | None:
 
 
 def sparse_recipes() -> dict[str, Scheme]:
-    """All recipes that leave something behind, at their default densities.
+    """All recipes that keep a residual, at their default densities, by their texts.
 
     Not those that exchange steps: their loss is another one, step by step.
     """
-    lossy = {name: s for name, s in RECIPES.items() if kind(s) == "lossy"}
-    del lossy["auto"]
-    return {name: s for name, s in lossy.items() if s.schedule.launch != "step"}
+    lossy = [name for name, scheme in RECIPES.items() if kind(scheme) == "lossy"]
+    lossy.remove("auto")
+    texts = [text for name in lossy for text in (name, f"{name}(schedule='dear')")]
+    return {text: parse(text) for text in texts}
 
 
 def rank(

@@ -50,11 +50,12 @@ def _turned(rows: Sequence[int], width: int, rank: int) -> Counts:
     return tuple(n * width for n in (*rows[rank:], *rows[:rank]))
 
 
-def _built(kind: type[Op], dtype: torch.dtype, numel: int, rest: Sequence[Any]) -> Op:
+def _built(kind: type[Any], dtype: torch.dtype, numel: int, rest: Sequence[Any]) -> Op:
     """A request of rank 0; where it has counts, they say how many elements."""
     if rest and isinstance(rest[0], tuple):
         numel = rest[0][0] if kind is ops.AllGather else sum(rest[0])
-    return kind(torch.empty(numel, dtype=dtype, device="meta"), *rest)
+    made: Op = kind(torch.empty(numel, dtype=dtype, device="meta"), *rest)
+    return made
 
 
 def between(

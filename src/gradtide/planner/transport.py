@@ -15,11 +15,11 @@ left, swaps at any time, and Gloo's own collectives only when they start.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from gradtide.core import ops
-from gradtide.core.ops import Group, Op
+from gradtide.core.ops import Cut, Group, Message, Op, ToHost
 from gradtide.planner import cost
 from gradtide.planner.intervals import Interval, held_up, stretched, union
 from gradtide.planner.network import Network
@@ -50,11 +50,24 @@ class WorkItem:
         self.transport.now = max(self.transport.now, self.ends)
 
 
+class Circle(NamedTuple):
+    """Those that a request is asked of, and what it takes among them."""
+
+    group: Group
+    network: Network
+    charges: Network  # what it takes of a processor
+
+    @staticmethod
+    def of(rank: int, network: Network) -> Circle:
+        return Circle(Group(rank, network.size), network, network.charged())
+
+
 @dataclass
 class Pending:
     """A request on its way; None: it starts when it is waited for."""
 
-    op: Op
+    op: Message | ToHost | Cut
+    circle: Circle
     ends: float | None
 
 
@@ -69,10 +82,19 @@ class VirtualTransport:
     def __init__(self, network: Network, rank: int = 0) -> None:
         self.network = network
         self.group = Group(rank, network.size)
+        self.ranks_per_host = network.ranks_per_host
         self.payload_bytes = 0
         self.processor = 0.0  # seconds of the rank's, for exchanges
         self.overhead = 1.0  # times what is counted, that the queue works for longer
-        self._charges = network.charged()
+        hosts, local = network.hosts, network.ranks_per_host
+        self._all = Circle.of(rank, network)
+        inside = replace(network, hosts=1)
+        # What all ranks of a host send at once goes through its one card.
+        shared = network.inter.stretched(local)
+        across = replace(network, ranks_per_host=1, inter=shared)
+        self._inside = Circle.of(rank % local, inside)
+        self._across = Circle.of(rank // local, across)
+        assert hosts * local == self.group.size
         self.now = 0.0  # the training thread's time
         self._until = 0.0  # then it goes on to something else than computing
         self._at: float | None = None  # the queue's time, while it is the queue's turn
@@ -124,36 +146,45 @@ class VirtualTransport:
 
     def sends(self, op: Op) -> int:
         """Bytes of payload a rank sends; of a broadcast, the average."""
-        size = self.group.size
-        if isinstance(op, ops.Broadcast):
-            return (size - 1) * op.tensor.nbytes // size
-        if isinstance(op, ops.AllReduce) and self._is_small(op):
-            return (size - 1) * op.tensor.nbytes
+        message, size = ops.message_of(op), self._circle(op).group.size
+        crossing = ops.crossing(op, self.group)
+        if isinstance(message, ops.Broadcast):
+            return crossing * (size - 1) * message.tensor.nbytes // size
+        if isinstance(message, ops.AllReduce) and self._is_small(message, size):
+            return crossing * (size - 1) * message.tensor.nbytes
         return ops.payload_bytes(op, self.group)
 
     def issue(self, op: Op) -> Pending:
         self.payload_bytes += self.sends(op)
-        if isinstance(op, ops.ToHost) or self.group.size == 1:
-            return Pending(op, self.clock())
+        message, circle = ops.message_of(op), self._circle(op)
+        if isinstance(message, ops.ToHost) or circle.group.size == 1:
+            return Pending(message, circle, self.clock())
         # Posting it is part of what the request was measured to cost.
         self._keep_busy(self.overhead * self.network.device.request)
-        posted = cost.seconds(op, self.group, self._charges)
+        posted = cost.seconds(message, circle.group, circle.charges)
         self.processor += self.overhead * posted
-        collective = isinstance(op, ops.AllReduce) and not self._is_small(op)
-        if collective or isinstance(op, ops.Broadcast):
-            return Pending(op, None)
-        return Pending(op, self._travel(op))
+        size = circle.group.size
+        small = isinstance(message, ops.AllReduce) and self._is_small(message, size)
+        pending = Pending(message, circle, None)
+        if small or not isinstance(message, ops.AllReduce | ops.Broadcast):
+            pending.ends = self._travel(pending)
+        return pending
+
+    def _circle(self, op: Op) -> Circle:
+        if not isinstance(op, ops.Among):
+            return self._all
+        return self._inside if op.inside else self._across
 
     def wait(self, pending: Pending) -> Any:
-        op, ends, now = pending.op, pending.ends, self.clock()
+        ends, now = pending.ends, self.clock()
         if ends is None:
             start = max(now, self._wire)
-            ends = self._travel(op)
+            ends = self._travel(pending)
             self._windows.append(Window(start, start, ends))
         elif ends > now:
-            self._windows.append(self._window(op, ends))
+            self._windows.append(self._window(pending, ends))
         self.wait_until(ends)
-        return shaped(op, self.group)
+        return shaped(pending.op, pending.circle.group)
 
     def carried(self, total: float, largest: float, smallest: float) -> float:
         return carried(total, largest, smallest, self.group.size)
@@ -228,23 +259,24 @@ class VirtualTransport:
             start, seconds, recent, network.interference, taken, network.sharing
         )
 
-    def _travel(self, op: Op) -> float:
+    def _travel(self, pending: Pending) -> float:
         """Put a request behind what is on the wire; when it will have been answered."""
         late = self.network.spread * self._worked_for  # the last of the ranks
         self._worked_for = 0.0
         start = max(self.clock() + late, self._wire)
-        self._wire = start + cost.seconds(op, self.group, self.network)
+        group, network, _ = pending.circle
+        self._wire = start + cost.seconds(pending.op, group, network)
         return self._wire
 
-    def _window(self, op: Op, ends: float) -> Window:
-        start = self.clock()
+    def _window(self, pending: Pending, ends: float) -> Window:
+        start, op = self.clock(), pending.op
         if isinstance(op, ops.Swap | ops.AllReduce):
             return Window(start, ends, ends)
-        tail = (ends - start) / (self.group.size - 1)
+        tail = (ends - start) / (pending.circle.group.size - 1)
         last = ends if isinstance(op, ops.AllToAll) else ends - tail / AHEAD
         return Window(ends - tail, last, ends)
 
-    def _is_small(self, op: ops.AllReduce) -> bool:
+    def _is_small(self, op: ops.AllReduce, size: int) -> bool:
         """Whether it goes in one hop, and not as one of Gloo's collectives."""
-        few = self.group.size <= self.network.one_hop_ranks
+        few = size <= self.network.one_hop_ranks
         return few and op.tensor.nbytes <= self.network.small_bytes

@@ -18,6 +18,7 @@ from gradtide.planner.intervals import union, without
 from gradtide.planner.network import Network
 from gradtide.planner.parts import Parts
 from gradtide.planner.rehearsal import exchange_seconds as exchange_seconds
+from gradtide.planner.rehearsal import like_replicas
 from gradtide.planner.stages import Stages, exposed
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.training import Run as Run
@@ -75,7 +76,7 @@ def simulate(
     """
     if steps < 2:
         raise ValueError(f"steps={steps}: the first is left out, so 2 or more")
-    run = Run(trace, scheme, network, parts)
+    run = Run(trace, like_replicas(scheme, network), network, parts)
     if scheme.preconditioner is not None:
         run.step()  # by which K-FAC is planned
     period = _period(scheme.preconditioner)

@@ -2,7 +2,7 @@
 
 [Note: momentum] The gradients of a residual arrive late and all at once. Momentum
 that is computed from what arrives then pushes for many more steps in a direction that
-is old already. `Corrected` computes it before selection, from each rank's own
+is old already. `MomentumCorrection` computes it before selection, from each rank's own
 gradients (Lin et al., ICLR 2018, 3.1); the optimizer must then have none. Here it is
 taken from the optimizer for the steps in which that is so, and given back after each.
 """
@@ -35,8 +35,8 @@ class Momentum:
         found = {_factors(self._optimizer, g) for g in self._optimizer.param_groups}
         if len(found) > 1:
             raise ValueError(
-                "the optimizer's groups differ in momentum, which corrected=True takes "
-                "over as one: give all the same, or leave corrected out"
+                "the optimizer's groups differ in momentum, which momentum_correction "
+                "uses as one: give all the same, or leave momentum_correction out"
             )
         return found.pop()
 
@@ -70,6 +70,6 @@ def _factors(optimizer: Optimizer, group: dict[str, Any]) -> tuple[float, float]
         factor = float(group["momentum"])
         return factor, 1.0 - float(group["dampening"]) if factor else 1.0
     raise ValueError(
-        f"corrected=True takes over the momentum of SGD, Adam and AdamW, not that of "
+        "momentum_correction uses the momentum of SGD, Adam and AdamW, not that of "
         f"{type(optimizer).__name__}: leave it out, or use one of these"
     )

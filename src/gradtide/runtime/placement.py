@@ -84,10 +84,10 @@ class Placement:
 
     def _lay_out(self, ready: Sequence[Named], scheme: Scheme) -> None:
         buckets = lay_out(
-            ready, scheme.fusion, scheme.collective, self._size, self._memory
+            ready, scheme.fusion, scheme.exchange, self._size, self._memory
         )
         before = {p: replace(place) for p, place in self.places.items()}
-        same = scheme.collective == self._scheme.collective
+        same = scheme.exchange == self._scheme.exchange
         self._named, self._scheme, self.buckets = ready, scheme, buckets
         for bucket in buckets:
             for slot in bucket.slots:

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtide.collectives.corrected import moves, takes_over, with_momentum
+from gradtide.collectives.momentum_correction import (
+    moves,
+    uses_optimizer_momentum,
+    with_momentum,
+)
 from gradtide.core.autograd import after_backward
 from gradtide.core.engine import Engine
 from gradtide.core.step import Stage, Step
@@ -226,7 +230,7 @@ class Training:
         self.tally.ask(hold)
         self._second.invert(hold)
         if hold:
-            self.updates.promise()
+            self.updates.defer_gradients()
 
     def receive(self, bucket: GradientBucket) -> None:
         bucket.finish(self.engine)
@@ -303,7 +307,7 @@ def _is_there(grad: Tensor) -> bool:
 
 def momentum_of(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:
     """The optimizer's momentum, if the scheme takes it over; ValueError if it can't."""
-    return Momentum(optimizer) if takes_over(scheme.collective) else None
+    return Momentum(optimizer) if uses_optimizer_momentum(scheme.collective) else None
 
 
 class Unpreconditioned:

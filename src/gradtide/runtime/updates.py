@@ -72,7 +72,7 @@ class Updates:
             self._hooks[module] = module._forward_pre_hooks, handle.id
         return handles
 
-    def promise(self) -> None:
+    def defer_gradients(self) -> None:
         """Put a `DeferredGrad` in the place of every gradient."""
         if not self._deferred_grads:  # by now the buckets are final
             self._deferred_grads = {

@@ -12,7 +12,7 @@ from gradtide.lab.extras import require
 from gradtide.lab.options import StepMs, told
 from gradtide.lab.outputs import check_folder
 
-SCHEMES = "wfbp,dear,wfbp-bf16,topk,gtopk,topka2a,oktopk,powersgd"
+SCHEMES = "wfbp,dear,wfbp(wire='bf16'),topk,gtopk,topka2a,oktopk,powersgd"
 
 
 def simulate(

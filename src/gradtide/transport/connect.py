@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup as ProcessGroup
 from gradtide.core.transport import Transport
 from gradtide.transport.fault import failure_reporter
 from gradtide.transport.gloo import GlooTransport
+from gradtide.transport.hosts import equal_runs, host_name
 
 
 def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
@@ -41,6 +42,7 @@ def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Tr
     assert parent is not None
     messages = _sibling(parent, "gloo")
     gloo = GlooTransport(messages, failure_reporter(messages))
+    gloo.ranks_per_host = equal_runs(gloo.gather_objects(host_name()))
     if device.type == "cpu":
         return gloo
     if device.type == "cuda" and "nccl" in _backends(parent):

@@ -34,6 +34,7 @@ class GlooTransport:
 
     def __init__(self, pg: dist.ProcessGroup, reporter: FailureReporter) -> None:
         self.group = Group(pg.rank(), pg.size())
+        self.ranks_per_host = 1
         self.payload_bytes = 0
         self._pg = pg
         self._reporter = reporter
@@ -45,25 +46,34 @@ class GlooTransport:
         """Start a request without waiting for anything."""
         if self.group.size == 1:
             return _alone(op), None
-        self.payload_bytes += self._sends(op)
         # Also one that needs no messages here: it may elsewhere (a swap with itself).
         self._queue.current.requests += 1
+        asked = _Asked(op, self.group, self._pg, self._queue.current)
+        self.payload_bytes += ops.crossing(op, self.group) * self._sends(asked)
         try:
-            match op:
+            match asked.op:
+                case ops.ToHost(tensor=x):
+                    return x, _Later(asked.op, self._pg)
+                case _ if asked.group.size == 1:
+                    return _alone(asked.op), None
                 case ops.ReduceScatter():
-                    return self._reduce_scatter(op)
+                    return self._reduce_scatter(asked.op, asked)
                 case ops.AllGather():
-                    return self._all_gather(op)
-                case ops.Swap(tensor=x, peer=peer):
-                    return self._swap(x, peer)
+                    return self._all_gather(asked.op, asked)
+                case ops.Swap():
+                    return self._swap(asked.op, asked)
                 case ops.AllToAll():
-                    return self._all_to_all(op)
+                    return self._all_to_all(asked.op, asked)
                 case ops.AllReduce(tensor=x) if self._is_small(x):
-                    return x, self._exchange(x)
+                    return x, self._exchange(x, asked)
+                case ops.AllReduce(tensor=x) if asked.some:
+                    return x, self._sum(x, asked)
+                case ops.Broadcast(tensor=x, source=source) if asked.some:
+                    return x, _spread(x, source, asked)
         except RuntimeError as error:
             raise self._blame(op, error) from error
-        assert isinstance(op, ops.AllReduce | ops.Broadcast | ops.ToHost)
-        return op.tensor, _Later(op, self._pg)
+        assert isinstance(asked.op, ops.AllReduce | ops.Broadcast)
+        return asked.op.tensor, _Later(asked.op, self._pg)
 
     def wait(self, pending: Any) -> Any:
         answer, work = pending
@@ -74,10 +84,11 @@ class GlooTransport:
                 raise self._blame(work, error) from error
         return answer
 
-    def _sends(self, op: Op) -> int:
+    def _sends(self, asked: _Asked) -> int:
+        op, group = asked.op, asked.group
         if isinstance(op, ops.AllReduce) and self._is_small(op.tensor):
-            return (self.group.size - 1) * op.tensor.numel() * op.tensor.element_size()
-        return ops.payload_bytes(op, self.group)
+            return (group.size - 1) * op.tensor.numel() * op.tensor.element_size()
+        return ops.payload_bytes(op, group)
 
     def carried(self, total: float, largest: float, smallest: float) -> float:
         return ring.carried(total, largest, smallest, self.group.size)
@@ -97,44 +108,53 @@ class GlooTransport:
         if self._queue.error is None:
             dist.destroy_process_group(self._pg)
 
-    def _reduce_scatter(self, op: ops.ReduceScatter) -> tuple[Tensor, Ring | Rotation]:
-        parts = op.tensor.split_with_sizes(ops.part_sizes(op, self.group))
+    def _reduce_scatter(
+        self, op: ops.ReduceScatter, asked: _Asked
+    ) -> tuple[Tensor, Ring | Rotation]:
+        parts = op.tensor.split_with_sizes(ops.part_sizes(op, asked.group))
         way = rotation if self._in_one_hop(parts) else ring
         scratch = partial(self._scratch, op.tensor)
-        begun = way.reduce_scatter(parts, self.group, self._messages(), scratch)
-        return parts[self.group.rank], begun
+        begun = way.reduce_scatter(parts, asked.group, asked.messages, scratch)
+        return parts[asked.group.rank], begun
 
-    def _all_gather(self, op: ops.AllGather) -> tuple[Tensor, Ring | Rotation]:
-        sizes = ops.part_sizes(op, self.group)
+    def _all_gather(
+        self, op: ops.AllGather, asked: _Asked
+    ) -> tuple[Tensor, Ring | Rotation]:
+        sizes = ops.part_sizes(op, asked.group)
         out = op.into if op.into is not None else op.tensor.new_empty(sum(sizes))
         parts = out.split_with_sizes(sizes)
-        own = parts[self.group.rank]
+        own = parts[asked.group.rank]
         if own.data_ptr() != op.tensor.data_ptr():
             own.copy_(op.tensor.flatten())
         way = rotation if self._in_one_hop(parts) else ring
-        begun = way.all_gather(parts, self.group, self._messages())
+        begun = way.all_gather(parts, asked.group, asked.messages)
         if op.into is None and op.sizes is None:
-            out = out.view(self.group.size, *op.tensor.shape)
+            out = out.view(asked.group.size, *op.tensor.shape)
         return out, begun
 
-    def _swap(self, x: Tensor, peer: int) -> tuple[Tensor, Any]:
-        if peer == self.group.rank:
+    def _swap(self, op: ops.Swap, asked: _Asked) -> tuple[Tensor, Any]:
+        x, peer = op.tensor, op.peer
+        if peer == asked.group.rank:
             return x.clone(), None
-        out, messages = torch.empty_like(x), self._messages()
+        out, messages = torch.empty_like(x), asked.messages
         pair = [messages.receive(out, peer), messages.send(x.contiguous(), peer)]
         return out, _Several(pair)
 
-    def _all_to_all(self, op: ops.AllToAll) -> tuple[Tensor, Rotation]:
-        rank, x = self.group.rank, op.tensor.contiguous()
+    def _all_to_all(self, op: ops.AllToAll, asked: _Asked) -> tuple[Tensor, Rotation]:
+        rank, x = asked.group.rank, op.tensor.contiguous()
         out = x.new_empty((sum(op.recv), *x.shape[1:]))
         leaving = torch.split(x, list(op.send))
         arriving = torch.split(out, list(op.recv))
         arriving[rank].copy_(leaving[rank])
-        return out, Rotation(self.group, self._messages(), leaving, arriving)
+        return out, Rotation(asked.group, asked.messages, leaving, arriving)
 
-    def _messages(self) -> _GlooMessages:
-        """The messages of the request that is being issued."""
-        return _GlooMessages(self._pg, self._queue.current)
+    def _sum(self, x: Tensor, asked: _Asked) -> _Rings:
+        """Sum a large tensor among some ranks, of which Gloo has no group."""
+        parts = x.view(-1).tensor_split(asked.group.size)
+        scratch = partial(self._scratch, x)
+        first = ring.reduce_scatter(parts, asked.group, asked.messages, scratch)
+        group, messages = asked.group, asked.messages
+        return _Rings(first, lambda: ring.all_gather(parts, group, messages))
 
     def _in_one_hop(self, parts: Sequence[Tensor]) -> bool:
         """Whether waiting P - 1 times would take longer than the bytes do."""
@@ -144,13 +164,13 @@ class GlooTransport:
     def _is_small(self, x: Tensor) -> bool:
         return self.group.size <= FEW and x.numel() * x.element_size() <= SMALL
 
-    def _exchange(self, x: Tensor) -> _Several:
+    def _exchange(self, x: Tensor, asked: _Asked) -> _Several:
         """Sum a small tensor in one hop: everybody sends it to everybody."""
-        rank, size = self.group
+        rank, size = asked.group
         rows = x.new_empty((size, *x.shape))
         rows[rank] = x
         others = [(rank + i) % size for i in range(1, size)]
-        messages = self._messages()
+        messages = asked.messages
         works = [messages.receive(rows[r], r) for r in reversed(others)]
         works += [messages.send(rows[rank], r) for r in others]
         # In the order of ranks, so that the sums are the same everywhere.
@@ -176,8 +196,22 @@ class GlooTransport:
         return CommunicationError(self._reporter.explain(name, error, peer))
 
 
+class _Asked:
+    """A request that is being issued, among all ranks or `some`."""
+
+    def __init__(
+        self, op: Op, group: Group, pg: dist.ProcessGroup, item: WorkItem
+    ) -> None:
+        self.some = isinstance(op, ops.Among)
+        ranks: Sequence[int] = range(group.size)
+        if isinstance(op, ops.Among):
+            group, ranks, op = ops.subgroup(op, group), op.ranks, op.op
+        self.op, self.group = op, group
+        self.messages = _GlooMessages(pg, item, ranks)
+
+
 class _GlooMessages:
-    """Messages of one request between group ranks, each with a tag of its own.
+    """Messages of one request between some `ranks`, each with a tag of its own.
 
     [Note: tags] A message is known by its work item's number, its request's number
     within the item, and its own number within the request. The next item may begin at
@@ -187,8 +221,10 @@ class _GlooMessages:
     test_requests_travel_together).
     """
 
-    def __init__(self, pg: dist.ProcessGroup, item: WorkItem) -> None:
-        self._pg = pg
+    def __init__(
+        self, pg: dist.ProcessGroup, item: WorkItem, ranks: Sequence[int]
+    ) -> None:
+        self._pg, self._ranks = pg, ranks
         self._sent: dict[int, int] = {}  # messages, by peer
         self._received: dict[int, int] = {}
         request = item.number % ITEMS * REQUESTS + item.requests % REQUESTS
@@ -196,11 +232,13 @@ class _GlooMessages:
 
     def send(self, tensor: Tensor, peer: int) -> _Message:
         number = self._sent[peer] = self._sent.get(peer, 0) + 1
-        return _Message(self._pg.send, tensor, peer, self._first + number % MESSAGES)
+        tag = self._first + number % MESSAGES
+        return _Message(self._pg.send, tensor, self._ranks[peer], tag)
 
     def receive(self, tensor: Tensor, peer: int) -> _Message:
         number = self._received[peer] = self._received.get(peer, 0) + 1
-        return _Message(self._pg.recv, tensor, peer, self._first + number % MESSAGES)
+        tag = self._first + number % MESSAGES
+        return _Message(self._pg.recv, tensor, self._ranks[peer], tag)
 
 
 class _LostError(RuntimeError):
@@ -272,9 +310,31 @@ class _Several:
             self._after()
 
 
+class _Rings:
+    """Two rings, of which the second begins when the first has ended."""
+
+    def __init__(self, first: Ring, second: Callable[[], Ring]) -> None:
+        self._first, self._second = first, second
+
+    def finish(self, drained: Callable[[], None]) -> None:
+        self._first.finish(lambda: None)
+        self._second().finish(drained)
+
+
+def _spread(x: Tensor, source: int, asked: _Asked) -> Rotation:
+    """A broadcast among some ranks: the source sends to each of them."""
+    rank, size = asked.group
+    nothing = x.new_empty(0)
+    leaving = [x if rank == source else nothing] * size
+    arriving = [x if other == source else nothing for other in range(size)]
+    return Rotation(asked.group, asked.messages, leaving, arriving)
+
+
 def _alone(op: Op) -> Any:
     """A group of one is its own answer."""
     match op:
+        case ops.Among():
+            return _alone(op.op)
         case ops.AllGather(tensor=x, into=into):
             if into is not None:
                 return x if into.data_ptr() == x.data_ptr() else into.copy_(x)

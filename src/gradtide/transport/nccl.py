@@ -38,8 +38,10 @@ class NcclTransport:
             "a rank dies, and its speed",
         )
         self.group = Group(pg.rank(), pg.size())
+        self.ranks_per_host = control.ranks_per_host
         self._sent = 0  # bytes over NCCL
         self._pg, self._control = pg, control
+        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.gather_objects = control.gather_objects
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -55,30 +57,32 @@ class NcclTransport:
         return _StreamTicket(self._stream.record_event())
 
     def issue(self, op: Op) -> Any:
-        assert not isinstance(op, ops.Cut)
-        if not op.tensor.is_cuda:
+        asked, group, pg = ops.message_of(op), self.group, self._pg
+        assert not isinstance(asked, ops.Cut)
+        if isinstance(op, ops.Among):
+            group, pg = ops.subgroup(op, self.group), self._some(tuple(op.ranks))
+        if not asked.tensor.is_cuda:
             return self._control.wait(self._control.issue(op)), None
         self._sent += ops.payload_bytes(op, self.group)
-        op.tensor.record_stream(self._stream)
-        match op:
+        asked.tensor.record_stream(self._stream)
+        match asked:
             case ops.AllReduce(tensor=x):
-                return x, dist.all_reduce(x, group=self._pg, async_op=True)
+                return x, dist.all_reduce(x, group=pg, async_op=True)
             case ops.ReduceScatter():
-                return self._scatter(op)
+                return _scatter(asked, group, pg)
             case ops.AllGather():
-                return self._gather(op)
+                return _gather(asked, group, pg)
             case ops.AllToAll(tensor=x, send=send, recv=recv):
                 out = x.new_empty((sum(recv), *x.shape[1:]))
                 return out, dist.all_to_all_single(
-                    out, x, list(recv), list(send), group=self._pg, async_op=True
+                    out, x, list(recv), list(send), group=pg, async_op=True
                 )
             case ops.Broadcast(tensor=x, source=root):
-                pg = self._pg
                 return x, dist.broadcast(x, group_src=root, group=pg, async_op=True)
             case ops.Swap(tensor=x, peer=peer):
-                return self._swap(x, peer)
-        assert isinstance(op, ops.ToHost)
-        return op.tensor.cpu(), None  # the one request for which the host must wait
+                return _swap(x, peer, group, pg)
+        assert isinstance(asked, ops.ToHost)
+        return asked.tensor.cpu(), None  # the one request for which the host must wait
 
     def carried(self, total: float, largest: float, smallest: float) -> float:
         return total - smallest  # in pieces too small to count
@@ -91,39 +95,63 @@ class NcclTransport:
 
     def close(self) -> None:
         self._control.close()
-        dist.destroy_process_group(self._pg)
+        for pg in (self._pg, *self._subgroups.values()):
+            dist.destroy_process_group(pg)
 
-    def _scatter(self, op: ops.ReduceScatter) -> tuple[Tensor, dist.Work]:
-        sizes = ops.part_sizes(op, self.group)
-        parts = list(torch.split(op.tensor, sizes))
-        own = parts[self.group.rank]
-        if len(set(sizes)) == 1:  # in place: NCCL allows the output to be the own part
-            return own, _reduce_scatter(own, op.tensor, group=self._pg, async_op=True)
-        return own, dist.reduce_scatter(own, parts, group=self._pg, async_op=True)
+    def _some(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A group of some ranks, made when it is first asked for and then kept."""
+        if ranks not in self._subgroups:
+            everyone = dist.get_process_group_ranks(self._pg)
+            made = dist.new_group(
+                [everyone[rank] for rank in ranks],
+                backend="nccl",
+                use_local_synchronization=True,
+                group_desc="gradtide nccl",
+            )
+            assert isinstance(made, dist.ProcessGroup)
+            self._subgroups[ranks] = made
+        return self._subgroups[ranks]
 
-    def _gather(self, op: ops.AllGather) -> tuple[Tensor, dist.Work]:
-        sizes = ops.part_sizes(op, self.group)
-        x = op.tensor.flatten()
-        out = op.into if op.into is not None else x.new_empty(sum(sizes))
-        if len(set(sizes)) == 1:
-            work = _all_gather(out, x, group=self._pg, async_op=True)
-        else:
-            parts = list(torch.split(out, sizes))
-            work = dist.all_gather(parts, x, group=self._pg, async_op=True)
-        if op.into is None and op.sizes is None:
-            out = out.view(self.group.size, *op.tensor.shape)
-        return out, work
 
-    def _swap(self, x: Tensor, peer: int) -> tuple[Tensor, dist.Work | None]:
-        if peer == self.group.rank:
-            return x.clone(), None
-        out = torch.empty_like(x)
-        pair = [
-            dist.P2POp(dist.isend, x, group=self._pg, group_peer=peer),
-            dist.P2POp(dist.irecv, out, group=self._pg, group_peer=peer),
-        ]
-        # One grouped launch: its first work stands for both messages.
-        return out, dist.batch_isend_irecv(pair)[0]
+def _scatter(
+    op: ops.ReduceScatter, group: Group, pg: dist.ProcessGroup
+) -> tuple[Tensor, dist.Work]:
+    sizes = ops.part_sizes(op, group)
+    parts = list(torch.split(op.tensor, sizes))
+    own = parts[group.rank]
+    if len(set(sizes)) == 1:  # in place: NCCL allows the output to be the own part
+        return own, _reduce_scatter(own, op.tensor, group=pg, async_op=True)
+    return own, dist.reduce_scatter(own, parts, group=pg, async_op=True)
+
+
+def _gather(
+    op: ops.AllGather, group: Group, pg: dist.ProcessGroup
+) -> tuple[Tensor, dist.Work]:
+    sizes = ops.part_sizes(op, group)
+    x = op.tensor.flatten()
+    out = op.into if op.into is not None else x.new_empty(sum(sizes))
+    if len(set(sizes)) == 1:
+        work = _all_gather(out, x, group=pg, async_op=True)
+    else:
+        parts = list(torch.split(out, sizes))
+        work = dist.all_gather(parts, x, group=pg, async_op=True)
+    if op.into is None and op.sizes is None:
+        out = out.view(group.size, *op.tensor.shape)
+    return out, work
+
+
+def _swap(
+    x: Tensor, peer: int, group: Group, pg: dist.ProcessGroup
+) -> tuple[Tensor, dist.Work | None]:
+    if peer == group.rank:
+        return x.clone(), None
+    out = torch.empty_like(x)
+    pair = [
+        dist.P2POp(dist.isend, x, group=pg, group_peer=peer),
+        dist.P2POp(dist.irecv, out, group=pg, group_peer=peer),
+    ]
+    # One grouped launch: its first work stands for both messages.
+    return out, dist.batch_isend_irecv(pair)[0]
 
 
 class _StreamTicket:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.core.ops import AllGather, Op, ToHost
+from gradtide.core.ops import AllGather, Among, Op, ToHost, message_of
 from gradtide.core.transport import Ticket
 from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
@@ -29,7 +29,7 @@ class StagedTransport:
             "gradtide's transport of GPU tensors over Gloo, through host memory,",
             "the order of its streams and copies, and its speed",
         )
-        self.group = host.group
+        self.group, self.ranks_per_host = host.group, host.ranks_per_host
         self._host, self._device = host, device
         self._stream = torch.Stream(device)
         self.gather_objects, self.close = host.gather_objects, host.close
@@ -58,13 +58,17 @@ class StagedTransport:
     def issue(self, op: Op) -> Any:
         if isinstance(op, ToHost):
             return op, None
+        asked = message_of(op)
         staged: dict[str, Any] = {
             f.name: self._to_host(value)
-            for f in fields(op)
-            if isinstance(value := getattr(op, f.name), Tensor)
+            for f in fields(asked)
+            if isinstance(value := getattr(asked, f.name), Tensor)
         }
         self._stream.synchronize()  # the copies must have landed before Gloo reads them
-        return op, self._host.issue(replace(op, **staged))
+        there: Any = replace(asked, **staged)
+        if isinstance(op, Among):
+            there = replace(op, op=there)
+        return asked, self._host.issue(there)
 
     def wait(self, pending: Any) -> Any:
         op, inner = pending

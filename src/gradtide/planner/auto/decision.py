@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -19,13 +19,17 @@ from gradtide.planner.measure import measure
 from gradtide.planner.network import Network
 from gradtide.planner.search import Choice, rank
 from gradtide.planner.trace import StepTrace
-from gradtide.scheme import RECIPES, Scheme, parse
+from gradtide.scheme import RECIPES, Scheme, parse, prepared
 from gradtide.transport import Transport
 
 LOG = logging.getLogger("gradtide")
 BUDGET = 3.0  # seconds of measuring the network
 # What a lossy plan is made among: few, because all ranks wait for it.
-SPARSE = tuple(f"{n}{d}" for n in ("topk", "topka2a", "oktopk") for d in ("", "-dear"))
+SPARSE = tuple(
+    f"{name}{call}"
+    for name in ("topk", "topka2a", "oktopk")
+    for call in ("", "(schedule='dear')")
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def plan(auto: Auto, seen: Sequence[Seen], network: Network) -> tuple[str, str]:
     def refuse(scheme: Scheme) -> str:
         return obstacle if scheme.schedule.update == "forward" else ""
 
-    sparse = {name: RECIPES[name] for name in SPARSE}
+    sparse = {text: parse(text) for text in SPARSE}
     choices = rank(slowest, network, sparse, refuse=refuse)
     advice = advise(choices, network.size, auto.margin)
     chosen = advice.recommended if auto.lossy else advice.dense
@@ -97,8 +101,7 @@ def _adjusted(choice: Choice, auto: Auto) -> Scheme:
     """The choice with what else `auto` was asked for."""
     if choice.kind != "lossy":
         return choice.scheme
-    text = f"{choice.name}(warmup={auto.warmup}, corrected={auto.corrected})"
-    return replace(choice.scheme, collective=parse(text).collective)
+    return prepared(choice.scheme, auto.warmup, auto.momentum_correction)
 
 
 def _words(advice: Advice, chosen: Choice, network: Network) -> str:

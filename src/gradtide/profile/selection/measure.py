@@ -83,7 +83,7 @@ class Gradients:
         return self.pool[begin : begin + self.n]
 
     def residual(self, density: float) -> Tensor:
-        """What selection of this density has left behind; see [Note: steady state]."""
+        """What selection of this density leaves; see [Note: steady state]."""
         threshold = float(self.pool.norm()) / math.sqrt(len(self.pool) * density)
         return self._walked * threshold
 

@@ -1,4 +1,4 @@
-"""Agreed: exclusive parts, the union as asked, and all ranks' values at it."""
+"""PartitionedTopK: exclusive parts, the union as asked, and all ranks' values at it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.collectives.agreed import Agreed, pays, pick
+from gradtide.collectives.contrib.by_norm import ByNorm, deal, shares
+from gradtide.collectives.partitioned import PartitionedTopK, pays, pick
 from gradtide.collectives.partitions import (
-    ByNorm,
     Dynamic,
     Even,
     Partition,
     Plan,
-    deal,
     rebalance,
-    shares,
 )
 from gradtide.core.ops import Cut, Group
 from gradtide.core.payload import Payload
@@ -37,7 +35,7 @@ def ranks(rows: list[Tensor], cuts: tuple[int, ...] = ()) -> list[Payload]:
     return [Payload(row, [row[a:b] for a, b in pairwise(edges)]) for row in rows]
 
 
-def step(collective: Agreed, loads: list[Payload]) -> list[Tensor]:
+def step(collective: PartitionedTopK, loads: list[Payload]) -> list[Tensor]:
     group = range(len(loads))
     return lockstep([collective.reduce(loads[r], Group(r, len(loads))) for r in group])
 
@@ -45,22 +43,22 @@ def step(collective: Agreed, loads: list[Payload]) -> list[Tensor]:
 @pytest.mark.parametrize("size", SIZES)
 @every_partition
 def test_law(partition: Partition, size: int) -> None:
-    check_law(Agreed(0.05, partition), size, steps=size + 2)
-    check_law(Agreed(0.01, partition), size, numel=6000 * size, steps=2)
+    check_law(PartitionedTopK(0.05, partition), size, steps=size + 2)
+    check_law(PartitionedTopK(0.01, partition), size, numel=6000 * size, steps=2)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @every_partition
 def test_law_of_tiny_buckets(partition: Partition, size: int) -> None:
     for density in (0.01, 0.9, 1.0):
-        check_law(Agreed(density, partition), size, numel=size, steps=2)
-        check_law(Agreed(density, partition), size, numel=7 * size, steps=2)
+        check_law(PartitionedTopK(density, partition), size, numel=size, steps=2)
+        check_law(PartitionedTopK(density, partition), size, numel=7 * size, steps=2)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
 @every_partition
 def test_what_the_wire_rounds_off_stays_behind(partition: Partition, wire) -> None:
-    collective = Agreed(0.05, partition, wire)
+    collective = PartitionedTopK(0.05, partition, wire)
     kinds = {"dtype": torch.float32, "tolerance": 2e-6}
     check_law(collective, 4, gradient=lambda g, n: torch.randn(n, generator=g), **kinds)
 
@@ -69,7 +67,7 @@ def test_a_density_of_one_is_dense() -> None:
     rows = [torch.randn(24) for _ in range(4)]
     expected = torch.stack(rows).mean(0)
     for payload, mean in zip(
-        loads := ranks(rows), step(Agreed(1.0), loads), strict=True
+        loads := ranks(rows), step(PartitionedTopK(1.0), loads), strict=True
     ):
         torch.testing.assert_close(mean, expected)
         assert mean.data_ptr() == payload.flat.data_ptr()
@@ -93,7 +91,7 @@ def test_all_values_at_the_largest_entries_of_the_own_parts_are_averaged(
         expected = [
             i for rank in range(size) for i in found_by(before[rank], plan, turn, rank)
         ]
-        means = step(Agreed(k / n, partition), loads)
+        means = step(PartitionedTopK(k / n, partition), loads)
         assert sorted(expected) == means[0].nonzero().flatten().tolist()
         assert len(expected) == k
         twin = torch.zeros(n)
@@ -119,7 +117,7 @@ def test_where_entries_are_weighed_small_ones_stay(partition: Partition) -> None
             payload.flat += torch.randn(n, generator=rng).pow(3)
             payload.num_sent = 0
         before = torch.stack([payload.flat for payload in loads])
-        mean = step(Agreed(k / n, partition), loads)[0]
+        mean = step(PartitionedTopK(k / n, partition), loads)[0]
         gone = torch.stack([payload.flat for payload in loads]) == 0
         torch.testing.assert_close(mean, (before * gone).sum(0) / size)
         found = gone.any(0)
@@ -177,7 +175,7 @@ def densities(
         for payload in loads:
             payload.flat += torch.randn(n, generator=rng) * heat * scale(t)
         before = loads[0].num_sent
-        step(Agreed(density, partition), loads)
+        step(PartitionedTopK(density, partition), loads)
         sent.append((loads[0].num_sent - before) / (n * density))
     return sent
 
@@ -191,7 +189,7 @@ def test_dynamic_boundaries_move_until_thresholds_are_equal() -> None:
     for _ in range(30):
         for payload in loads:
             payload.flat += torch.randn(n, generator=rng) * heat
-        step(Agreed(0.02, Dynamic()), loads)
+        step(PartitionedTopK(0.02, Dynamic()), loads)
     thresholds = loads[0].state["thresholds"]
     assert thresholds.max() < 1.25 * thresholds.min()
     assert loads[0].state["edges"][2] < 15_000
@@ -204,7 +202,7 @@ def test_dynamic_boundaries_move_until_thresholds_are_equal() -> None:
 def test_traffic_is_the_formula(partition: Partition) -> None:
     size, n, k = 4, 400_000, 4000
     traffic = check_law(
-        Agreed(k / n, partition), size, numel=n, steps=1, dtype=torch.float32,
+        PartitionedTopK(k / n, partition), size, numel=n, steps=1, dtype=torch.float32,
         tolerance=1e-5, gradient=lambda g, n: torch.randn(n, generator=g),
     )  # fmt: skip
     total = (traffic["AllGather"] + traffic["ReduceScatter"]) / 4
@@ -225,7 +223,7 @@ def test_what_pays() -> None:
 @pytest.mark.parametrize("size", [2, 5])
 @every_partition
 def test_zeros_and_ties(partition: Partition, size: int) -> None:
-    collective, n = Agreed(0.01, partition), 10_000 * size
+    collective, n = PartitionedTopK(0.01, partition), 10_000 * size
     loads = ranks([torch.zeros(n) for _ in range(size)])
     for mean in step(collective, loads):
         assert torch.equal(mean, torch.zeros(n))
@@ -258,20 +256,20 @@ def test_what_is_not_finite_raises_the_alarm_and_arrives(
     size, n = 4, 12_000
     rng = torch.Generator().manual_seed(0)
     loads = ranks([torch.randn(n, generator=rng) for _ in range(size)])
-    step(Agreed(0.01, partition), loads)
+    step(PartitionedTopK(0.01, partition), loads)
     for payload in loads:
         payload.flat += torch.randn(n, generator=rng)
     loads[1].flat[place] = bad
     arrived = False
     for turn in range(size):
-        means = step(Agreed(0.01, partition), loads)
+        means = step(PartitionedTopK(0.01, partition), loads)
         arrived = arrived or all(not mean[place].isfinite() for mean in means)
         assert turn > 0 or math.isnan(loads[1].nonfinite), "the alarm comes at once"
         for payload in loads:
             payload.flat += torch.randn(n, generator=rng)
     assert arrived, "on all ranks, after P steps at the latest"
     for _ in range(3):
-        means = step(Agreed(0.01, partition), loads)
+        means = step(PartitionedTopK(0.01, partition), loads)
     assert all(mean.isfinite().all() for mean in means), "thresholds are not poisoned"
 
 
@@ -287,7 +285,7 @@ def test_the_mean_of_means_approaches_the_mean_of_gradients(
     for _ in range(steps):
         for payload, gradient in zip(loads, gradients, strict=True):
             payload.flat += gradient
-        total += step(Agreed(0.1, partition), loads)[0]
+        total += step(PartitionedTopK(0.1, partition), loads)[0]
     expected = torch.stack(gradients).mean(0)
     assert (total / steps - expected).norm() < 0.25 * expected.norm()
 
@@ -295,7 +293,7 @@ def test_the_mean_of_means_approaches_the_mean_of_gradients(
 def test_a_flow_closed_at_its_cut_leaves_the_remainder() -> None:
     flat = torch.randn(1000)
     before = flat.clone()
-    flow = Agreed(0.1).reduce(payload := Payload(flat, [flat]), Group(0, 2))
+    flow = PartitionedTopK(0.1).reduce(payload := Payload(flat, [flat]), Group(0, 2))
     request = next(flow)
     while not isinstance(request, Cut):
         tensor = getattr(request, "tensor", torch.empty(0))
@@ -353,14 +351,14 @@ def test_boundaries_keep_a_least_length() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Agreed(0.0),
-        lambda: Agreed(1.5),
-        lambda: Agreed(wire="int8"),
-        lambda: Agreed(partition=Even),
-        lambda: Agreed(partition="even"),
+        lambda: PartitionedTopK(0.0),
+        lambda: PartitionedTopK(1.5),
+        lambda: PartitionedTopK(wire="int8"),
+        lambda: PartitionedTopK(partition=Even),
+        lambda: PartitionedTopK(partition="even"),
         lambda: Dynamic(gain=0.0),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"Agreed|Dynamic"):
+    with pytest.raises(ValueError, match=r"PartitionedTopK|Dynamic"):
         make()

@@ -1,4 +1,4 @@
-"""Corrected: local momentum, masked where it was sent; clipping before selection."""
+"""Local momentum, masked where it was sent; clipping before selection."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.collectives.corrected import REMAINDER, VELOCITY, Corrected, with_momentum
+from gradtide.collectives.contrib.cltk import CLTk
+from gradtide.collectives.contrib.gtopk import GTopK
 from gradtide.collectives.dense import Dense
-from gradtide.collectives.gtopk import GTopK
-from gradtide.collectives.leader import Leader
+from gradtide.collectives.momentum_correction import (
+    RESIDUAL,
+    VELOCITY,
+    MomentumCorrection,
+    with_momentum,
+)
 from gradtide.collectives.topk import TopK
 from gradtide.collectives.warmup import Warmup
 from gradtide.core.ops import Cut, Group
@@ -78,7 +83,7 @@ def test_dense_is_sgd_with_momentum(size: int, inner: Collective) -> None:
     for _ in range(8):
         gradients = ranks.gradients()
         ranks.add(gradients)
-        ours.grad = ranks.mean(Corrected(inner))
+        ours.grad = ranks.mean(MomentumCorrection(inner))
         theirs.grad = gradients.mean(0)
         plain.step()
         momentum.step()
@@ -114,7 +119,7 @@ def test_deep_gradient_compression(size: int, clip: float | None) -> None:
     ranks = Ranks(size, n)
     for mean in expected:
         ranks.add(ranks.gradients())
-        ours = ranks.mean(Corrected(TopK(0.04, Exact()), clip=clip))
+        ours = ranks.mean(MomentumCorrection(TopK(0.04, Exact()), clip=clip))
         torch.testing.assert_close(ours, mean)
 
 
@@ -124,10 +129,10 @@ def test_deep_gradient_compression(size: int, clip: float | None) -> None:
     [
         TopK(0.04),
         GTopK(0.04, wire="bf16"),
-        Leader(0.04),
+        CLTk(0.04),
         Warmup(TopK(0.04), 2, (1.0, 0.2)),
     ],
-    ids=["topk", "gtopk", "leader", "warmup"],
+    ids=["topk", "gtopk", "cltk", "warmup"],
 )
 def test_the_law_of_what_is_offered(size: int, inner: Collective) -> None:
     ranks = Ranks(size, 40 * size)
@@ -135,11 +140,11 @@ def test_the_law_of_what_is_offered(size: int, inner: Collective) -> None:
     for _ in range(8):
         ranks.add(ranks.gradients())
         before = torch.stack(ranks.flats).sum(0) + 0.9 * velocity
-        mean = ranks.mean(Corrected(inner))
+        mean = ranks.mean(MomentumCorrection(inner))
         after = torch.stack(ranks.flats).sum(0)
         torch.testing.assert_close(before, size * mean + after)
         velocity = ranks.state(VELOCITY).sum(0)
-        assert torch.equal(torch.stack(ranks.flats), ranks.state(REMAINDER))
+        assert torch.equal(torch.stack(ranks.flats), ranks.state(RESIDUAL))
 
 
 def test_velocity_stops_where_entries_left_and_nowhere_else() -> None:
@@ -152,7 +157,7 @@ def test_velocity_stops_where_entries_left_and_nowhere_else() -> None:
         if VELOCITY in ranks.loads[0].state:
             continued += 0.9 * ranks.state(VELOCITY)
         ranks.add(gradients)
-        ranks.mean(Corrected(inner))
+        ranks.mean(MomentumCorrection(inner))
         stays = torch.stack(ranks.flats) != 0
         assert 0 < (~stays).sum() < 4 * 8
         torch.testing.assert_close(ranks.state(VELOCITY), continued * stays)
@@ -168,14 +173,14 @@ def test_without_options_it_is_what_is_inside_bit_for_bit() -> None:
         plain.add(gradients)
         wrapped.add(gradients)
         expected = plain.mean(TopK(0.02))
-        assert torch.equal(wrapped.mean(Corrected(TopK(0.02))), expected)
+        assert torch.equal(wrapped.mean(MomentumCorrection(TopK(0.02))), expected)
         assert torch.equal(torch.stack(wrapped.flats), torch.stack(plain.flats))
     assert wrapped.loads[0].state.keys() == plain.loads[0].state.keys()
 
 
 def test_clipping_alone() -> None:
     ranks = Ranks(4, 40, momentum=0.0)
-    collective = Corrected(TopK(0.1, Exact()), clip=2.0)
+    collective = MomentumCorrection(TopK(0.1, Exact()), clip=2.0)
     remainder = torch.zeros(4, 40, dtype=torch.float64)
     for _ in range(4):
         gradients = ranks.gradients()
@@ -188,7 +193,7 @@ def test_clipping_alone() -> None:
     small = Ranks(4, 40, momentum=0.0)
     gradients = small.gradients() / 1000
     small.add(gradients)
-    mean = small.mean(Corrected(Dense(), clip=2.0))
+    mean = small.mean(MomentumCorrection(Dense(), clip=2.0))
     torch.testing.assert_close(mean, gradients.mean(0))
 
 
@@ -204,12 +209,12 @@ def test_what_is_not_finite_arrives_and_does_not_stay(
         if step == 1:
             gradients[0, 7] = bad
         ranks.add(gradients)
-        mean = ranks.mean(Corrected(inner, clip=clip))
+        mean = ranks.mean(MomentumCorrection(inner, clip=clip))
         expected = [[7]] if step == 1 else []
         assert (~mean.isfinite()).nonzero().tolist() == expected
 
 
-@pytest.mark.parametrize("inner", [Dense(), Leader(0.1, Exact())], ids=["dense", "led"])
+@pytest.mark.parametrize("inner", [Dense(), CLTk(0.1, Exact())], ids=["dense", "led"])
 def test_a_skipped_step_leaves_a_state_to_continue_from(inner: Collective) -> None:
     ranks = Ranks(2, 50_000)
 
@@ -223,25 +228,26 @@ def test_a_skipped_step_leaves_a_state_to_continue_from(inner: Collective) -> No
             answer = yield asked
 
     ranks.add(ranks.gradients())
+    collective = MomentumCorrection(inner).with_momentum(0.9, 1.0)
     lockstep(
         [
-            held(Corrected(inner).with_momentum(0.9, 1.0).reduce(payload, Group(r, 2)))
+            held(collective.reduce(payload, Group(r, 2)))
             for r, payload in enumerate(ranks.loads)
         ]
     )
     velocity = ranks.state(VELOCITY)
     if inner == Dense():
-        assert not ranks.state(REMAINDER).any()
+        assert not ranks.state(RESIDUAL).any()
         assert velocity.ne(0).sum() == 100_000
         for flat in ranks.flats:
             flat.zero_()  # as whoever dropped the flow does
     else:
-        assert torch.equal(ranks.state(REMAINDER), torch.stack(ranks.flats))
+        assert torch.equal(ranks.state(RESIDUAL), torch.stack(ranks.flats))
         assert (velocity == 0).sum(1).tolist() == [5000, 5000]
     gradients = ranks.gradients()
     before = torch.stack(ranks.flats) + gradients + 0.9 * velocity
     ranks.add(gradients)
-    mean = ranks.mean(Corrected(inner))
+    mean = ranks.mean(MomentumCorrection(inner))
     after = torch.stack(ranks.flats)
     torch.testing.assert_close(before.sum(0), 2 * mean + after.sum(0))
 
@@ -257,10 +263,10 @@ def test_a_skipped_step_leaves_a_state_to_continue_from(inner: Collective) -> No
 )
 def test_hyper_parameters_are_checked(options: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Corrected(TopK(), **options)  # type: ignore[arg-type]
+        MomentumCorrection(TopK(), **options)  # type: ignore[arg-type]
 
 
 def test_an_all_zero_gradient() -> None:
     ranks = Ranks(3, 300)
     for _ in range(3):
-        assert not ranks.mean(Corrected(TopK(), clip=1.0)).any()
+        assert not ranks.mean(MomentumCorrection(TopK(), clip=1.0)).any()

@@ -1,4 +1,4 @@
-"""Leader: one rank chooses, all average."""
+"""CLT-k: one rank chooses, all average."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.collectives.leader import SMALL, Leader, pays
+from gradtide.collectives.contrib.cltk import SMALL, CLTk, pays
 from gradtide.core.ops import Cut, Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact, Threshold
@@ -21,19 +21,19 @@ LARGE = SMALL // 4 * 12  # elements: a tenth of them is too much for one hop
 @pytest.mark.parametrize("select", [Exact(), Threshold()], ids=repr)
 @pytest.mark.parametrize("size", SIZES)
 def test_law(size: int, select: Exact | Threshold) -> None:
-    check_law(Leader(0.02, select), size)
-    check_law(Leader(0.02, select), size, numel=size, steps=5)
+    check_law(CLTk(0.02, select), size)
+    check_law(CLTk(0.02, select), size, numel=size, steps=5)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_law_in_two_halves(size: int) -> None:
-    check_law(Leader(0.1), size, numel=LARGE // size * size, steps=3)
+    check_law(CLTk(0.1), size, numel=LARGE // size * size, steps=3)
 
 
 def test_contributions_lose_nothing_on_the_wire_and_the_mean_half_a_unit() -> None:
-    check_law(Leader(0.1, wire="bf16"), 4, numel=LARGE, steps=3, tolerance=2.0**-8)
+    check_law(CLTk(0.1, wire="bf16"), 4, numel=LARGE, steps=3, tolerance=2.0**-8)
     with pytest.raises(AssertionError):
-        check_law(Leader(0.1, wire="bf16"), 4, numel=LARGE, steps=3, tolerance=1e-6)
+        check_law(CLTk(0.1, wire="bf16"), 4, numel=LARGE, steps=3, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -50,7 +50,7 @@ def test_all_average_what_the_leader_of_the_step_chose(size: int, numel: int) ->
         expected = torch.zeros(numel, dtype=torch.float64)
         expected[chosen] = before.mean(0)[chosen]
         flows = [
-            Leader(0.05, Exact()).reduce(payload, Group(r, size))
+            CLTk(0.05, Exact()).reduce(payload, Group(r, size))
             for r, payload in enumerate(loads)
         ]
         for mean in lockstep(flows):
@@ -61,7 +61,7 @@ def test_all_average_what_the_leader_of_the_step_chose(size: int, numel: int) ->
 
 @pytest.mark.parametrize("size", SIZES)
 def test_density_one_is_dense(size: int) -> None:
-    traffic = check_law(Leader(1.0), size)
+    traffic = check_law(CLTk(1.0), size)
     assert "Broadcast" not in traffic
 
 
@@ -69,7 +69,7 @@ def test_density_one_is_dense(size: int) -> None:
 def test_traffic(numel: int) -> None:
     size, k = 8, round(0.1 * numel)
     traffic = check_law(
-        Leader(0.1, Exact()), size, numel=numel, steps=1, dtype=torch.float32,
+        CLTk(0.1, Exact()), size, numel=numel, steps=1, dtype=torch.float32,
         tolerance=1e-5,
     )  # fmt: skip
     padded = -(-k // size) * size
@@ -88,7 +88,7 @@ def test_traffic(numel: int) -> None:
 @pytest.mark.parametrize("size", [2, 5])
 def test_zeros_and_ties(size: int) -> None:
     for value in (0.0, 1.0):
-        check_law(Leader(0.1), size, gradient=lambda _, n, v=value: torch.full((n,), v))
+        check_law(CLTk(0.1), size, gradient=lambda _, n, v=value: torch.full((n,), v))
 
 
 class Few:
@@ -99,7 +99,7 @@ class Few:
 
 
 def test_a_leader_that_finds_fewer_than_k() -> None:
-    check_law(Leader(0.1, Few()), 3)
+    check_law(CLTk(0.1, Few()), 3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -112,7 +112,7 @@ def test_what_is_not_finite_raises_the_alarm_at_once(bad: float, owner: int) -> 
     steps = []
     for _ in range(3):
         flows = [
-            Leader(0.02, Exact()).reduce(payload, Group(r, 3))
+            CLTk(0.02, Exact()).reduce(payload, Group(r, 3))
             for r, payload in enumerate(loads)
         ]
         steps.append(lockstep(flows)[0][17].isfinite().item())
@@ -127,7 +127,7 @@ def test_closed_at_the_cut_the_buffer_holds_the_remainder() -> None:
     flats = [torch.arange(1.0, LARGE + 1) for _ in range(2)]
     loads = [Payload(flat, [flat]) for flat in flats]
     flows = [
-        Leader(0.1, Exact()).reduce(payload, Group(r, 2))
+        CLTk(0.1, Exact()).reduce(payload, Group(r, 2))
         for r, payload in enumerate(loads)
     ]
 
@@ -159,8 +159,7 @@ def test_means_approach_the_mean_of_the_gradients() -> None:
         for flat, gradient in zip(flats, target, strict=True):
             flat += gradient
         flows = [
-            Leader(0.1).reduce(payload, Group(r, size))
-            for r, payload in enumerate(loads)
+            CLTk(0.1).reduce(payload, Group(r, size)) for r, payload in enumerate(loads)
         ]
         total += lockstep(flows)[0]
     error = (total / steps - target.mean(0)).norm() / target.mean(0).norm()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives._entries import length
-from gradtide.collectives.gtopk import GTopK, largest, pays, rounds
+from gradtide.collectives.contrib.gtopk import GTopK, largest, pays, rounds
 from gradtide.core.ops import Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact, Threshold

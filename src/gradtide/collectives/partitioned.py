@@ -22,7 +22,7 @@ SAMPLE = 256  # sampled entries above a threshold that is estimated afresh
 
 
 @dataclass(frozen=True)
-class Agreed(Traits):
+class PartitionedTopK(Traits):
     """Agree on about k indices, and average all ranks' values there: partitioned top-k.
 
     In every step a rank looks for large entries in one bin of `partition`, (rank +
@@ -66,10 +66,11 @@ class Agreed(Traits):
     searches_part = True
 
     def __post_init__(self) -> None:
-        check("Agreed", self.wire, self.density)
+        check("PartitionedTopK", self.wire, self.density)
         if isinstance(self.partition, type) or not hasattr(self.partition, "learn"):
             raise ValueError(
-                f"Agreed(partition={self.partition!r}): use Even(), Dynamic(), ByNorm()"
+                f"PartitionedTopK(partition={self.partition!r}): use Even(), Dynamic() "
+                "or ByNorm()"
             )
 
     def reduce(self, payload: Payload, group: Group) -> Flow:

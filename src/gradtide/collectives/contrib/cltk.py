@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from gradtide.collectives._entries import Selecting, Steps, Wire, kept, wire_dtype
+from gradtide.collectives.contrib.gtopk import at_most
 from gradtide.collectives.dense import Dense, averaged
-from gradtide.collectives.gtopk import at_most
 from gradtide.core.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.core.payload import Payload, next_step
 from gradtide.selectors.kernels import index_dtype
@@ -17,7 +17,7 @@ SMALL = 1 << 14  # bytes up to which an all-reduce in one hop beats two halves
 
 
 @dataclass(frozen=True)
-class Leader(Selecting):
+class CLTk(Selecting):
     """Average the entries at the indices of one rank's k largest.
 
     In each step the next rank chooses. This is CLT-k, of ScaleCom (Chen et al., NeurIPS

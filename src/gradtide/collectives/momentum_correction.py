@@ -13,11 +13,12 @@ from gradtide.core.ops import Cut, Flow, Group
 from gradtide.core.payload import Collective, Payload, Traits, layers, traits
 from gradtide.selectors.kernels import above
 
-VELOCITY, REMAINDER = "corrected.velocity", "corrected.remainder"
+# Keys of checkpoints, which stay as they are.
+VELOCITY, RESIDUAL = "corrected.velocity", "corrected.remainder"
 
 
 @dataclass(frozen=True)
-class Corrected(Traits):
+class MomentumCorrection(Traits):
     """Compute momentum before selection, so that late entries arrive with theirs.
 
     This is the momentum correction of Deep Gradient Compression (Lin et al., ICLR
@@ -55,26 +56,29 @@ class Corrected(Traits):
     momentum: tuple[float, float] = field(default=(0.0, 1.0), repr=False, compare=False)
     clip: float | None = None
 
-    takes_momentum = True
+    uses_optimizer_momentum = True
     transparent = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.momentum, tuple):
             raise ValueError(
-                f"Corrected(momentum={self.momentum!r}): it takes over the optimizer's "
-                "own momentum; leave the number out here, and give it to the optimizer"
+                f"MomentumCorrection(momentum={self.momentum!r}): it uses the "
+                "optimizer's own; leave the number out here, and give it to the "
+                "optimizer"
             )
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"Corrected(clip={self.clip}): a norm above 0, or None")
+            raise ValueError(
+                f"MomentumCorrection(clip={self.clip}): a norm above 0, or None"
+            )
 
-    def with_momentum(self, a: float, b: float) -> Corrected:
+    def with_momentum(self, a: float, b: float) -> MomentumCorrection:
         """Return the same with these factors of momentum, for one exchange."""
         return replace(self, momentum=(a, b))
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         momentum, share = self.momentum
         # A schedule may come down to no momentum; what was remembered goes on.
-        if self.clip is None and not momentum and REMAINDER not in payload.state:
+        if self.clip is None and not momentum and RESIDUAL not in payload.state:
             return (yield from self.collective.reduce(payload, group))
         self._offer(payload, group.size, momentum, share)
         flow = self.collective.reduce(payload, group)
@@ -90,41 +94,41 @@ class Corrected(Traits):
         finally:
             # Also if it is closed at its cut (a skipped step): what is gone was sent.
             flow.close()
-            self._settle(payload, result is not None and _within(result, payload))
+            self._remember(payload, result is not None and _within(result, payload))
 
     def _offer(
         self, payload: Payload, size: int, momentum: float, share: float
     ) -> None:
         """Clip the fresh gradient, take `share` of it, and add what it continues."""
         flat = payload.flat
-        remainder = payload.state.setdefault(REMAINDER, torch.zeros_like(flat))
+        residual = payload.state.setdefault(RESIDUAL, torch.zeros_like(flat))
         if self.clip is not None:
-            kept = share * _share(flat - remainder, self.clip / math.sqrt(size))
-            torch.lerp(remainder, flat, kept.to(flat.dtype), out=flat)
+            kept = share * _share(flat - residual, self.clip / math.sqrt(size))
+            torch.lerp(residual, flat, kept.to(flat.dtype), out=flat)
         elif share != 1:
-            torch.lerp(remainder, flat, share, out=flat)
+            torch.lerp(residual, flat, share, out=flat)
         if momentum or VELOCITY in payload.state:
             velocity = payload.state.setdefault(VELOCITY, torch.zeros_like(flat))
             flat.add_(velocity, alpha=momentum)
-            torch.sub(flat, remainder, out=velocity)
-            remainder.copy_(flat)
+            torch.sub(flat, residual, out=velocity)
+            residual.copy_(flat)
 
-    def _settle(self, payload: Payload, handed_out: bool) -> None:
-        """Remember what was left behind, and stop what was taken out."""
+    def _remember(self, payload: Payload, handed_out: bool) -> None:
+        """Remember the residual, and stop the velocity of what was taken out."""
         velocity = payload.state.get(VELOCITY)
         if handed_out:
-            payload.state[REMAINDER].zero_()
+            payload.state[RESIDUAL].zero_()
             if velocity is not None:
                 # A gradient that was not finite must not stay for the steps to come.
                 velocity.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             return
-        remainder = payload.state[REMAINDER]
+        residual = payload.state[RESIDUAL]
         if velocity is not None:
-            # Until now the remainder held what was offered; here, what of it is gone.
-            torch.sub(remainder, payload.flat, out=remainder)
-            gone = above(remainder, 0.0, len(remainder))
+            # Until now it held what was offered; here, what of that is gone.
+            torch.sub(residual, payload.flat, out=residual)
+            gone = above(residual, 0.0, len(residual))
             velocity.index_fill_(0, gone.long(), 0)
-        remainder.copy_(payload.flat)
+        residual.copy_(payload.flat)
 
 
 def _share(gradient: Tensor, limit: float) -> Tensor:
@@ -163,6 +167,6 @@ def moves(collective: object, state: dict[str, Tensor]) -> bool:
     return False
 
 
-def takes_over(collective: object) -> bool:
+def uses_optimizer_momentum(collective: object) -> bool:
     """Whether a collective computes the optimizer's momentum, or may some day."""
-    return any(traits(each).takes_momentum for each in layers(collective))
+    return any(traits(each).uses_optimizer_momentum for each in layers(collective))

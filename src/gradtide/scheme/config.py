@@ -1,0 +1,148 @@
+"""A scheme: what is exchanged, in which buckets, when, and what is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import cast
+
+from gradtide.collectives import Auto, Dense
+from gradtide.collectives.levels import by_levels
+from gradtide.collectives.momentum_correction import uses_optimizer_momentum
+from gradtide.core.fields import check_fields
+from gradtide.core.payload import Collective, layers, traits
+from gradtide.core.schedule import WFBP, Schedule
+from gradtide.fusion import BySize, Fusion
+from gradtide.kfac import KFAC
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A complete way to average gradients: what travels, in which buckets, and when.
+
+    A scheme's text is its constructor call: `parse(repr(scheme)) == scheme`. From
+    Python it is built from the same names, as in
+    `gradtide.Scheme(gradtide.OkTopk(0.01), schedule=gradtide.DEAR)`.
+
+    Args:
+        collective: What travels of every bucket: `Dense`, `OkTopk`, ..., a wrapper
+            around one, or a frozen dataclass of your own with a method `reduce`. The
+            default is `Dense()`, because it is exact.
+        fusion: Which gradients travel in one bucket: `BySize`, a search, ... The
+            default, `BySize()`, needs no measurement. Sparse recipes have `BySize(25.0,
+            ends=25.0, pieces=1)`.
+        schedule: When buckets leave, and when parameters change: SEQUENTIAL, WFBP,
+            DEAR, LOCAL, or another `Schedule`. The default, WFBP, is that of
+            DistributedDataParallel: gradients are there when backward returns.
+        preconditioner: A `KFAC` that preconditions the averages before the optimizer
+            gets them. None, the default, leaves them as they are.
+        levels: How many ranks share a host, and its link: they average densely among
+            themselves, and only what a host has in common travels by the collective.
+            Ranks are numbered host by host. None, the default, has `replicate` find it
+            out. 1 exchanges among all ranks alike, wherever they are.
+
+    Raises:
+        ValueError: A part refuses its own fields when it is made. Parts of the wrong
+            kind, and such as do not go together, are refused by `replicate` and by
+            `parse`.
+    """
+
+    collective: Collective = Dense()  # noqa: RUF009  (frozen: cannot be shared by mistake)
+    fusion: Fusion = BySize()  # noqa: RUF009
+    schedule: Schedule = WFBP
+    preconditioner: KFAC | None = None
+    levels: int | None = None
+
+    @property
+    def exchange(self) -> Collective:
+        """What averages a bucket: the collective, between hosts of several ranks."""
+        return by_levels(self.collective, self.levels)
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("preconditioner", "levels"):  # as most have none
+            if values[name] is None:
+                del values[name]
+        named = [f"{name}={value!r}" for name, value in values.items()]
+        return f"Scheme({', '.join(named)})"
+
+
+def check(scheme: Scheme) -> Scheme:
+    """The scheme itself; raises ValueError where a part of it has the wrong kind, or
+    parts do not go together."""
+    if isinstance(scheme.schedule, str):
+        raise ValueError(
+            f"Scheme(schedule={scheme.schedule!r}): it has to be a Schedule such as "
+            "WFBP or DEAR; a recipe takes a name: recipe('oktopk', schedule='dear')"
+        )
+    check_fields(scheme)
+    if scheme.levels is not None and scheme.levels < 1:
+        raise ValueError(
+            f"levels={scheme.levels}: the number of ranks on each host, 1 or more"
+        )
+    outer, *wrapped = layers(scheme.collective)
+    kfac = scheme.preconditioner is not None
+    if any(traits(each).undecided for each in wrapped):
+        raise ValueError(
+            f"{scheme.collective!r}: what auto decides on cannot be wrapped; use "
+            "auto(lossy=True, warmup=160)"
+        )
+    if traits(outer).undecided and (kfac or scheme.schedule != WFBP):
+        raise ValueError(
+            f"{scheme!r}: auto begins as wfbp and decides on the schedule itself, and "
+            "cannot be combined with K-FAC: leave both out"
+        )
+    local = scheme.schedule.launch == "step"
+    if local and kfac:
+        raise ValueError(
+            f"{scheme!r}: K-FAC is made of averaged gradients, which are not to be had "
+            "where steps are exchanged: use WFBP or DEAR"
+        )
+    if local and uses_optimizer_momentum(scheme.collective):
+        raise ValueError(
+            f"{scheme!r}: the steps that are exchanged have the optimizer's momentum: "
+            "leave out momentum_correction"
+        )
+    return scheme
+
+
+def undecided(scheme: Scheme) -> Auto | None:
+    """The hyper-parameters of a scheme that is still to be chosen; None of others."""
+    own = scheme.collective
+    return cast(Auto, own) if traits(own).undecided else None
+
+
+def knows_optimizer(scheme: Scheme) -> bool:
+    """Whether training has to know the optimizer, beyond the moments of its steps."""
+    schedule = scheme.schedule
+    return (
+        schedule.update == "forward"
+        or schedule.launch == "step"
+        or scheme.preconditioner is not None
+        or uses_optimizer_momentum(scheme.collective)
+        or undecided(scheme) is not None
+    )
+
+
+def with_levels(scheme: Scheme, size: int, local: int) -> Scheme:
+    """The scheme among `size` ranks, of which every host has `local`.
+
+    Raises ValueError where the scheme itself says otherwise, and that cannot be.
+    """
+    if scheme.levels is None:
+        return replace(scheme, levels=local) if 1 < local < size else scheme
+    if size % scheme.levels:
+        raise ValueError(
+            f"levels={scheme.levels}: {size} ranks cannot be on hosts of "
+            f"{scheme.levels} each; leave levels out, or use levels=1"
+        )
+    return scheme
+
+
+def start(scheme: Scheme) -> Scheme:
+    """What to train with until there is a decision; the scheme itself if it is one.
+
+    A lossy `Auto` keeps its place: checkpoints then have room for the residuals of the
+    scheme that is decided on.
+    """
+    auto = undecided(scheme)
+    return scheme if auto is None or auto.lossy else replace(scheme, collective=Dense())

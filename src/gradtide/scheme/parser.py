@@ -1,0 +1,177 @@
+"""The text of a scheme: a recipe, or the constructor call that Python would have."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+from gradtide.collectives import COLLECTIVES, PARTITIONS, WRAPPERS, Auto
+from gradtide.core.schedule import Schedule
+from gradtide.fusion import FUSIONS
+from gradtide.kfac import KFAC
+from gradtide.scheme.config import Scheme, check
+from gradtide.scheme.recipes import RECIPES, SCHEDULES, nearest, recipe
+from gradtide.scheme.spelling import respelled
+from gradtide.selectors import SELECTORS
+
+NAMES: dict[str, Any] = {
+    **{cls.__name__: cls for cls in (*COLLECTIVES, *WRAPPERS, *PARTITIONS, *SELECTORS)},
+    **{cls.__name__: cls for cls in (Auto, Scheme, Schedule, *FUSIONS, KFAC)},
+    **{name.upper(): schedule for name, schedule in SCHEDULES.items()},
+}
+
+
+def parse(text: str) -> Scheme:
+    """Return the scheme that a text stands for: a recipe's name or a constructor call.
+
+    A call may use constants, the names of the parts that `gradtide` exports, and dotted
+    paths to frozen dataclasses of modules that the program has imported. A text may
+    come out of a checkpoint, so it imports and runs nothing else. A recipe is called as
+    `recipe` is from Python: "oktopk(0.01, schedule='dear', warmup=160)",
+    "spd_kfac(damping=0.01)". A collective alone has the default fusion and schedule.
+
+    Args:
+        text: The text, of at most 20000 characters and 30 pairs of brackets.
+
+    Returns:
+        The scheme, whose parts are of the right kind and go together.
+
+    Raises:
+        ValueError: The text is no scheme. The message says what is wrong, and what is
+            known or meant.
+    """
+    if len(text) > LONGEST or text.count("(") + text.count("[") > BRACKETS:
+        raise ValueError(
+            f"scheme {_short(text)}: at most {LONGEST} characters and {BRACKETS} pairs "
+            "of brackets; build a Scheme(...) in Python instead"
+        )
+    try:
+        tokens = _tokens(text)
+        value = _value(tokens)
+        if tokens != [""]:
+            raise ValueError(f"{_short(tokens[-1])} behind its end: {_known()}")
+        if hasattr(value, "reduce") and not isinstance(value, type):
+            value = Scheme(value)
+        if not isinstance(value, Scheme):
+            raise ValueError(f"not a scheme: {_known()}")
+        return check(value)
+    except Exception as error:  # a constructor of the user's may raise anything
+        raise ValueError(_refusal(text, error)) from error
+
+
+def _refusal(text: str, error: Exception) -> str:
+    """Why a text is no scheme; if it is one in an old spelling, what to write now."""
+    today = respelled(text) if len(text) <= OLD else text
+    if today != text:
+        parse(today)  # what else is wrong with it is said of today's spelling
+        return f"scheme {text!r} is an old spelling: use {today}"
+    return f"scheme {_short(text)}: {str(error)[:2000]}"
+
+
+# Characters, room for the cuts of thousands of tensors; and brackets that are opened.
+LONGEST, BRACKETS = 20_000, 30
+OLD = 1000  # characters: up to here old spellings are looked for
+_CONSTANTS = {"None": None, "True": True, "False": False}
+_TOKEN = re.compile(
+    r"""\s*(?:[a-z_][\w.-]*|-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"""
+    r"""|'[^'\\]*'|"[^"\\]*"|[][(),=]|$|(?P<other>.))""",
+    re.ASCII | re.IGNORECASE | re.DOTALL,
+)
+
+
+def _tokens(text: str) -> list[str]:
+    """Names, constants and marks in `text`, from its end, which is an empty one, on."""
+    found = []
+    for match in _TOKEN.finditer(text.strip()):
+        if match["other"]:
+            raise ValueError(f"{match['other']!r} is not allowed in a scheme")
+        found.append(match[0].strip())
+    return found[::-1]
+
+
+def _value(tokens: list[str]) -> Any:
+    """What the next of `tokens` stand for; they are taken off."""
+    token = tokens.pop()
+    if token in ("(", "["):
+        items, named, closed = _arguments(tokens, ")" if token == "(" else "]")
+        if named:
+            raise ValueError(f"{next(iter(named))!r} names no argument of a call")
+        alone = token == "(" and len(items) == 1 and not closed
+        return items[0] if alone else tuple(items)
+    if not token or token in ")],=":
+        raise ValueError(f"{token!r} where a value should be: {_known()}")
+    if token[0] in "'\"":
+        return token[1:-1]
+    if token[0] in "-.0123456789":
+        return int(token) if token.lstrip("-").isdigit() else float(token)
+    if token in _CONSTANTS:
+        return _CONSTANTS[token]
+    if tokens[-1] != "(":
+        return RECIPES[token] if token in RECIPES else _part(token)
+    tokens.pop()
+    args, named, _ = _arguments(tokens, ")")
+    if token in RECIPES:
+        return recipe(token, *args, **named)
+    return _part(token)(*args, **named)
+
+
+def _arguments(tokens: list[str], end: str) -> tuple[list[Any], dict[str, Any], bool]:
+    """Those up to `end`, in order and by name, and whether a comma is behind them."""
+    args: list[Any] = []
+    named: dict[str, Any] = {}
+    comma = True
+    while tokens[-1] != end:
+        if not comma:
+            raise ValueError(f"{_short(tokens[-1])} where a comma or {end!r} should be")
+        if tokens[-2:-1] == ["="]:
+            name = tokens.pop()
+            tokens.pop()
+            if name in named:
+                raise ValueError(f"{_short(name)} is given twice")
+            named[name] = _value(tokens)
+        elif named:
+            raise ValueError(f"an argument without a name behind {[*named][-1]!r}=...")
+        else:
+            args.append(_value(tokens))
+        comma = tokens[-1] == ","
+        if comma:
+            tokens.pop()
+    tokens.pop()
+    return args, named, comma
+
+
+def _part(name: str) -> Any:
+    """What is known by a name, without dots or with."""
+    if name in NAMES:
+        return NAMES[name]
+    if "." in name:
+        return _loaded(name)
+    near = nearest(name[:100], [*RECIPES, *NAMES])
+    if near:
+        raise ValueError(f"{_short(name)} is not known: did you mean {near!r}?")
+    raise ValueError(f"{_short(name)} is not known: {_known()}")
+
+
+def _loaded(path: str) -> type:
+    """A frozen dataclass of the user's own, by its dotted path; nothing is imported."""
+    module, _, name = path.rpartition(".")
+    found = getattr(sys.modules.get(module), "__dict__", {}).get(name)
+    params = getattr(found, "__dataclass_params__", None)
+    if isinstance(found, type) and params and params.frozen:
+        return found
+    raise ValueError(
+        f"{_short(path)} is not a frozen dataclass of a module that this program has "
+        "imported, and a scheme's text imports nothing"
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 100 else f"{text[:100]}...")
+
+
+def _known() -> str:
+    return (
+        f"use one of {', '.join(RECIPES)}, or a constructor call from "
+        f"{', '.join(n for n in NAMES)} such as Scheme(Dense(), fusion=BySize(10.0))"
+    )

@@ -1,0 +1,202 @@
+"""Recipes: names of schemes, and the one grammar in which they are varied.
+
+name(density_or_rank, wire=, schedule=, warmup=, momentum_correction=, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from typing import Any, cast
+
+from gradtide import collectives
+from gradtide.collectives import Auto
+from gradtide.core.payload import Collective, traits
+from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
+from gradtide.fusion import BySize
+from gradtide.kfac import DISTRIBUTIONS, KFAC
+from gradtide.scheme.config import Scheme, check
+from gradtide.scheme.spelling import respelled
+
+SCHEDULES = {"sequential": SEQUENTIAL, "wfbp": WFBP, "dear": DEAR, "local": LOCAL}
+_SPARSE: dict[str, Collective] = {
+    "topk": collectives.TopK(),
+    "gtopk": collectives.GTopK(),
+    "topka2a": collectives.TopKA2A(),
+    "topkdsa": collectives.TopkDSA(),
+    "oktopk": collectives.OkTopk(),
+    "micro": collectives.PartitionedTopK(partition=collectives.Even()),
+    "exdyna": collectives.PartitionedTopK(partition=collectives.Dynamic()),
+    "deft": collectives.PartitionedTopK(partition=collectives.ByNorm()),
+    "cltk": collectives.CLTk(),
+    "powersgd": collectives.PowerSGD(),
+    "acpsgd": collectives.ACPSGD(),
+}
+# Few messages: sparse ones are so short that starting them is what takes time.
+_LARGE = BySize(25.0, ends=25.0, pieces=1)
+# Ranks that take turns to look for an entry send few of their own: steps wait long.
+_LATE = Schedule("step", gain=1.4)
+_LOCAL = {"micro": _LATE, "exdyna": _LATE, "deft": _LATE}
+
+RECIPES: dict[str, Scheme] = {
+    "auto": Scheme(Auto()),
+    "sequential": Scheme(schedule=SEQUENTIAL),
+    "wfbp": Scheme(schedule=WFBP),
+    "dear": Scheme(schedule=DEAR),
+    **{name: Scheme(collective, _LARGE) for name, collective in _SPARSE.items()},
+    **{
+        f"{name}_kfac": Scheme(preconditioner=KFAC(cast(Any, name)))
+        for name in DISTRIBUTIONS
+    },
+}
+
+# Densities that `warmup` steps go through in equal shares, as far as they are above the
+# collective's own: dense first, when gradients change fastest.
+RAMP = (1.0, 0.25, 0.1, 0.05)
+# Where steps are exchanged afterwards: times the collective's own, after twice as many
+# dense shares. Averaged gradients learn better than steps of which much is sent.
+STEPS_RAMP = (4, 2)
+
+
+def recipe(
+    name: str,
+    /,
+    *args: Any,
+    schedule: Schedule | str | None = None,
+    warmup: int = 0,
+    momentum_correction: bool = False,
+    levels: int | None = None,
+    **named: Any,
+) -> Scheme:
+    """Return the scheme of a recipe, with other hyper-parameters.
+
+    A text is the same call: `recipe("oktopk", 0.01, schedule="dear", warmup=160)` is
+    `parse("oktopk(0.01, schedule='dear', warmup=160)")`.
+
+    Args:
+        name: The recipe: `auto`, `sequential`, `wfbp`, `dear`, `topk`, `oktopk`, ...;
+            "Schemes" in the documentation says which is for what.
+        *args: Hyper-parameters of the recipe's collective, in their order: the density
+            of sparse recipes, the rank of low-rank ones, the wire of dense ones.
+        schedule: "sequential", "wfbp", "dear" or "local", or a `Schedule`. None, the
+            default, leaves the recipe's own: "wfbp". Under "local" (LOCAL) `micro`,
+            `exdyna` and `deft` have a `gain` of 1.4. `sequential`, `wfbp` and `dear`
+            are schedules themselves, and take none.
+        warmup: With how many steps at higher densities to begin: in equal shares 1
+            (dense), .25, .1 and .05, as far as these are above the recipe's density.
+            Under "local" two thirds are dense, and the others have four times and twice
+            the density. With momentum correction all of them are dense. The default, 0,
+            is none.
+        momentum_correction: Whether the optimizer's momentum is computed before
+            selection: `MomentumCorrection`.
+        levels: How many ranks share a host, see `Scheme`. None, the default, has
+            `replicate` find it out; 1 exchanges among all ranks alike.
+        **named: Hyper-parameters of the recipe's collective by name, such as `density`,
+            `wire` or `select`; of K-FAC recipes those of `KFAC`.
+
+    Returns:
+        The scheme, whose parts are of the right kind and go together.
+
+    Raises:
+        ValueError: There is no such recipe, it has no such hyper-parameter, or a value
+            is outside its range.
+    """
+    if name not in RECIPES:
+        raise ValueError(_unknown(name))
+    scheme = RECIPES[name]
+    if levels is not None:
+        scheme = replace(scheme, levels=levels)
+    own: Any = scheme.preconditioner or scheme.collective
+    names = [field.name for field in fields(own)]
+    if schedule is not None:
+        scheme = replace(scheme, schedule=_schedule(name, schedule))
+    if undecided := "warmup" in names:  # it is handed on to what is decided on
+        named |= {"warmup": warmup, "momentum_correction": momentum_correction}
+    changes = _changes(name, names, args, named)
+    if scheme.preconditioner is None:
+        scheme = replace(scheme, collective=replace(own, **changes))
+    elif args:
+        raise ValueError(f"{name}: K-FAC's hyper-parameters are given by name")
+    else:
+        scheme = replace(scheme, preconditioner=replace(own, **changes))
+    return check(scheme if undecided else prepared(scheme, warmup, momentum_correction))
+
+
+def prepared(
+    scheme: Scheme, warmup: int = 0, momentum_correction: bool = False
+) -> Scheme:
+    """Return a scheme with a recipe's wrappers around its collective, see `recipe`."""
+    collective = cast(Any, scheme.collective)
+    if not isinstance(momentum_correction, bool):
+        raise ValueError(f"momentum_correction={momentum_correction!r}: True or False")
+    if momentum_correction and not hasattr(collective, "density"):
+        raise ValueError(f"momentum_correction=True: {collective!r} selects nothing")
+    own = getattr(collective, "density", 1.0)
+    ramp = tuple(d for d in RAMP if d > own) or (1.0,)
+    if scheme.schedule.launch == "step":
+        sparse = [times * own for times in STEPS_RAMP if times * own < 1]
+        ramp = (*[1.0] * 2 * len(sparse), *sparse) or (1.0,)
+    if momentum_correction:
+        collective = collectives.MomentumCorrection(collective)
+        ramp = (1.0,)
+    if warmup != 0:
+        if type(warmup) is not int or warmup < len(ramp):
+            raise ValueError(
+                f"warmup={warmup!r}: a number of steps, {len(ramp)} or more, for "
+                f"densities {ramp}"
+            )
+        if traits(collective).dense:
+            raise ValueError(f"warmup={warmup}: {collective!r} is dense at all times")
+        collective = collectives.Warmup(collective, warmup // len(ramp), ramp)
+    return replace(scheme, collective=collective)
+
+
+def _schedule(name: str, wanted: Schedule | str) -> Schedule:
+    """The schedule that a recipe gets; its own variant of LOCAL, if it has one."""
+    if name in SCHEDULES:
+        raise ValueError(
+            f"{name}(schedule={wanted!r}): {name} is a schedule; the dense recipes are "
+            "sequential, wfbp and dear, and local is for sparse ones"
+        )
+    found = SCHEDULES.get(wanted) if isinstance(wanted, str) else wanted
+    if not isinstance(found, Schedule):
+        near = get_close_matches(str(wanted)[:100], SCHEDULES, n=1)
+        meant = f"did you mean {near[0]!r}? Use " if near else "use "
+        raise ValueError(
+            f"schedule={str(wanted)[:100]!r}: {meant}{', '.join(map(repr, SCHEDULES))} "
+            "or a Schedule"
+        )
+    return _LOCAL.get(name, LOCAL) if found == LOCAL else found
+
+
+def _changes(
+    name: str, names: Sequence[str], args: Sequence[Any], named: dict[str, Any]
+) -> dict[str, Any]:
+    """Hyper-parameters by name; raises ValueError for too many, or unknown ones."""
+    unknown = [key for key in named if key not in names]
+    if unknown or len(args) > len(names):
+        common = ("schedule", "warmup", "momentum_correction", "levels")
+        known = [*names, *(common if name in _SPARSE else ())]
+        wrong = repr(unknown[0]) if unknown else f"{len(args)} values without a name"
+        raise ValueError(f"{name} takes {', '.join(known)}, and not {wrong}")
+    given = dict(zip(names, args, strict=False))
+    if twice := [key for key in given if key in named]:
+        raise ValueError(f"{name}: {twice[0]!r} is given twice")
+    return {**given, **named}
+
+
+def _unknown(name: str) -> str:
+    """Why there is no such recipe, and what is meant or known."""
+    if respelled(name) != name:
+        return f"{name!r} is an old spelling: use {respelled(name)}"
+    near = nearest(name, RECIPES)
+    meant = f"did you mean {near!r}?" if near else f"use one of {', '.join(RECIPES)}"
+    return f"{name!r} is no recipe: {meant}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name that is likely to be meant; None if there is none."""
+    head = name.partition("-")[0]  # suffixes are not a part of names any more
+    near = get_close_matches(name, known, cutoff=0.75)
+    return near[0] if near else head if head in RECIPES else None
