@@ -134,6 +134,7 @@ class DistributedDataParallel(Torchs):
         sync = forward_sync_buffers, broadcast_buffers
         given = next((flag for flag in sync if flag is not None), True)
         self.module = module
+        self.device_mesh = device_mesh
         self.process_group: Any = _group(process_group, device_mesh)
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.device_type, self.dim = self.device.type, dim
@@ -157,6 +158,7 @@ class DistributedDataParallel(Torchs):
             alike += [p for _, p in shared_parameters(module)]
         if init_sync and (given or forward_sync_buffers is not None):
             alike += [buffer for _, buffer in shared_buffers(module)]
+        self._hook_name: str | None = None
         self._replica: Replica | None = None
         self._link(optimizer, alike)
 
@@ -314,9 +316,11 @@ class DistributedDataParallel(Torchs):
                 "'powersgd', ...), or keep torch's DistributedDataParallel"
             )
         self._cast(known[hook])
+        self._hook_name = hook.__qualname__
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self._cast("fp16" if str(comm_hook_type).endswith("FP16_COMPRESS") else None)
+        self._hook_name = str(comm_hook_type)
 
     def _cast(self, wire: Any) -> None:
         if wire is None:
@@ -406,6 +410,7 @@ class DistributedDataParallel(Torchs):
             "rank": group.rank,
             "module_name": type(self.module).__name__,
             "scheme": repr(self.replica.scheme),
+            **({} if self._hook_name is None else {"comm_hook": self._hook_name}),
             "device_ids": ", ".join(map(str, self.device_ids or ())),
             "output_device": -1 if self.output_device is None else self.output_device,
             "broadcast_buffers": int(self.broadcast_buffers),
