@@ -218,15 +218,18 @@ def main(
             counts = dict(Counter(outcome for outcome, _ in ours.values()))
             own[scheme] = counts | {"of": len(yardstick), "not passed": failed}
         results[f"{size} ranks"] = own
+        if out is not None:  # what is there so far: all of it takes half an hour
+            out.write_text(json.dumps(about(out) | {"results": results}, indent=2))
     print(json.dumps(results, indent=2))
-    if out is not None:
-        from gradtide.lab.record import commit, machine, versions
 
-        about: dict[str, Any] = {
-            "command": f"python benchmarks/ddp_suite.py --out {out.name}"
-        }
-        about |= {"commit": commit(), "versions": versions(), "machine": machine()}
-        out.write_text(json.dumps(about | {"results": results}, indent=2) + "\n")
+
+def about(out: Path) -> dict[str, Any]:
+    """What the record says of itself."""
+    from gradtide.lab.record import commit, machine, versions
+
+    command = f"python benchmarks/ddp_suite.py --out benchmarks/records/{out.name}"
+    found: dict[str, Any] = {"command": command, "commit": commit()}
+    return found | {"versions": versions(), "machine": machine()}
 
 
 if __name__ == "__main__":
