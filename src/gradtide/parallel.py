@@ -301,9 +301,12 @@ class DistributedDataParallel(Torchs):
 
         Raises:
             ValueError: It is another hook: a scheme takes its place.
+            TypeError: It is none.
         """
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")  # as DDP
         known = {
             default_hooks.allreduce_hook: None,
             default_hooks.fp16_compress_hook: "fp16",
@@ -445,7 +448,9 @@ def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | None:
     if mesh is None:
         return group or dist.group.WORLD
     if group is not None:
-        raise ValueError("process_group and device_mesh: pass one of them")
+        raise RuntimeError(  # as DDP
+            "Cannot specify both process_group and device_mesh arguments."
+        )
     if mesh.ndim != 1:
         raise ValueError(f"{mesh}: only a mesh of one dimension; pass mesh['dp']")
     found: ProcessGroup = mesh.get_group(mesh_dim=0)
