@@ -124,6 +124,25 @@ def test_an_optimizer_that_is_known_saves_the_waiting() -> None:
     assert run_ranks(2, work) == [((False, True), (False, True), True)] * 2
 
 
+def test_a_residual_is_loaded_when_the_optimizer_is_known() -> None:
+    def work() -> Any:
+        model = DistributedDataParallel(network(), scheme=LOCAL)
+        steps(model, sgd(model), range(4))
+        saved = model.replica.state_dict()
+        again = DistributedDataParallel(copy.deepcopy(model.module), scheme=LOCAL)
+        message = refusal(RuntimeError, lambda: again.replica.load_state_dict(saved))
+        again.attach(sgd(again))
+        again.replica.load_state_dict(saved)
+        norms = [
+            m.replica.metrics(residual=True)["residual_norm"] for m in (model, again)
+        ]
+        return message, norms
+
+    for message, (before, after) in run_ranks(2, work):
+        assert "call attach(optimizer) before, on every rank" in message
+        assert before == after > 0
+
+
 def test_optimizers_that_hold_a_part() -> None:
     """Two optimizers share a model under wfbp; a scheme that must know one refuses."""
 

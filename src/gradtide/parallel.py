@@ -237,7 +237,7 @@ class DistributedDataParallel(Torchs):
                 moved = self.to_kwargs(inputs, kwargs, device.index)  # type: ignore[no-untyped-call]
                 (inputs,), (kwargs,) = moved
             training = torch.is_grad_enabled()
-            if self._replica is None and training and self.training:
+            if self._replica is None and training and averaged(self.module):
                 self._link(None, [])
             if self._replica is None:
                 return self.module(*inputs, **kwargs)

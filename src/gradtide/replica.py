@@ -591,10 +591,16 @@ class Replica:
                 out, so that the sum is kept.
 
         Raises:
+            RuntimeError: The scheme still waits for the optimizer: `attach` it.
             ValueError: The state of some rank is damaged or does not fit, or states
                 are of different steps. It is raised on every rank, before anything
                 changes.
         """
+        if self.waiting:
+            raise RuntimeError(
+                f"load_state_dict() while {self.scheme!r} waits for the optimizer: "
+                "call attach(optimizer) before, on every rank"
+            )
         training, group = self._training, self.engine.group
         second = training.preconditioning
 
