@@ -1,7 +1,9 @@
 # Everything is installed into .venv by the first target that needs it; see `make help`.
 
 PYTHON ?= python3
-DEMO_STEPS ?= 20# timed steps of each scheme; more: steadier medians, a longer demo
+DEMO_SECONDS ?= 50# of training for each scheme; more: lower losses, a longer demo
+DEMO_SCHEMES ?= ddp,ddp(wire='bf16'),dear,dear(wire='bf16'),$(DEMO_SPARSE)
+DEMO_SPARSE ?= exdyna(0.01, schedule='local', warmup=60, wire='bf16')
 DEMO_OUT ?= out/demo
 EXTRAS ?= lab,fast,tune,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
 ARGS ?=# for pytest: make test ARGS='-k law'
@@ -13,7 +15,7 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs format clean
+.PHONY: help setup demo test check docs dist format clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -21,10 +23,10 @@ help: ## list the targets
 
 setup: $(READY) ## install everything into .venv (the other targets do so themselves)
 
-demo: $(READY) ## compare schemes on four emulated hosts at 100 Mb/s (minutes)
+demo: $(READY) ## race schemes to a loss on four emulated hosts at 50 Mb/s (minutes)
 	@set -e; \
-	if refusal=$$($(BIN)/gradtide lab run --hosts 1 --rate 100mbit -- true 2>&1); then \
-	    rate=100mbit; \
+	if refusal=$$($(BIN)/gradtide lab run --hosts 1 --rate 50mbit -- true 2>&1); then \
+	    rate=50mbit; \
 	else \
 	    rate=none; \
 	    echo "Slow links cannot be emulated on this machine:"; \
@@ -32,13 +34,11 @@ demo: $(READY) ## compare schemes on four emulated hosts at 100 Mb/s (minutes)
 	    echo "The demo runs on loopback instead, where nothing is slow: it shows that"; \
 	    echo "the schemes work, not what they save."; \
 	fi; \
-	$(BIN)/gradtide compare \
-	    --schemes "ddp,ddp(wire='bf16'),wfbp,dear,dear(wire='bf16'),exdyna" \
-	    --workload gpt --hosts 4 --rate $$rate --steps $(DEMO_STEPS) --out $(DEMO_OUT)
+	$(BIN)/gradtide race --schemes "$(DEMO_SCHEMES)" --workload gpt-small \
+	    --hosts 4 --rate $$rate --seconds $(DEMO_SECONDS) --every 10 --out $(DEMO_OUT)
 	@echo
-	@echo "  $(DEMO_OUT)/table.txt    the table above, in full width"
-	@echo "  $(DEMO_OUT)/chart.png    where the time of a step goes"
-	@echo "  $(DEMO_OUT)/trace.json   one step of each scheme: open it in ui.perfetto.dev"
+	@echo "  $(DEMO_OUT)/race.png     loss over time, and over bytes"
+	@echo "  $(DEMO_OUT)/table.txt    the table above"
 	@echo "  $(DEMO_OUT)/record.json  all numbers, with versions, machine and commit"
 
 test: $(READY) ## run all tests
@@ -57,6 +57,9 @@ check: $(READY) ## formatting, lint, types, layers
 docs: $(DOCS) ## build the documentation into out/site, with every warning an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "  out/site/index.html"
+
+dist: $(READY) ## build wheel and sdist into dist, and test what was built
+	@PYTHON=$(BIN)/python .ci/dist
 
 format: $(READY) ## sort imports and format
 	@$(BIN)/ruff check --quiet --select I --fix .

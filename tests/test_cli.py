@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import gradtide
 from gradtide.cli import app
 
 GOOD = {
@@ -33,7 +33,7 @@ def compare(out: Path, **changed: str | None) -> Result:
 
 
 def test_version() -> None:
-    assert call("--version").output == f"gradtide {version('gradtide')}\n"
+    assert call("--version").output == f"gradtide {gradtide.__version__}\n"
 
 
 def test_help_names_every_command() -> None:

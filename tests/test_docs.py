@@ -30,6 +30,7 @@ import gradtide.integrations.ddp
 import gradtide.testing
 from gradtide.cli import app
 from tests.ranks import run_ranks
+from tests.test_layers import imports
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -240,6 +241,13 @@ def test_the_page_on_schemes_has_at_most_twelve_recipes() -> None:
     assert len(named) <= 12
     apart = (ROOT / "docs/reference/yardsticks.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in apart for name in set(gradtide.scheme.RECIPES) - named)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=name)
+def test_examples_can_be_copied(path: Path) -> None:
+    """They need what a user has: the library, and no tools of ours."""
+    found = {each.split(".")[1] for each in imports(path) if "gradtide." in each}
+    assert not found, f"{name(path)} imports from {found}"
 
 
 # - Reference --------------------------------------------------------------------------

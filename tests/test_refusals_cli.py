@@ -43,6 +43,7 @@ number = 5
 COMPARE = (
     "compare --schemes dear --workload mlp --hosts 2 --rate none --steps 3 --out out"
 )
+RACE = "race --schemes dear --hosts 2 --rate none --seconds 3 --out out"
 PLAN = "plan --trace replay:resnet50 --rate 10gbit --ranks 4 --schemes topk"
 SIMULATE = "simulate --trace replay:resnet50 --out out --ranks 4"
 NETWORK = "profile network --hosts 2 --rate none"
@@ -115,6 +116,17 @@ def refused(words: str | list[str], *said: str) -> None:
         (f"{COMPARE} --workload replay:gpt2 --trace {MISSING}", "cannot read"),
         (f"{COMPARE} --out /dev/null/x", "cannot be written"),
         (f"{COMPARE} --out /proc/x", "cannot be written"),
+        # what races
+        (f"{RACE} --schemes nonsense", "'nonsense' is no"),
+        (f"{RACE} --schemes dear,dear", "names dear twice"),
+        (f"{RACE} --workload imagenet", "no workload 'imagenet'"),
+        (f"{RACE} --workload replay:gpt2", "a replay learns nothing"),
+        (f"{RACE} --hosts 1", "nobody to average with"),
+        (f"{RACE} --seconds 0", "a number above 0"),
+        (f"{RACE} --seconds nan", "a number above 0"),
+        (f"{RACE} --every 0", "1 or more steps"),
+        (f"{RACE} --seed -1", "--seed -1"),
+        (f"{RACE} --out /proc/x", "cannot be written"),
         # what is planned and simulated
         (f"{PLAN} --margin -1", "0 or more"),
         (f"{PLAN} --margin nan", "0 or more"),

@@ -39,7 +39,7 @@ from gradtide.scheme import Scheme, parse, recipe
 from gradtide.selectors import Exact, Threshold
 from gradtide.transport import CommunicationError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # read by pyproject.toml, too
 
 # Nothing is gained by importing parts later: the parser knows, and loads, all of them.
 __all__ = [

@@ -1,4 +1,4 @@
-"""The command line: `gradtide schemes | lab | compare | plan | profile | simulate`.
+"""The command line: `gradtide schemes | compare | race | plan | simulate | ...`.
 
 Knows options and exit codes. What a command does is imported when it runs.
 """
@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+import gradtide
 from gradtide.lab import options
 from gradtide.lab.cli import app as lab
 from gradtide.lab.extras import require
@@ -33,6 +34,15 @@ app.add_typer(lab, name="lab")
 app.add_typer(profile, name="profile")
 app.command()(simulate)
 
+Schemes = Annotated[
+    str, Option(help="Which, with commas between: `gradtide schemes` lists them.")
+]
+LinkRate = Annotated[
+    str | None,
+    Option(help="Of each host's link, such as 100mbit. Not under torchrun."),
+]
+Seed = Annotated[int, Option(help="Of models, data and replays.")]
+
 GRAMMAR = """\
 A recipe is called with what is to differ. Sparse and low-rank ones take
 their density or rank first, and schedule=, warmup=, momentum_correction=:
@@ -46,9 +56,7 @@ Schedules are 'sequential', 'wfbp', 'dear' and 'local'."""
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"gradtide {version('gradtide')}")
+        typer.echo(f"gradtide {gradtide.__version__}")
         raise typer.Exit()
 
 
@@ -83,24 +91,18 @@ def schemes() -> None:
 
 @app.command()
 def compare(
-    schemes: Annotated[
-        str,
-        Option(help="Which, with commas between: `gradtide schemes` lists them."),
-    ],
+    schemes: Schemes,
     workload: Annotated[str, Option(help="What is trained, such as gpt.")],
     out: Annotated[Path, Option(help="Folder for record, table, chart, trace.")],
     hosts: options.Hosts = None,
     ranks_per_host: options.RanksPerHost = 1,
-    rate: Annotated[
-        str | None,
-        Option(help="Of each host's link, such as 100mbit. Not under torchrun."),
-    ] = None,
+    rate: LinkRate = None,
     steps: Annotated[int, Option(help="Timed steps of each scheme.")] = 30,
     warmup: options.Warmup = 3,
     rounds: Annotated[int, Option(help="Times that each has its turn.")] = 3,
     step_ms: options.StepMs = None,
     trace: options.Times = None,
-    seed: Annotated[int, Option(help="Of models, data and replays.")] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Train the same model with each scheme in turn, and show where the time goes.
 
@@ -110,22 +112,61 @@ def compare(
     from gradtide.lab.spec import Spec, split_schemes
 
     with options.told():
-        require("lab", "psutil", "matplotlib")
-        started = "RANK" in os.environ
-        if started and (hosts is not None or rate is not None):
-            raise ValueError(
-                "torchrun has started this on real hosts: leave out --hosts and --rate"
-            )
-        example = "say on what to compare: --hosts 4 --rate 100mbit"
-        there = options.layout(hosts, ranks_per_host, rate, example)
+        there, rank = _place(hosts, ranks_per_host, rate)
         names, times = split_schemes(schemes), trace and trace.absolute()
         spec = Spec(
             names, workload, *there, steps, warmup, rounds, step_ms, times, seed
         )
-        if started:
-            lab_compare.compare_here(spec, out, sys.argv, int(os.environ["RANK"]))
+        if rank is not None:
+            lab_compare.compare_here(spec, out, sys.argv, rank)
         else:
             lab_compare.compare(spec, out, sys.argv)
+
+
+@app.command()
+def race(
+    schemes: Schemes,
+    out: Annotated[Path, Option(help="Folder for record, table and picture.")],
+    workload: Annotated[str, Option(help="What is trained.")] = "gpt-small",
+    hosts: options.Hosts = None,
+    ranks_per_host: options.RanksPerHost = 1,
+    rate: LinkRate = None,
+    seconds: Annotated[float, Option(help="Of training for each scheme.")] = 60.0,
+    every: Annotated[int, Option(help="Steps between two looks at the loss.")] = 20,
+    seed: Seed = 0,
+) -> None:
+    """Train the same model for a time with each scheme, and show which loss is when.
+
+    They race to the lowest loss of the first. --hosts and --rate emulate a cluster;
+    under torchrun, its ranks are used.
+    """
+    from gradtide.lab.race import run as lab_race
+    from gradtide.lab.race.spec import RaceSpec
+    from gradtide.lab.spec import split_schemes
+
+    with options.told():
+        there, rank = _place(hosts, ranks_per_host, rate)
+        names = split_schemes(schemes)
+        spec = RaceSpec(names, workload, *there, seconds, every, seed)
+        if rank is not None:
+            lab_race.race_here(spec, out, sys.argv, rank)
+        else:
+            lab_race.race(spec, out, sys.argv)
+
+
+def _place(
+    hosts: int | None, ranks_per_host: int, rate: str | None
+) -> tuple[tuple[int, int, float | None], int | None]:
+    """Hosts, ranks on each and bits/s; and this rank, where torchrun has started it."""
+    require("lab", "psutil", "matplotlib")
+    if "RANK" in os.environ and (hosts is not None or rate is not None):
+        raise ValueError(
+            "torchrun has started this on real hosts: leave out --hosts and --rate"
+        )
+    example = "say on which hosts: --hosts 4 --rate 100mbit"
+    there = options.layout(hosts, ranks_per_host, rate, example)
+    started = options.torchrun()
+    return there, started and started.rank
 
 
 @app.command()

@@ -323,12 +323,13 @@ class Replica:
     ) -> Tensor:
         """Scale the averaged gradients to a total 2-norm of at most `max_norm`.
 
-        This is a collective call, between backward and step, in the place of
-        `torch.nn.utils.clip_grad_norm_`. Every rank computes the norm of the part of
-        the mean that it owns, and the ranks gather P numbers. All trainable parameters
-        of the model count. What a sparse scheme keeps as the residual is not scaled.
-        Where steps are exchanged (LOCAL), the norm is that of the rank's own
-        gradients, and the call is local.
+        Local. Call it between backward and step, on every rank, in the place of
+        `torch.nn.utils.clip_grad_norm_`, which works as well. Nothing is exchanged:
+        under a schedule that defers, every rank has told the norm of the part of the
+        mean that it owns at the end of backward, from the third step on. All trainable
+        parameters of the model count. What a sparse scheme keeps as the residual is
+        not scaled. Where steps are exchanged (LOCAL), the norm is that of the rank's
+        own gradients.
 
         Args:
             max_norm: The largest total 2-norm that is left as it is, above 0, in the
@@ -341,8 +342,7 @@ class Replica:
                 dimensions; float64 if any gradient is, otherwise float32.
 
         Raises:
-            RuntimeError: The norm is not finite and `error_if_nonfinite` is True, or
-                a `.grad` was replaced by another tensor since backward.
+            RuntimeError: The norm is not finite and `error_if_nonfinite` is True.
         """
         norm = self._training.clip(max_norm, error_if_nonfinite)
         if self._auto is not None:
@@ -352,10 +352,11 @@ class Replica:
     def gather_gradients(self) -> None:
         """Put the averaged gradients into `.grad` now, also under a deferred schedule.
 
-        This is a collective call, between backward and step, for a loop that reads or
-        edits gradients under DEAR. The next `step()` changes the parameters at once,
-        and the second half of this step's exchange hides behind nothing. Under other
-        schedules gradients are there already, and nothing happens.
+        This is a collective call, between backward and step, for a loop that has K-FAC
+        under DEAR, and reads or edits gradients; without K-FAC, reading them does the
+        same. The next `step()` changes the parameters at once, and the second half of
+        this step's exchange hides behind nothing. Under other schedules gradients are
+        there already, and nothing happens.
         """
         self._training.gather()
 
@@ -434,9 +435,10 @@ class Replica:
     def flush(self) -> None:
         """Apply the updates that `step()` has deferred. Local.
 
-        It waits for means that are on their way, but for no call of another rank. Use
-        it before parameters are read outside their module's forward under DEAR: to
-        evaluate, save or copy the model. Under other schedules nothing happens.
+        It waits for means that are on their way, but for no call of another rank.
+        Under DEAR parameters that are read are brought up to date by themselves; use
+        this before compiled code reads their memory outside their module's forward,
+        and before a time is taken. Under other schedules nothing happens.
         """
         self._training.flush()
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from gradtide.lab.workloads import WORKLOADS, Workload, build, gpt
 
-COMPUTED = ["gpt", "digits", "mlp", "tiny600"]
+COMPUTED = ["gpt", "gpt-small", "digits", "mlp", "tiny600"]
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,7 @@ def train(workload: Workload, num_steps: int) -> list[float]:
     ("name", "num_parameters", "num_tensors"),
     [
         ("gpt", 2_779_584, 40),
+        ("gpt-small", 393_888, 22),
         ("digits", 9_978, 8),
         ("mlp", 3_159_050, 8),
         ("tiny600", 316_800, 600),
@@ -178,7 +179,7 @@ def test_mlp_learns() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "resnet"}, "choose one of gpt, digits"),
+        ({"name": "resnet"}, "choose one of gpt, gpt-small"),
         ({"name": "mlp", "rank": 2}, "rank 2 of 2"),
         ({"name": "mlp", "step_ms": 3.0}, "really computes"),
         ({"name": "mlp", "batch_size": 0}, "1 or more"),
@@ -193,4 +194,4 @@ def test_mistakes_are_explained(arguments: dict[str, object], message: str) -> N
 
 
 def test_names_are_unique() -> None:
-    assert len(set(WORKLOADS)) == len(WORKLOADS) == 8
+    assert len(set(WORKLOADS)) == len(WORKLOADS) == 9

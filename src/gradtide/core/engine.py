@@ -85,6 +85,10 @@ class Engine:
         flight.ticket = self.transport.submit(*turns)
         return flight
 
+    def wait(self, flight: InFlight) -> None:
+        """Wait until a held flow is at its cut, or at its end if it has none."""
+        self._join(flight)
+
     def release(self, flight: InFlight) -> None:
         """Start a second half. The first to be needed is released first."""
 

@@ -7,16 +7,15 @@ cluster (or is one of torchrun's ranks itself), and reports.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.progress import TimeElapsedColumn as Elapsed
-from rich.text import Text
+from rich.progress import MofNCompleteColumn
 
 from gradtide.lab.cluster import Cluster
-from gradtide.lab.job import Tell, at_once, on_every_rank, passed_on, silent
+from gradtide.lab.contest import as_rank, bar, on_cluster
+from gradtide.lab.job import Tell
 from gradtide.lab.outputs import check_folder
 from gradtide.lab.record import Record, origin
 from gradtide.lab.report import table, write
@@ -33,12 +32,7 @@ def compare(spec: Spec, out: Path, argv: Sequence[str]) -> None:
     check(spec)
     check_folder("--out", out)
     console = Console()
-
-    def show(rank: int, line: str) -> None:
-        console.print(Text(f"[rank {rank}] {line}"))
-
-    with _progress(spec, console) as tell:
-        found = on_every_rank(cluster, measure, spec, passed_on, tell=tell, show=show)
+    found = on_cluster(cluster, measure, spec, console, _progress(spec, console))
     _conclude(spec, found, out, argv, console)
 
 
@@ -52,13 +46,10 @@ def compare_here(spec: Spec, out: Path, argv: Sequence[str], rank: int) -> None:
         check_folder("--out", out)
     console = Console()
 
-    def work() -> None:
-        with nullcontext(silent) if rank else _progress(spec, console) as tell:
-            found = measure(spec, tell)
-        if found is not None:
-            _conclude(spec, found, out, argv, console)
+    def conclude(found: Outcome) -> None:
+        _conclude(spec, found, out, argv, console)
 
-    at_once(work)
+    as_rank(rank, measure, spec, _progress(spec, console), conclude)
 
 
 def _conclude(
@@ -84,21 +75,12 @@ def _progress(spec: Spec, console: Console) -> Iterator[Tell]:
     """A bar over the steps of all contestants, with the one whose turn it is."""
     num_steps = spec.warmup + spec.steps + spec.rounds
     done = dict.fromkeys(spec.schemes, 0)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        Elapsed(),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("starting", total=num_steps * len(done))
+    with bar(console, num_steps * len(done), MofNCompleteColumn()) as advance:
 
         def tell(name: str) -> None:
             if name in done:
                 done[name] += 1
             here = f"{name}, step {done.get(name, 0)}/{num_steps}"
-            bar.update(task, completed=sum(done.values()), description=here)
+            advance(here, sum(done.values()))
 
         yield tell

@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import gradtide
+
 
 @dataclass(frozen=True)
 class Result:
@@ -90,7 +92,8 @@ def command_line(argv: Sequence[str]) -> str:
 
 def versions(*optional: str) -> dict[str, str]:
     """Of what the numbers depend on."""
-    packages = {name: version(name) for name in ("gradtide", "torch", "numpy")}
+    packages = {"gradtide": gradtide.__version__}
+    packages |= {name: version(name) for name in ("torch", "numpy")}
     packages["python"] = platform.python_version()
     for name in optional:
         with suppress(PackageNotFoundError):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.measure import Measurement
-from rich.table import Column as TableColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +18,7 @@ from gradtide.lab.chart import draw
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import Record, Result, milliseconds
 from gradtide.lab.summary import Facts
-from gradtide.lab.tables import grid, number
+from gradtide.lab.tables import folded, grid, number
 from gradtide.lab.timeline import trace
 from gradtide.lab.worker import Outcome
 
@@ -121,10 +120,7 @@ def _fitting(rows: Sequence[Result], columns: Sequence[Column], width: int) -> i
 
 
 def _grid(rows: Sequence[Result], columns: Sequence[Column]) -> Table:
-    # Recipes' names stay whole, constructor calls are folded.
-    longest = max(len(row.scheme) for row in rows)
-    width = max(6, min(longest, 24))
-    names = TableColumn("scheme", overflow="fold", width=width)
+    names = folded("scheme", [row.scheme for row in rows])
     table = grid(names, *(number(column.heading) for column in columns))
     for row in rows:
         table.add_row(row.scheme, *(column.cell(row) for column in columns))

@@ -11,7 +11,7 @@ from pathlib import Path
 from gradtide.lab import workloads
 from gradtide.lab.contestants import named
 from gradtide.lab.workloads.replay import timings
-from gradtide.scheme import undecided
+from gradtide.scheme import Scheme, undecided
 
 SETTLE = 3  # steps after a change of schemes: buckets and thresholds are new
 
@@ -68,13 +68,17 @@ def split_schemes(text: str) -> tuple[str, ...]:
     return names
 
 
-def check(spec: Spec) -> None:
-    """`ValueError` for everything that can be known to fail before anything starts."""
-    twice = [n for i, n in enumerate(spec.schemes) if n in spec.schemes[:i]]
+def check_schemes(names: tuple[str, ...]) -> dict[str, Scheme | None]:
+    """The schemes, None for baselines; `ValueError` for what cannot take part."""
+    twice = [n for i, n in enumerate(names) if n in names[:i]]
     if twice:
         raise ValueError(f"--schemes names {twice[0]} twice: once is enough")
-    for name in spec.schemes:
-        scheme = named(name)
+    return {name: named(name) for name in names}
+
+
+def check(spec: Spec) -> None:
+    """`ValueError` for everything that can be known to fail before anything starts."""
+    for name, scheme in check_schemes(spec.schemes).items():
         auto = None if scheme is None else undecided(scheme)
         # It must have decided, and its scheme have settled, when time is taken.
         if auto is not None and spec.warmup < auto.steps + SETTLE:

@@ -112,7 +112,7 @@ class Runner:
             kfac.clear()
         elif replica is not None:
             replica.engine.telemetry.clear()
-        sent = self._sent()
+        sent = self.sent()
         dist.barrier()
         link, cpu = clock.link_bytes(), time.process_time()
         steps = self.steps(num_timed + 1)
@@ -123,7 +123,7 @@ class Runner:
             trial.interface_bytes = (trial.interface_bytes or 0.0) + after - link
         trial.timed += steps[1:]
         trial.num_steps += len(steps)
-        trial.payload_bytes += self._sent() - sent
+        trial.payload_bytes += self.sent() - sent
         if replica is not None:
             self._see(replica.engine.telemetry)
         if kfac is not None:
@@ -147,7 +147,8 @@ class Runner:
             self.trial.evaluation = score(self.contestant.module)
             self.contestant.flush()
 
-    def _sent(self) -> float:
+    def sent(self) -> float:
+        """Bytes that this rank has sent for the contestant up to now."""
         engine = self.contestant.engine
         if engine is None:
             return self.contestant.payload_bytes * self.next_step

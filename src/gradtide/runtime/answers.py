@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,12 +15,17 @@ from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
 
+if TYPE_CHECKING:
+    from gradtide.runtime.preconditioning import Preconditioning
+
+_EDITED = -1  # in the place of a number of writes
+
 
 class Answers:
     """The source of a replica's deferred gradients.
 
-    With `together` gradients can be had by all ranks alone: K-FAC works on them between
-    the halves of their exchanges.
+    K-FAC (`preconditioning`) works between the halves of their exchanges, so only all
+    ranks together can have them before it.
     """
 
     def __init__(
@@ -29,10 +34,10 @@ class Answers:
         placement: Placement,
         tally: Tally,
         guard: NonFiniteGuard,
-        together: bool,
+        preconditioning: Preconditioning | None,
     ) -> None:
         self._step, self._placement, self._tally = step, placement, tally
-        self._guard, self._together = guard, together
+        self._guard, self._preconditioning = guard, preconditioning
         self._versions: int | None = None  # of means that were asked for before step()
         self._early = False  # a norm was asked for that no rank had sent yet
         self._warned = False
@@ -45,6 +50,12 @@ class Answers:
         """What was delivered before step() is no longer deferred."""
         self._versions = None
 
+    def deliver(self) -> None:
+        """Have all delivered that are held; they answer as before."""
+        if self._step.held:
+            self._step.gather()
+            self._versions = self._count()
+
     # - For a deferred gradient --------------------------------------------------------
 
     def awaits(self, grad: DeferredGrad) -> bool:
@@ -55,10 +66,14 @@ class Answers:
         if bucket.stage is Stage.HELD:
             self._refuse(grad)
             self._warn(grad)
-            self._step.gather()
-            self._versions = self._count()
+            self.deliver()
         else:
             self._step.apply(bucket)
+
+    def edit(self, grad: DeferredGrad) -> None:
+        self.have(grad)
+        if self._versions is not None:
+            self._versions = _EDITED
 
     def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None:
         assert grad.value is not None
@@ -75,6 +90,8 @@ class Answers:
         return None if grad.before is not None else squares.get(grad.slot)
 
     def finite(self, grads: Sequence[DeferredGrad]) -> bool | None:
+        if self._preconditioning is not None:
+            self._preconditioning.check_scale()
         if not self._known():
             return None
         kind = grads[0].dtype, grads[0].device
@@ -115,7 +132,7 @@ class Answers:
         return sum(mean._version for mean in means if mean is not None)
 
     def _refuse(self, grad: DeferredGrad) -> None:
-        if self._together:
+        if self._preconditioning is not None:
             raise RuntimeError(
                 f"the gradient of {grad.slot.name} is not here yet, and K-FAC has to "
                 "have it first: clip with sync.clip_grad_norm_(max_norm); read or edit "

@@ -20,12 +20,14 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradtide.runtime.buckets import Slot
+from gradtide.runtime.due import METADATA
 
 aten = torch.ops.aten
 Scale: TypeAlias = Callable[[Tensor, Any], Any]  # in place, by a number
+Scales: TypeAlias = list[tuple[Scale, Any]]
 
 
 class Source(Protocol):
@@ -36,6 +38,9 @@ class Source(Protocol):
 
     def have(self, grad: DeferredGrad) -> None:
         """Have the values delivered, of this one at least."""
+
+    def edit(self, grad: DeferredGrad) -> None:
+        """Have the values delivered, which are about to be changed."""
 
     def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None:
         """Scale the values, which are here."""
@@ -56,7 +61,7 @@ class DeferredGrad(Tensor):
 
     slot: Slot
     source: Source
-    scales: list[tuple[Scale, Any]]
+    scales: Scales
     zeroed: bool
     value: Tensor | None
     before: Tensor | None
@@ -78,14 +83,12 @@ class DeferredGrad(Tensor):
         self.value, self.before = None, before
 
     def fill(self, mean: Tensor | None) -> None:
-        """The mean is here, or no rank has any; what was noted is done to it."""
+        """The mean is here, or no rank has any; it is scaled as was noted."""
         self.value = self.before if mean is None else mean
         self.before = None
         if self.value is not None:
             for function, by in self.scales:
                 function(self.value, by)
-            if self.zeroed:
-                self.value.zero_()
 
     # The stubs lose the keyword's name, and declare the dispatcher without `cls`.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -99,11 +102,13 @@ class DeferredGrad(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _MEMORY:
-            args, kwargs = _real((args, kwargs or {}))
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in METADATA or func in _FUNCTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        # Here and not below autograd, where torch counts no writes, nor knows views.
+        args, kwargs = _real((args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -120,6 +125,10 @@ class DeferredGrad(Tensor):
             answer = _ANSWERS[func](func, *args, **kwargs)
             if answer is not NotImplemented:
                 return answer
+        if func._schema.is_mutable:
+            for grad in tree_leaves((args, kwargs)):
+                if isinstance(grad, DeferredGrad):
+                    grad.source.edit(grad)
         args, kwargs = _real((args, kwargs))
         return func(*args, **kwargs)
 
@@ -262,11 +271,12 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     ),
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
-# What reads or replaces memory past the dispatcher.
-_MEMORY = {
-    getattr(Tensor, name)
-    for name in (
-        *("numpy", "__array__", "data_ptr", "untyped_storage", "storage", "tolist"),
-        *("_typed_storage", "__dlpack__", "share_memory_", "pin_memory"),
-    )
-} | {vars(torch._C.TensorBase)["data"].__set__}
+# By which these are called; all else has gradients delivered first.
+_FUNCTIONS = {
+    *(Tensor.detach, Tensor.zero_, torch._foreach_zero_, Tensor.norm, torch.norm),
+    *(torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm),
+    *(Tensor.mul_, Tensor.__imul__, torch._foreach_mul_),
+    *(Tensor.div_, Tensor.__itruediv__, torch._foreach_div_),
+    torch._amp_foreach_non_finite_check_and_unscale_,
+    vars(torch._C.TensorBase)["data"].__get__,
+}

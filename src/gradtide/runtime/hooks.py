@@ -143,6 +143,9 @@ class Hooks:
     def send_buffers(self) -> None:
         """Overwrite the buffers with rank 0's."""
         if self._buffered:
+            # Before anything is sent: on other ranks they may have been read already.
+            with torch.no_grad():
+                self._training.answers.deliver()
             own = [m._buffers[name] for m, names in self._buffered for name in names]
             broadcast(self._training.engine, [b for b in own if b is not None])
 

@@ -8,17 +8,16 @@ message of one step and is granted by all in the next: so nobody asks by itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gradtide.core.engine import Engine, InFlight
-from gradtide.core.ops import AllReduce, Group
+from gradtide.core.engine import Engine
+from gradtide.core.ops import AllReduce
 from gradtide.runtime.buckets import GradientBucket, Slot
 from gradtide.runtime.nonfinite import NonFiniteGuard
+from gradtide.runtime.owned import measure
 from gradtide.runtime.placement import Placement
 
 
@@ -50,8 +49,8 @@ class Tally:
             flags = [*arrived, *self._guard.flags(), self.wished]
             if not measured:
                 return AllReduce(torch.tensor(flags, dtype=torch.int32))
-            owned = _owned(buckets, flights, self._engine.group)
-            return AllReduce(torch.tensor([*flags, *owned], dtype=torch.float64))
+            norms = measure(buckets, flights, self._engine.group)
+            return AllReduce(torch.tensor([*flags, *norms], dtype=torch.float64))
 
         self._answer = self._engine.ask("used", message, settled=measured)
 
@@ -92,63 +91,3 @@ def _take(numbers: list[Any], count: int) -> list[Any]:
     taken = numbers[where]
     del numbers[where]
     return taken
-
-
-def _owned(
-    buckets: Sequence[GradientBucket],
-    flights: Sequence[InFlight | None],
-    group: Group,
-) -> list[float]:
-    """What this rank owns of the means (on the queue, where they are at their cut).
-
-    Of each parameter the square of its norm; of each bucket whether it is not finite;
-    and whether the squares are those of the bucket as a whole, in the first of its
-    parameters: a part that is no slice of the bucket does not say which entries it has.
-    """
-    squares: list[float] = []
-    bad, opaque = [], []
-    for bucket, flight in zip(buckets, flights, strict=True):
-        assert flight is not None
-        part, begin = _share(bucket, flight, group)
-        own = _squares(_pieces(bucket, part, begin))
-        squares += own
-        opaque.append(begin is None)
-        bad.append(not math.isfinite(sum(own)) and not bool(part.isfinite().all()))
-    return [*squares, *bad, *opaque]
-
-
-def _share(
-    bucket: GradientBucket, flight: InFlight, group: Group
-) -> tuple[Tensor, int | None]:
-    """This rank's part of the mean, and where in the bucket it begins, if it does."""
-    rank, size = group
-    flat = bucket.payload.flat
-    length = flat.numel() // size
-    begin = rank * length
-    if flight.part is None:
-        whole: Tensor = flight.mean
-        return whole[begin : begin + length], begin
-    address = flat.data_ptr() + begin * flat.element_size()
-    sliced = flight.part.data_ptr() == address and flight.part.numel() == length
-    return flight.part, begin if sliced else None
-
-
-def _pieces(
-    bucket: GradientBucket, part: Tensor, begin: int | None
-) -> Sequence[Tensor]:
-    """What of a part belongs to each slot of its bucket."""
-    if begin is None:
-        return [part, *(part[:0] for _ in bucket.slots[1:])]
-    ends = [
-        (slot.begin - begin, slot.begin - begin + slot.param.numel())
-        for slot in bucket.slots
-    ]
-    return [part[max(first, 0) : max(last, 0)] for first, last in ends]
-
-
-def _squares(pieces: Sequence[Tensor]) -> list[float]:
-    half = pieces[0].dtype in (torch.float16, torch.bfloat16)
-    wide = {"dtype": torch.float32} if half else {}
-    norms = torch.stack(torch._foreach_norm(list(pieces), 2, **wide))
-    found: list[float] = norms.double().square().tolist()
-    return found

@@ -63,10 +63,6 @@ class Training:
         self.guard = NonFiniteGuard(self.placement, engine.transport)
         self.tally = Tally(engine, self.placement, self.guard)
         self.step = Step(self, scheme.schedule)
-        curved = self.tally.granted = scheme.preconditioner is not None
-        known = self.step, self.placement, self.tally, self.guard
-        self.answers = Answers(*known, together=curved)
-        self.updates = Updates(self.placement, self._settle, self.answers)
         self.momentum = momentum_of(optimizer, scheme)
         self.steps: LocalSteps | None = None
         if scheme.schedule.launch == "step":
@@ -82,6 +78,11 @@ class Training:
             kfac = Preconditioner(model, config, engine, self.begin, full, scale)
             self.preconditioning = preconditioning.Preconditioning(self.placement, kfac)
         self._second = self.preconditioning or Unpreconditioned(self.placement)
+        # Where K-FAC is, nobody may have gradients delivered to find them out.
+        self.tally.granted = self.preconditioning is not None
+        known = self.step, self.placement, self.tally, self.guard
+        self.answers = Answers(*known, self.preconditioning)
+        self.updates = Updates(self.placement, self._settle, self.answers)
 
     def adopt(self, scheme: Scheme) -> None:
         """Go on with another scheme, when nothing is on its way."""
@@ -255,6 +256,8 @@ class Training:
         self._second.precondition(self.optimizer)
 
     def defer(self) -> None:
+        if self.preconditioning is not None:  # it reads means on the queue
+            self.updates.scale(self.engine)
         self.updates.note(self.optimizer)
         self._second.defer(self.optimizer)
 

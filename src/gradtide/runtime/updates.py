@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook
+from gradtide.core.engine import Engine
 from gradtide.core.step import Stage
 from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import GradientBucket, Slot
 from gradtide.runtime.deferred_grads import DeferredGrad
 from gradtide.runtime.due import Aliases, DueParameters, Kind
 from gradtide.runtime.momentum import without
+from gradtide.runtime.owned import scale
 from gradtide.runtime.placement import Placement
 
 
@@ -91,9 +93,17 @@ class Updates:
         if not self.promised:
             bucket.expose()
             return
+        for deferred in self._fill(bucket):
+            if deferred.zeroed and deferred.value is not None:
+                deferred.value.zero_()
+
+    def _fill(self, bucket: GradientBucket) -> list[DeferredGrad]:
+        """The deferred gradients of a bucket, with their values."""
         means = dict(bucket.delivered())
-        for slot in bucket.slots:
-            self._deferred_grads[slot].fill(means.get(slot))
+        filled = [self._deferred_grads[slot] for slot in bucket.slots]
+        for deferred in filled:
+            deferred.fill(means.get(deferred.slot))
+        return filled
 
     def withdraw(self) -> None:
         """Put what was delivered in the place of what was deferred."""
@@ -105,6 +115,18 @@ class Updates:
             p = slot.param
             if p.grad is deferred:
                 p.grad = deferred.value
+
+    def scale(self, engine: Engine) -> None:
+        """Scale what is held now, for those who read means before `apply`."""
+        for bucket in self._placement.buckets:
+            grads = [self._deferred_grads[slot] for slot in bucket.slots]
+            if any(deferred.scales for deferred in grads):
+                assert bucket.flight is not None
+                engine.wait(bucket.flight)
+                own = [deferred.scales for deferred in grads]
+                scale(bucket, bucket.flight, own, engine.group)
+                for deferred in grads:
+                    deferred.scales = []
 
     def note(self, optimizer: Optimizer) -> None:
         """Note what step() would do now, and to which parameters.
@@ -165,10 +187,10 @@ class Updates:
             self._warned = True
             warnings.warn(
                 f"another tensor shares the memory of {places[found[0]].slot.name} (a "
-                "kept .data or .detach(), a flat view, another parameter), so its "
-                "deferred update is carried out at step(), and the exchange of its "
-                "bucket does not hide in the next forward: let go of that tensor "
-                "before step(), or keep a copy",
+                "kept .data, .detach() or state_dict(), a flat view, another "
+                "parameter, a graph that was not freed), so its deferred update is "
+                "carried out at step(), and the exchange of its bucket does not hide "
+                "in the next forward: let go of it before step(), or keep a copy",
                 stacklevel=2,
             )
         buckets = {places[p].bucket for p in found}
@@ -179,11 +201,11 @@ class Updates:
         assert self._step is not None
         for p, plain, _ in self._kinds[bucket]:
             p.__class__ = plain
-        means = dict(bucket.delivered())
-        for slot in bucket.slots:
-            self._deferred_grads[slot].fill(means.get(slot))
-        grads = [self._deferred_grads[slot] for slot in bucket.slots if slot.wanted]
-        updates = [(d, d.slot.param, d.value) for d in grads if d.value is not None]
+        updates = [
+            (deferred, deferred.slot.param, deferred.value)
+            for deferred in self._fill(bucket)
+            if deferred.slot.wanted and deferred.value is not None
+        ]
         device = bucket.payload.flat.device.type
         # As at step(): outside the forward's inference mode and autocast.
         with (

@@ -1,11 +1,21 @@
-"""A thread that runs work in the order of submission."""
+"""A thread that runs work in the order of submission.
+
+[Note: The end of a program] Under `dear` the last update is still on its way when a
+program ends without a `flush`. An interpreter that ends while a thread waits in Gloo
+aborts the process. So it waits for what was submitted, unless the program failed: a
+peer may then never answer. (Guard: tests/test_program_end.py.)
+"""
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+
+PATIENCE = 60.0  # seconds that the end of a program waits for the peers
 
 
 class WorkItem:
@@ -54,6 +64,7 @@ class CommQueue:
         # A daemon: a rank that fails must be able to exit while a peer has it waiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        atexit.register(self._end)
 
     def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> WorkItem:
         self._count += 1
@@ -73,9 +84,20 @@ class CommQueue:
 
     def close(self) -> None:
         """Finish what was submitted and end the thread."""
+        atexit.unregister(self._end)
+        self._finish(None)
+
+    def _end(self) -> None:
+        """See [Note: The end of a program]; an error is told, not raised, there."""
+        if getattr(sys, "last_value", None) is None:
+            self._finish(PATIENCE)
+            if self.error is not None:
+                raise self.error
+
+    def _finish(self, seconds: float | None) -> None:
         self._items.append(None)
         self._submitted.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         while True:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import digits, gpt, replay, synthetic
-from .workload import Batch, Workload
+from gradtide.lab.workloads import digits, gpt, replay, synthetic
+from gradtide.lab.workloads.workload import Batch, Workload
 
 __all__ = ["REPLAYED", "WORKLOADS", "Batch", "Workload", "build", "check"]
 
@@ -15,7 +15,7 @@ REPLAYED = (
     "replay:bert-large",  # 335 M in 391
     "replay:gpt2",  # 124 M in 148, tied head
 )
-WORKLOADS = ("gpt", "digits", "mlp", "tiny600", *REPLAYED)
+WORKLOADS = (*gpt.SIZES, "digits", "mlp", "tiny600", *REPLAYED)
 
 
 def build(
@@ -45,8 +45,8 @@ def build(
         raise ValueError(f"{name} really computes: step_ms and trace are for replay")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: give 1 or more samples a rank")
-    if name == "gpt":
-        return gpt.build(rank, seed, batch_size)
+    if name in gpt.SIZES:
+        return gpt.build(name, rank, seed, batch_size)
     if name == "digits":
         return digits.build(rank, size, seed, batch_size)
     return synthetic.build(name, rank, seed, batch_size)

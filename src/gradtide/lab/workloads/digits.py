@@ -12,8 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from gradtide.lab.extras import require
-
-from .workload import TRAIN, Batch, Workload, classifier, seeded, stream
+from gradtide.lab.workloads.workload import (
+    TRAIN,
+    Batch,
+    Workload,
+    classifier,
+    seeded,
+    stream,
+)
 
 BATCH_SIZE = 32  # images a rank
 NUM_HELD_OUT = 360  # the last 20 % of 1797: other writers than those trained on

@@ -1,14 +1,18 @@
-"""A small decoder-only transformer, really trained on a text that every machine has.
+"""Two decoder-only transformers, really trained on a text that every machine has.
 
 The text is the sources of Python's own standard library: no download and no licence
 question. Machines with another Python version have a slightly different one; that
 changes the data, never the shapes.
 
-Parameters, with d = WIDTH = 192: a block has 3 d^2 (query, key, value) + d^2 + 4 d^2
+Parameters of `gpt`, with d = 192: a block has 3 d^2 (query, key, value) + d^2 + 4 d^2
 + 4 d^2 = 12 d^2 = 442,368 and two norms of d; six blocks 2,656,512; token table and
 head 2 x 256 d = 98,304; positions 128 d = 24,576; last norm 192: 2,779,584 in all,
 11.1 MB of gradients. At 100 Mb/s among 4 hosts a dense exchange of them takes
 2 (3/4) 11.1 MB / 12.5 MB/s = 1.3 s.
+
+`gpt-small` has d = 96 and three blocks: 393,888 parameters, 1.58 MB of gradients. It
+learns within a minute, and stands at 50 Mb/s about where `gpt` does: an exchange takes
+some times as long as computing.
 
 There are no biases: the bias of a key has a gradient of exactly zero, and Adam makes
 full-size steps of its rounding noise, so that no two runs would agree.
@@ -20,6 +24,7 @@ import math
 import os
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +36,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from .workload import (
+from gradtide.lab.workloads.workload import (
     TRAIN,
     Batch,
     Workload,
@@ -42,8 +47,7 @@ from .workload import (
 )
 
 VOCABULARY = 256  # bytes
-WIDTH, HEADS, LAYERS, BLOCK = 192, 6, 6, 128
-BATCH_SIZE = 6  # sequences a rank: forward and backward 0.2 s on one thread
+BLOCK = 128  # bytes that a model looks at
 LEARNING_RATE = 2e-3
 WARM_UP_STEPS = 20
 DECAY_STEPS = 600  # the cosine ends here, at FINAL_RATE of the peak
@@ -54,14 +58,31 @@ HELD_OUT_EVERY = 20  # one file in so many is held out: about 5 % of the text
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
+@dataclass(frozen=True)
+class Size:
+    """What tells the two apart."""
+
+    width: int
+    heads: int
+    layers: int
+    batch_size: int  # sequences a rank
+
+
+SIZES = {
+    "gpt": Size(192, 6, 6, 6),  # forward and backward 0.2 s on one thread
+    "gpt-small": Size(96, 3, 3, 3),
+}
+
+
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.heads = size.heads
+        self.query_key_value = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads: Tensor = self.query_key_value(x).unflatten(-1, (3, HEADS, -1))
+        heads: Tensor = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))
         query, key, value = heads.transpose(1, 3).unbind(2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -70,13 +91,14 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One layer, normalised before each of its two halves."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(WIDTH, bias=False)
-        self.attention = Attention()
-        self.norm2 = nn.LayerNorm(WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        width = size.width
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.attention = Attention(size)
+        self.norm2 = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -87,18 +109,18 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes (batch, at most BLOCK) to logits (batch, length, 256)."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Embedding(BLOCK, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.token = nn.Embedding(VOCABULARY, size.width)
+        self.position = nn.Embedding(BLOCK, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width, bias=False)
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         for name, matrix in self.named_parameters():
             if matrix.dim() == 2:
-                # The 2 LAYERS branches that add to x together add one unit.
+                # The branches, two a layer, that add to x together add one unit.
                 last = name.endswith(("out.weight", "down.weight"))
-                std = 0.02 / math.sqrt(2 * LAYERS) if last else 0.02
+                std = 0.02 / math.sqrt(2 * size.layers) if last else 0.02
                 nn.init.normal_(matrix, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -186,16 +208,16 @@ def held_out_loss(text: Tensor, model: nn.Module) -> dict[str, float]:
     return {"loss": sum(losses) / len(losses)}
 
 
-def build(rank: int, seed: int, batch_size: int | None) -> Workload:
-    """The workload `gpt`; `batch_size` counts sequences of BLOCK bytes a rank."""
-    train, held_out = corpus()
+def build(name: str, rank: int, seed: int, batch_size: int | None) -> Workload:
+    """One of `SIZES`; `batch_size` counts sequences of BLOCK bytes a rank."""
+    size, (train, held_out) = SIZES[name], corpus()
     with seeded(seed):
-        model = GPT()
+        model = GPT(size)
     return Workload(
-        name="gpt",
+        name=name,
         model=model,
         optimizer=adamw(model),
-        batch=partial(sample, train, seed, rank, batch_size or BATCH_SIZE),
+        batch=partial(sample, train, seed, rank, batch_size or size.batch_size),
         loss=classification_loss,
         evaluate=partial(held_out_loss, held_out),
         scheduler=warm_up_cosine,

@@ -40,11 +40,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import SGD
 
+from gradtide.lab.workloads.shapes import Unit, units
+from gradtide.lab.workloads.timing import by_work, from_trace
+from gradtide.lab.workloads.workload import NOISE, Batch, Timing, Workload, stream
 from gradtide.planner.training import MAX_CREDIT as MAX_CREDIT
-
-from .shapes import Unit, units
-from .timing import by_work, from_trace
-from .workload import NOISE, Batch, Timing, Workload, stream
 
 # Milliseconds of a step unless told: round numbers of the order of a data-centre GPU of
 # 2018 with some tens of samples, no measurement. Give `step_ms` or a trace for yours.

@@ -13,7 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .workload import HELD_OUT, TASK, TRAIN, Batch, Workload, classifier, seeded, stream
+from gradtide.lab.workloads.workload import (
+    HELD_OUT,
+    TASK,
+    TRAIN,
+    Batch,
+    Workload,
+    classifier,
+    seeded,
+    stream,
+)
 
 BATCH_SIZE = 32  # samples a rank
 NUM_HELD_OUT = 512

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gradtide.lab.workloads.shapes import Unit
+from gradtide.lab.workloads.workload import Timing
 from gradtide.planner.document import read_json
-
-from .shapes import Unit
-from .workload import Timing
 
 FORWARD_SHARE = 1 / 3  # forward to backward is 1 : 2, gradients of input and weight
 

@@ -1,0 +1,110 @@
+"""What of the means a rank owns, or has, while they are held at their cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradtide.core.engine import InFlight
+from gradtide.core.ops import Group
+from gradtide.runtime.buckets import GradientBucket
+from gradtide.runtime.deferred_grads import Scales
+
+
+def measure(
+    buckets: Sequence[GradientBucket],
+    flights: Sequence[InFlight | None],
+    group: Group,
+) -> list[float]:
+    """What this rank owns of the means (on the queue, where they are at their cut).
+
+    Of each parameter the square of its norm; of each bucket whether it is not finite;
+    and whether the squares are those of the bucket as a whole, in the first of its
+    parameters: a part that is no slice of the bucket does not say which entries it has.
+    """
+    squares: list[float] = []
+    bad, opaque = [], []
+    for bucket, flight in zip(buckets, flights, strict=True):
+        assert flight is not None
+        part, begin = _share(bucket, flight, group)
+        own = _squares(_pieces(bucket, part, begin))
+        squares += own
+        opaque.append(begin is None)
+        bad.append(not math.isfinite(sum(own)) and not bool(part.isfinite().all()))
+    return [*squares, *bad, *opaque]
+
+
+def scale(
+    bucket: GradientBucket,
+    flight: InFlight,
+    scales: Sequence[Scales],
+    group: Group,
+) -> None:
+    """Scale what this rank has of a held mean, for each slot by its own numbers.
+
+    Others are sent what its owner made of it.
+    """
+    held = flight.mean if flight.part is None else flight.part
+    if all(_alike(scales[0], other) for other in scales[1:]):
+        _apply(held, scales[0])
+        return
+    begin = 0 if flight.part is None else _share(bucket, flight, group)[1]
+    if begin is None:
+        raise RuntimeError(
+            f"the gradients of {bucket.slots[0].name} and of those that travel with it "
+            "are scaled by different numbers: scale all by one under this scheme, or "
+            "after sync.gather_gradients(), on every rank"
+        )
+    for piece, own in zip(_pieces(bucket, held, begin), scales, strict=True):
+        _apply(piece, own)
+
+
+def _apply(target: Tensor, scales: Scales) -> None:
+    for function, by in scales:
+        function(target, by)
+
+
+def _alike(a: Scales, b: Scales) -> bool:
+    pairs = zip(a, b, strict=False)
+    same = (f is g and float(x) == float(y) for (f, x), (g, y) in pairs)
+    return len(a) == len(b) and all(same)
+
+
+def _share(
+    bucket: GradientBucket, flight: InFlight, group: Group
+) -> tuple[Tensor, int | None]:
+    """This rank's part of the mean, and where in the bucket it begins, if it does."""
+    rank, size = group
+    flat = bucket.payload.flat
+    length = flat.numel() // size
+    begin = rank * length
+    if flight.part is None:
+        whole: Tensor = flight.mean
+        return whole[begin : begin + length], begin
+    address = flat.data_ptr() + begin * flat.element_size()
+    sliced = flight.part.data_ptr() == address and flight.part.numel() == length
+    return flight.part, begin if sliced else None
+
+
+def _pieces(
+    bucket: GradientBucket, part: Tensor, begin: int | None
+) -> Sequence[Tensor]:
+    """What of a part belongs to each slot of its bucket."""
+    if begin is None:
+        return [part, *(part[:0] for _ in bucket.slots[1:])]
+    ends = [
+        (slot.begin - begin, slot.begin - begin + slot.param.numel())
+        for slot in bucket.slots
+    ]
+    return [part[max(first, 0) : max(last, 0)] for first, last in ends]
+
+
+def _squares(pieces: Sequence[Tensor]) -> list[float]:
+    half = pieces[0].dtype in (torch.float16, torch.bfloat16)
+    wide = {"dtype": torch.float32} if half else {}
+    norms = torch.stack(torch._foreach_norm(list(pieces), 2, **wide))
+    found: list[float] = norms.double().square().tolist()
+    return found

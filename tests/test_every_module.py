@@ -1,0 +1,166 @@
+"""Every module has tests: in the file of its name, or in the one that is named here.
+
+The tests of `package/module.py` are in tests/package/test_module.py or, where that name
+is taken, in test_package_module.py beside it or one folder up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import ROOT, imports, module
+
+TESTS = Path(__file__).parent
+# What is tested by what uses it, or together with its neighbours.
+ELSEWHERE = {
+    "__main__": "test_refusals_cli",
+    "collectives/_entries": "collectives/test_topk",
+    "collectives/_indices": "collectives/test_partitioned",
+    "collectives/_winners": "collectives/test_oktopk",
+    "collectives/auto": "test_auto",
+    "collectives/contrib/acpsgd": "collectives/test_lowrank",
+    "collectives/contrib/by_norm": "collectives/test_partitioned",
+    "collectives/contrib/topkdsa": "collectives/test_topka2a",
+    "collectives/dense": "test_replica",
+    "collectives/partitions": "collectives/test_partitioned",
+    "core/autograd": "test_replica",
+    "core/fields": "test_scheme",
+    "core/ops": "test_transport",
+    "core/schedule": "core/test_step",
+    "core/transport": "test_transport",
+    "fusion/formulas": "fusion/test_fusion_mgwfbp",
+    "kfac/buckets": "kfac/test_preconditioner",
+    "kfac/config": "kfac/test_preconditioner",
+    "kfac/costs": "kfac/test_timing",
+    "kfac/curvature": "kfac/test_preconditioner",
+    "kfac/parts": "kfac/test_preconditioner",
+    "kfac/sharing": "kfac/test_preconditioner",
+    "lab/chart": "lab/test_report",
+    "lab/cli": "test_refusals_cli",
+    "lab/cluster": "lab/test_wiring",
+    "lab/contest": "lab/test_compare",
+    "lab/extras": "test_refusals_cli",
+    "lab/hooks": "lab/test_contestants",
+    "lab/namespaces": "lab/test_launch",
+    "lab/options": "test_refusals_cli",
+    "lab/outputs": "test_refusals_cli",
+    "lab/race/spec": "test_refusals_cli",
+    "lab/tables": "lab/test_report",
+    "lab/talker": "lab/test_probe",
+    "lab/trial": "lab/test_compare",
+    "lab/worker": "lab/test_compare",
+    "lab/workloads/digits": "lab/test_workloads",
+    "lab/workloads/gpt": "lab/test_workloads",
+    "lab/workloads/replay": "lab/test_replay",
+    "lab/workloads/shapes": "lab/test_replay",
+    "lab/workloads/synthetic": "lab/test_workloads",
+    "lab/workloads/timing": "lab/test_replay",
+    "lab/workloads/workload": "lab/test_workloads",
+    "planner/actions": "planner/test_order",
+    "planner/auto/decision": "test_auto",
+    "planner/auto/inspector": "test_auto",
+    "planner/auto/selector": "test_auto",
+    "planner/cutting": "planner/test_virtual",
+    "planner/device": "planner/test_virtual",
+    "planner/document": "planner/test_network",
+    "planner/flows": "planner/test_rehearsal",
+    "planner/parts": "planner/test_curvature",
+    "planner/report": "planner/test_plan_report",
+    "planner/sketch": "planner/test_rehearsal",
+    "planner/stages": "planner/test_plan_stages",
+    "planner/training": "planner/test_virtual",
+    "planner/transport": "planner/test_plan_transport",
+    "planner/tuning/online": "planner/tuning/test_tune_online",
+    "planner/workbench": "planner/test_bench",
+    "profile/device": "test_refusals_cli",
+    "profile/network/overhead": "profile/test_overhead",
+    "profile/network/report": "profile/test_network_run",
+    "profile/selection/run": "profile/test_selection_report",
+    "profile/trace/report": "profile/test_trace_run",
+    "profile/trace/subject": "profile/test_trace_run",
+    "runtime/broadcast": "test_replica",
+    "runtime/buckets": "test_replica",
+    "runtime/clipping": "test_replica",
+    "runtime/hooks": "test_replica",
+    "runtime/nonfinite": "test_sparse",
+    "runtime/placement": "test_replica",
+    "runtime/preconditioning": "kfac/test_product",
+    "runtime/training": "test_replica",
+    "runtime/updates": "test_replica",
+    "runtime/validation": "test_refusals",
+    "scheme/config": "test_scheme",
+    "scheme/parser": "test_scheme",
+    "scheme/recipes": "test_scheme",
+    "scheme/spelling": "test_scheme",
+    "selectors/fast": "selectors/test_kernels",
+    "selectors/follow": "selectors/test_selectors",
+    "selectors/triton_kernels": "selectors/test_triton",
+    "simulate/chart": "simulate/test_grid",
+    "simulate/cli": "simulate/test_grid",
+    "simulate/report": "simulate/test_grid",
+    "testing": "test_law",
+    "transport/comm_queue": "test_transport",
+    "transport/connect": "test_transport",
+    "transport/fault": "test_refusals",
+    "transport/gloo": "test_transport",
+    "transport/hosts": "test_two_levels",
+    "transport/nccl": "core/test_unproven",  # made, never run: there is no GPU
+    "transport/ring": "test_transport",
+    "transport/rotation": "test_transport",
+    "transport/staged": "core/test_unproven",  # the same
+}
+MODULES = {
+    str(path.relative_to(ROOT).with_suffix("")): path
+    for path in ROOT.rglob("*.py")
+    if path.name != "__init__.py"
+}
+
+
+def own(name: str) -> Iterator[Path]:
+    """Where the tests of a module are by its name."""
+    folder, word = TESTS / Path(name).parent, Path(name).name.lstrip("_")
+    package = Path(name).parent.name
+    yield folder / f"test_{word}.py"
+    if package:
+        yield folder / f"test_{package}_{word}.py"
+        yield folder.parent / f"test_{package}_{word}.py"
+
+
+def reached(start: Path) -> set[str]:
+    """The modules of gradtide that a file imports, and that those import."""
+    paths = {module(path): path for path in ROOT.rglob("*.py")}
+    found: set[str] = set()
+    todo = [start]
+    while todo:
+        for there in imports(todo.pop()):
+            while there not in paths and "." in there:
+                there = there.rpartition(".")[0]
+            if there in paths and there not in found:
+                found.add(there)
+                todo.append(paths[there])
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_module_has_tests(name: str) -> None:
+    named = any(path.exists() for path in own(name))
+    assert named or name in ELSEWHERE, (
+        f"{name} has no tests: write {next(own(name)).relative_to(TESTS.parent)}, or "
+        "name in tests/test_every_module.py the file that tests it"
+    )
+    assert not (named and name in ELSEWHERE), f"{name} has a file of its name"
+
+
+def test_what_is_named_is_there_and_uses_the_module() -> None:
+    assert set(ELSEWHERE) <= set(MODULES)
+    for file in set(ELSEWHERE.values()):
+        path = TESTS / f"{file}.py"
+        assert path.exists(), f"there is no {file}"
+        found = reached(path)
+        for name in (name for name, there in ELSEWHERE.items() if there == file):
+            dotted = module(MODULES[name])
+            run_by_path = name in ("__main__", "lab/talker")  # as programs
+            assert dotted in found or run_by_path, f"{file} does not use {name}"
