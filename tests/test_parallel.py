@@ -291,6 +291,44 @@ def test_the_forward_decides_whether_its_backward_exchanges() -> None:
         assert ours == ddps
 
 
+@pytest.mark.parametrize("scheme", ["wfbp", "dear"])
+def test_what_only_no_sync_has_used_is_exchanged(scheme: str) -> None:
+    """Ranks would keep unlike gradients of layers that the last backward left out."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(6, 1) for _ in range(4))
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            found: Tensor = self.layers[which](x)
+            return found
+
+    def work() -> Any:
+        def ours(net: nn.Module, **_: Any) -> nn.Module:
+            return DistributedDataParallel(net, scheme=scheme)
+
+        found = []
+        for wrap in (Torchs, ours):
+            model = wrap(Either(), find_unused_parameters=True)
+            optimizer = sgd(model)
+            for step in range(6):
+                for micro in (0, 1):
+                    model.require_backward_grad_sync = micro == 1
+                    which = (step + 2 * micro + dist.get_rank()) % 4
+                    model(batch(2 * step + micro), which).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(bits(model))
+        return found
+
+    ranks = run_ranks(2, work)
+    for ddps, own in ranks:
+        assert own == ddps
+    assert ranks[0] == ranks[1]
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"forward_sync_buffers": False}, {"init_sync": False}]
 )

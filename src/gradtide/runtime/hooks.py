@@ -91,6 +91,7 @@ class Hooks:
 
         def take(_: nn.Parameter) -> None:
             if training.no_sync_active:
+                training.kept.add(place)
                 return
             if not step.open:  # the backward did not start at the model's own output
                 training.begin()
