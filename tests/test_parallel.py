@@ -377,6 +377,29 @@ def test_ignored_parameters_and_buffers_stay_a_ranks_own() -> None:
     assert one[1] == two[1]
 
 
+@pytest.mark.parametrize("scheme", ["wfbp", "dear"])
+def test_gradients_that_are_not_zeroed_outlast_steps_without_them(scheme: str) -> None:
+    def work() -> Any:
+        def ours(net: nn.Module, **_: Any) -> nn.Module:
+            return DistributedDataParallel(net, scheme=scheme)
+
+        found = []
+        for wrap in (Torchs, ours):
+            net = nn.ModuleList([network(), network()])
+            net.forward = lambda x, m=net: (m[0](x), m[1](x))  # type: ignore[assignment]
+            model = wrap(net, find_unused_parameters=True)
+            grads = []
+            for step in range(5):
+                one, two = model(batch(step))
+                (two.sum() if step > 1 else (one * two).sum()).backward()
+                grads.append([p.grad.tolist() for p in net.parameters()])
+            found.append(grads)
+        return found
+
+    for ddps, own in run_ranks(2, work):
+        assert own == ddps
+
+
 def test_frameworks_recognise_it() -> None:
     def work() -> Any:
         model = DistributedDataParallel(network(), static_graph=True, bucket_cap_mb=1)
