@@ -19,13 +19,14 @@ LAYERS = (
     {"runtime"},
     {"planner"},
     {"replica"},
+    {"parallel"},
     {"lab", "integrations"},
     {"profile", "simulate"},
     {"cli", "__init__"},
     {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FREE = LEVEL["lab"]  # from here up, torch.distributed may be imported
+FREE = LEVEL["parallel"]  # from here up, torch.distributed may be imported
 
 
 def imports(path: Path, loaded: bool = False) -> set[str]:

@@ -33,6 +33,7 @@ from gradtide.fusion import (
     PerTensor,
 )
 from gradtide.kfac import KFAC
+from gradtide.parallel import DistributedDataParallel, install
 from gradtide.replica import Replica, replicate
 from gradtide.scheme import Scheme, parse, recipe
 from gradtide.selectors import Exact, Threshold
@@ -57,6 +58,7 @@ __all__ = [
     "CommunicationError",
     "Cuts",
     "Dense",
+    "DistributedDataParallel",
     "Dynamic",
     "Even",
     "Exact",
@@ -76,6 +78,7 @@ __all__ = [
     "TopkDSA",
     "Warmup",
     "__version__",
+    "install",
     "parse",
     "recipe",
     "replicate",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -24,8 +24,10 @@ from gradtide.fusion import BySize, Search
 from gradtide.runtime import checkpoint as state
 from gradtide.runtime.broadcast import synchronize
 from gradtide.runtime.checkpoint import StateDict, packed
+from gradtide.runtime.finder import Finder, nobody
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.join import Join
+from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.training import Training, momentum_of
 from gradtide.runtime.validation import (
     SetupGuard,
@@ -37,7 +39,15 @@ from gradtide.runtime.validation import (
     validate_collective,
     validate_optimizer,
 )
-from gradtide.scheme import Scheme, check, parse, start, undecided, with_levels
+from gradtide.scheme import (
+    Scheme,
+    check,
+    knows_optimizer,
+    parse,
+    start,
+    undecided,
+    with_levels,
+)
 from gradtide.transport import ProcessGroup, Transport, connect
 
 if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
@@ -50,7 +60,7 @@ Buffers: TypeAlias = Literal["broadcast", "local"]
 
 def replicate(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     scheme: str | Scheme = "wfbp",
     *,
     process_group: ProcessGroup | None = None,
@@ -68,7 +78,11 @@ def replicate(
         model: The module to train, the same architecture on every rank, already on its
             device. Do not wrap it in DistributedDataParallel.
         optimizer: The optimizer of the model's parameters. It has to hold all
-            parameters that require a gradient.
+            parameters that require a gradient. None stands for one that is built
+            later: it is found at its first step. A scheme that has to know it (one
+            that defers updates, exchanges steps, takes over momentum, has K-FAC or
+            is still to be chosen) begins after that step. Until then exact means are
+            exchanged, as by "wfbp".
         scheme: What travels, in which buckets, and when; the same on every rank. It is
             a recipe's name ("dear"), a constructor call as text ("oktopk(0.01)"), or a
             `Scheme`. The default exchanges exact means during backward, as
@@ -97,14 +111,33 @@ def replicate(
             between ranks. It is raised on every rank, before anything is exchanged.
         CommunicationError: A rank died, or stalled past the group's timeout.
     """
+    alike: list[Tensor] = [p for _, p in shared_parameters(model)]
+    alike += [buffer for _, buffer in shared_buffers(model)]
+    rest = buffers, grad_scaler, alike, check_every
+    return link(model, optimizer, scheme, process_group, *rest)
+
+
+def link(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scheme: str | Scheme,
+    process_group: ProcessGroup | None,
+    buffers: Buffers,
+    grad_scaler: torch.amp.GradScaler | None,
+    alike: Sequence[Tensor],
+    check_every: int = 100,
+) -> Replica:
+    """`replicate`, for which the tensors in `alike` are overwritten with rank 0's."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     transport = connect(process_group, device)
 
     def prepare() -> tuple[Scheme, Signature]:
         chosen = _placed(scheme, transport)
-        validate(model, optimizer, chosen.schedule, buffers, check_every)
+        validate(model, buffers, check_every)
         validate_collective(model, chosen.collective, chosen.schedule)
-        momentum_of(optimizer, chosen)
+        if optimizer is not None:
+            validate_optimizer(model, optimizer, chosen.schedule)
+            momentum_of(optimizer, chosen)
         if chosen.preconditioner is not None:
             from gradtide.kfac.costs import admitted
 
@@ -117,7 +150,7 @@ def replicate(
         transport.close()
         raise
     return Replica(
-        model, optimizer, chosen, transport, buffers, grad_scaler, check_every
+        model, optimizer, chosen, transport, buffers, grad_scaler, alike, check_every
     )
 
 
@@ -129,9 +162,10 @@ class Replica:
 
     Attributes:
         model: The module that is trained.
-        optimizer: The optimizer that was passed.
-        scheme: The `Scheme` in use. A search for a fusion, "auto" and `adopt` change
-            it.
+        optimizer: The optimizer that was passed or found. As long as the scheme waits
+            for one, or if it can do without, it is one that never steps.
+        scheme: The `Scheme` in use, or the one that waits for the optimizer. A search
+            for a fusion, "auto" and `adopt` change it.
         tuning: The search for a fusion, with `tried` and `best`; None without one.
         engine: What drives the exchanges. Its `telemetry` has single requests.
     """
@@ -139,39 +173,127 @@ class Replica:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         scheme: Scheme,
         transport: Transport,
         buffers: Buffers,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        check_every: int = 100,
+        grad_scaler: torch.amp.GradScaler | None,
+        alike: Sequence[Tensor],
+        check_every: int,
     ) -> None:
-        self.model, self.optimizer, self.scheme = model, optimizer, scheme
+        self.model, self.scheme = model, scheme
         self.engine = Engine(transport)
-        synchronize(self.engine, [*model.parameters(), *model.buffers()])
+        synchronize(self.engine, alike)
+        self.wrapper: Callable[[], object] | None = None
+        self._buffers = buffers == "broadcast"
+        self.shares_buffers = self._buffers  # in training forwards, whoever begins them
+        self._check_every = check_every
+        self._scale = None if grad_scaler is None else grad_scaler.get_scale
+        params = [p for _, p in averaged(model)]
+        self._unknown = optimizer is None
+        found = params if self._unknown else []
+        self._finder = Finder(found, self._step_begins, self._step_ends)
+        self._train_with(nobody(params) if optimizer is None else optimizer)
+        self._counted = self._totals()  # when metrics() was last called
+        self._density = 0.0
+
+    def _train_with(self, optimizer: Optimizer) -> None:
+        """Begin to train; with K-FAC, a collective call."""
+        model, now, self.optimizer = self.model, self._now(self.scheme), optimizer
         self._admitted = SetupGuard(model, optimizer)
-        scale = None if grad_scaler is None else grad_scaler.get_scale
         self._training = Training(
-            model, optimizer, start(scheme), self.engine, scale, check_every
+            model, optimizer, now, self.engine, self._scale, self._check_every
         )
         self._hooks = Hooks(
             model,
             optimizer,
             self._training,
-            buffers == "broadcast",
+            self._buffers,
             lambda: None if self.tuning is None else self.tuning.stepped(),
+            self,
         )
         self._hooks.follow()
-        self._auto = self._selector()
-        self.tuning = self._search()
-        self._counted = self._totals()  # when metrics() was last called
-        self._density = 0.0
+        self._auto = None if self.waiting else self._selector()
+        self.tuning = None if self.waiting else self._search()
+
+    def _now(self, scheme: Scheme) -> Scheme:
+        """What to train with until the optimizer is known, or `auto` has decided."""
+        waiting = self._unknown and knows_optimizer(scheme)
+        return Scheme(levels=scheme.levels) if waiting else start(scheme)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the scheme begins when the optimizer has made a step. Local."""
+        return self._unknown and knows_optimizer(self.scheme)
 
     @property
     def kfac(self) -> Preconditioner | None:
         """The K-FAC preconditioner; None if the scheme has none. Local."""
         second = self._training.preconditioning
         return None if second is None else second.kfac
+
+    # - The optimizer ------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Go on with an optimizer that was not passed, or with another one.
+
+        This is a collective call, between `optimizer.step()` and the next backward, or
+        before training. It is only needed before `load_state_dict()`, and for a scheme
+        that is to begin with the first step: otherwise the optimizer is found. The
+        residual, and what algorithms remember, are dropped.
+
+        Args:
+            optimizer: The optimizer of the model's parameters, as for `replicate`.
+
+        Raises:
+            RuntimeError: The call comes during backward, inside `no_sync`, or between
+                backward and step.
+            ValueError: The optimizer cannot be used with the scheme. It is raised on
+                every rank.
+        """
+        self._refuse_moment("attach")
+        self._settle()
+        self._agree_on(optimizer)
+        self._change(optimizer)
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer is about to step, perhaps one that was not passed."""
+        if optimizer is self.optimizer:
+            return None
+        self._admitted.check()
+        if knows_optimizer(self.scheme):
+            self.gather_gradients()
+            self._settle()
+            self._agree_on(optimizer)
+        return self._hooks.stepping(args, kwargs)
+
+    def _step_ends(self, optimizer: Optimizer) -> None:
+        """It has stepped: a scheme that has waited for it begins."""
+        if optimizer is self.optimizer:
+            return
+        self._hooks.stepped()
+        if knows_optimizer(self.scheme):
+            self._change(optimizer)
+
+    def _agree_on(self, optimizer: Optimizer) -> None:
+        """Raise ValueError, on every rank, if some rank cannot use the optimizer."""
+
+        def prepare() -> tuple[None, Signature]:
+            validate_optimizer(self.model, optimizer, self.scheme.schedule)
+            momentum_of(optimizer, self.scheme)
+            return None, {}
+
+        check_ranks_agree(self.engine.transport, prepare)
+
+    def _change(self, optimizer: Optimizer) -> None:
+        """Go on with another optimizer, when nothing is on its way."""
+        before = self._training
+        self._detach()
+        self._unknown = False
+        self._train_with(optimizer)
+        after = self._training
+        after.num_steps, after.num_skipped = before.num_steps, before.num_skipped
+        after.num_exchanges = before.num_exchanges
 
     # - The user's side ----------------------------------------------------------------
 
@@ -186,13 +308,18 @@ class Replica:
             A context manager.
         """
         quiet = self._training.no_sync_active
-        self._be_quiet(True)
+        self.be_quiet(True)
         try:
             yield
         finally:
-            self._be_quiet(quiet)
+            self.be_quiet(quiet)
 
-    def _be_quiet(self, quiet: bool) -> None:
+    def be_quiet(self, quiet: bool) -> None:
+        """Exchange nothing from now on, or exchange again; as `no_sync` does. Local.
+
+        Args:
+            quiet: Whether to accumulate only.
+        """
         self._training.no_sync_active = quiet
         if self.kfac is not None:
             self.kfac.statistics.quiet = quiet
@@ -245,7 +372,8 @@ class Replica:
 
         remedy = "call join() with the same arguments on every rank"
         check_ranks_agree(self.engine.transport, prepare, remedy)
-        training.joining = Join(training, self._hooks.buffers, throw)
+        shared = self._hooks.buffers if self.shares_buffers else list
+        training.joining = Join(training, shared, throw)
         try:
             yield
             self.flush()
@@ -270,6 +398,18 @@ class Replica:
         for reason, true in reasons.items():
             if true:
                 raise ValueError(f"join() does not work with {reason}")
+
+    def send_buffers(self) -> None:
+        """Overwrite the module's buffers with rank 0's. A collective call.
+
+        With `buffers="broadcast"` every training forward begins with it.
+        """
+        self._hooks.send_buffers()
+
+    @property
+    def num_exchanges(self) -> int:
+        """How many backward passes exchanged their gradients. Local."""
+        return self._training.num_exchanges
 
     def clip_grad_norm_(
         self, max_norm: float, *, error_if_nonfinite: bool = False
@@ -417,15 +557,17 @@ class Replica:
             ValueError: The scheme cannot be used here, or is not the same on all
                 ranks. It is raised on every rank, and the replica goes on as before.
         """
-        self._refuse_moment()
+        self._refuse_moment("adopt")
         self.flush()
 
         def prepare() -> tuple[Scheme, Signature]:
             chosen = _placed(scheme, self.engine.transport)
+            validate_collective(self.model, chosen.collective, chosen.schedule)
+            if self._unknown:
+                return chosen, {"scheme": repr(chosen)}
             if undecided(chosen) is not None:
                 raise ValueError("adopt() takes a decided scheme: replicate with auto")
             validate_optimizer(self.model, self.optimizer, chosen.schedule)
-            validate_collective(self.model, chosen.collective, chosen.schedule)
             momentum_of(self.optimizer, chosen)
             if (chosen.schedule.launch == "step") != (
                 self.scheme.schedule.launch == "step"
@@ -444,11 +586,11 @@ class Replica:
         if self.tuning is not None:
             self.tuning.settle()
         self._adopt(check_ranks_agree(self.engine.transport, prepare))
-        self.tuning = self._search()
+        self.tuning = None if self.waiting else self._search()
 
     def _adopt(self, scheme: Scheme) -> None:
         """`adopt` what all ranks have agreed on, when nothing is on its way."""
-        self._training.adopt(scheme)
+        self._training.adopt(self._now(scheme))
         self._hooks.follow()
         self.scheme = scheme
 
@@ -477,12 +619,12 @@ class Replica:
         self.flush()
         self._adopt(replace(self.scheme, fusion=fusion))
 
-    def _refuse_moment(self) -> None:
+    def _refuse_moment(self, call: str) -> None:
         """Raise RuntimeError unless all that was exchanged has been made use of."""
         moment = self._training.moment()
         if moment is not None:
             raise RuntimeError(
-                f"adopt() {moment}: call it after optimizer.step(), before the next "
+                f"{call}() {moment}: call it after optimizer.step(), before the next "
                 "backward"
             )
 
@@ -544,10 +686,16 @@ class Replica:
                 out, so that the sum is kept.
 
         Raises:
+            RuntimeError: The scheme still waits for the optimizer: `attach` it.
             ValueError: The state of some rank is damaged or does not fit, or states
                 are of different steps. It is raised on every rank, before anything
                 changes.
         """
+        if self.waiting:
+            raise RuntimeError(
+                f"load_state_dict() while {self.scheme!r} waits for the optimizer: "
+                "call attach(optimizer) before, on every rank"
+            )
         training, group = self._training, self.engine.group
         second = training.preconditioning
 
@@ -582,9 +730,20 @@ class Replica:
         matter, `adopt` a dense scheme and take one more step before.
         """
         self.gather_gradients()
+        self._settle()
+        self._detach()
+        self.wrapper = None
+        self._finder.rest()
+        self.engine.transport.close()
+
+    def _settle(self) -> None:
+        """Apply what is deferred, and decide what waits to be decided."""
         self.flush()
         if self.tuning is not None:
             self.tuning.settle()
+
+    def _detach(self) -> None:
+        """Take the hooks from module and optimizer, when nothing is on its way."""
         if self._auto is not None:
             self._auto.remove()
         if self.kfac is not None:
@@ -592,7 +751,6 @@ class Replica:
             self.kfac.close()
         self._admitted.remove()
         self._hooks.remove()
-        self.engine.transport.close()
 
 
 def _placed(scheme: str | Scheme, transport: Transport) -> Scheme:

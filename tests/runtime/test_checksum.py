@@ -142,9 +142,8 @@ def test_ranks_that_are_alike_train_the_same_bits_with_it(scheme: str) -> None:
                     continue
                 opt.step()
                 opt.zero_grad()
-                if step == 5:
-                    if scheme in SCHEMES[3:5]:
-                        sync.adopt("topk(schedule='dear')")
+                if step == 5 and scheme in SCHEMES[3:5]:
+                    sync.adopt("topk(schedule='dear')")
                 if step == 6:
                     sync.load_state_dict(sync.state_dict())
             sync.remove()

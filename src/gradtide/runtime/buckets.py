@@ -99,7 +99,10 @@ class GradientBucket(Bucket):
                 if grad.data_ptr() != view.data_ptr():
                     views.append(view)
                     grads.append(grad)
-            elif self.residual_empty:
+                continue
+            if grad is not None and self.mean is not None and lives_in(grad, self.mean):
+                slot.param.grad = grad.clone()  # it stays what it is, if nobody used it
+            if self.residual_empty:
                 view.zero_()
         self.put(views, grads)
 

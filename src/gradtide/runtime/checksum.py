@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtide.runtime.broadcast import digest
+from gradtide.runtime.parameters import shared_parameters
 from gradtide.transport import Transport
 
 WORD = 31  # bits of a checksum that one entry of the all-reduce carries
@@ -85,7 +86,7 @@ class ParameterCheck:
             compare(self._transport, own, "", CAUSES)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        return self._model.named_parameters()
+        return shared_parameters(self._model)
 
 
 def compare(

@@ -19,6 +19,7 @@ from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
 from gradtide.runtime.deferred_step import closes
 from gradtide.runtime.join import Event
+from gradtide.runtime.parameters import shared_buffers
 from gradtide.runtime.training import Training
 
 
@@ -26,7 +27,7 @@ class Hooks:
     """Hooks for every schedule, and those through which parameters change.
 
     With `buffers` every training forward begins with rank 0's buffers. `stepped` is
-    called after each of the optimizer's steps.
+    called after each of the optimizer's steps. `owner` is whom the hooks belong to.
     """
 
     def __init__(
@@ -36,14 +37,11 @@ class Hooks:
         training: Training,
         buffers: bool,
         stepped: Callable[[], None],
+        owner: object,
     ) -> None:
         self._model, self._optimizer, self._training = model, optimizer, training
-        # Whose buffers to send; to look for them anew in every forward takes longer.
-        self._buffered = [
-            module
-            for module in model.modules()
-            if buffers and any(True for _ in module.buffers(False))
-        ]
+        self._buffers, self._stepped, self._owner = buffers, stepped, owner
+        self._buffered = _buffered(model)
         self._handles: list[Any] = []
         self._update_handles: list[Any] = []  # of what depends on the schedule
         keep = self._handles.append
@@ -55,9 +53,8 @@ class Hooks:
         # one (re-entrant activation checkpointing runs backwards inside backward).
         look = Hook(lambda *a: before_backward(a[-1], training.begin))
         keep(model.register_forward_hook(look))
-        keep(optimizer.register_step_pre_hook(lambda *a: self._stepping(*a)))
-        keep(optimizer.register_step_post_hook(lambda *_: training.stepped()))
-        keep(optimizer.register_step_post_hook(lambda *_: stepped()))
+        keep(optimizer.register_step_pre_hook(lambda _, *a: self.stepping(*a)))
+        keep(optimizer.register_step_post_hook(lambda *_: self.stepped()))
 
     def follow(self) -> None:
         """Have parameters change in the forward, or at step(), as the schedule says."""
@@ -97,6 +94,7 @@ class Hooks:
 
         def take(_: nn.Parameter) -> None:
             if training.no_sync_active:
+                training.kept.add(place)
                 return
             if not step.open:  # the backward did not start at the model's own output
                 training.begin()
@@ -117,7 +115,7 @@ class Hooks:
                 with torch.no_grad():
                     step.full()
 
-        take.gradtide = True  # type: ignore[attr-defined]  # how validate() knows its own
+        take.gradtide = self._owner  # type: ignore[attr-defined]  # how validate() knows its own
         return take
 
     def _before_read(self, module: nn.Module) -> None:
@@ -143,25 +141,40 @@ class Hooks:
             return
         if training.preconditioning is not None:
             training.step.forward()
+        if self._buffers:
+            self.send_buffers()
+
+    def send_buffers(self) -> None:
+        """Overwrite the buffers with rank 0's."""
         if self._buffered:
             # Before anything is sent: on other ranks they may have been read already.
             with torch.no_grad():
-                training.answers.deliver()
+                self._training.answers.deliver()
+            training = self._training
             training.announce(Event.FORWARD)
             source = 0 if training.joining is None else training.joining.source
             broadcast(training.engine, self.buffers(), source)
 
     def buffers(self) -> list[Tensor]:
-        """What every training forward begins with, of one rank for all."""
-        return [buffer for m in self._buffered for buffer in m.buffers(False)]
+        """The buffers that all ranks have of one of them."""
+        own = [m._buffers[name] for m, names in self._buffered for name in names]
+        return [buffer for buffer in own if buffer is not None]
 
-    def _stepping(self, _: Optimizer, args: Any, kwargs: Any) -> Any:
-        """The optimizer's step begins; returns other arguments if it has a closure."""
+    def stepping(self, args: Any, kwargs: Any) -> Any:
+        """An optimizer's step begins; `args` begin with the optimizer.
+
+        Returns other arguments for it if it has a closure.
+        """
         changed = None
         if closes(args, kwargs) and self._apart():
             changed = _evaluated(args, kwargs)
         self._training.stepping()
         return changed
+
+    def stepped(self) -> None:
+        """It is over."""
+        self._training.stepped()
+        self._stepped()
 
     def _apart(self) -> bool:
         """Whether a closure has to run before the step and not in it."""
@@ -216,6 +229,18 @@ class _Before:
     def remove(self) -> None:
         self._attributes.pop(self._name, None)
         self._attributes.update(self._own)
+
+
+def _buffered(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
+    """Whose buffers to send; to look for them anew in every forward takes longer.
+
+    Their names, and not the buffers: modules may replace these.
+    """
+    found: dict[nn.Module, list[str]] = {}
+    for name, _ in shared_buffers(model):
+        path, _, own = name.rpartition(".")
+        found.setdefault(model.get_submodule(path), []).append(own)
+    return list(found.items())
 
 
 def _take_again(bucket: GradientBucket, slot: Slot) -> None:

@@ -26,6 +26,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.ops import AllGather
 from gradtide.runtime.broadcast import broadcast, synchronize
 from gradtide.runtime.checkpoint import packed, unpacked
+from gradtide.runtime.parameters import shared_parameters
 
 if TYPE_CHECKING:
     from gradtide.runtime.training import Training
@@ -151,7 +152,7 @@ class Join:
             p.grad = None
 
     def _parameters(self) -> list[Tensor]:
-        return list(self._training.model.parameters())
+        return [p for _, p in shared_parameters(self._training.model)]
 
     # - On all ranks -------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gradtide.core.payload import Collective
 from gradtide.fusion import Fusion, Trace
 from gradtide.runtime.buckets import GradientBucket, Place, Slot
+from gradtide.runtime.parameters import averaged
 from gradtide.scheme import Scheme
 
 Named: TypeAlias = tuple[str, nn.Parameter]
@@ -39,9 +40,8 @@ class Placement:
         self.recorded: list[str] | None = []  # of a step under way; None: known
         self.ordered = False  # the buckets follow the real order
         self.called: set[nn.Module] = set()
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._memory: dict[Kind, Tensor] = {}
-        self._lay_out(named[::-1], scheme)
+        self._lay_out(averaged(model)[::-1], scheme)
 
     @property
     def slots(self) -> Iterator[Slot]:

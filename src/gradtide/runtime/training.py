@@ -22,7 +22,7 @@ from gradtide.core.autograd import after_backward
 from gradtide.core.engine import Engine
 from gradtide.core.step import Stage, Step
 from gradtide.runtime.answers import Answers
-from gradtide.runtime.buckets import GradientBucket
+from gradtide.runtime.buckets import GradientBucket, Place
 from gradtide.runtime.checksum import ParameterCheck
 from gradtide.runtime.clipping import clip
 from gradtide.runtime.deferred_grads import DeferredGrad
@@ -58,7 +58,9 @@ class Training:
         self.joining: Join | None = None  # inside join()
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
+        self.kept = set[Place]()  # of gradients that are here since no_sync() alone
         self.num_skipped = 0  # exchanged gradients that no step took
+        self.num_exchanges = 0  # backward passes whose gradients were exchanged
         self._untaken = False  # an exchanged backward is over that no step has taken
         self._stepping = False  # inside the optimizer's step
         self._deferred = False  # the last step's update was
@@ -111,7 +113,12 @@ class Training:
     def _end(self) -> None:
         # With nothing arrived, it was torch.autograd.grad().
         arrived = any(slot.arrived for slot in self.placement.slots)
+        for place in self.kept if arrived else ():
+            # Nothing of this backward, but of one inside no_sync(): it leaves now.
+            place.slot.arrived |= place.slot.param.grad is not None
+        self.kept.clear()
         self.step.end(arrived)
+        self.num_exchanges += arrived
         # What a step's closure evaluates is taken by that step.
         self._untaken = (self._untaken or arrived) and not self._stepping
 

@@ -19,6 +19,7 @@ from gradtide.core.autograd import Hook
 from gradtide.core.payload import Collective, traits
 from gradtide.core.schedule import Schedule
 from gradtide.runtime.deferred_step import holds
+from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.probing import check_deferrable, probe
 from gradtide.transport import Transport
 
@@ -34,13 +35,7 @@ EXCHANGING = (
 )
 
 
-def validate(
-    model: nn.Module,
-    optimizer: Optimizer,
-    schedule: Schedule,
-    buffers: str,
-    check_every: int,
-) -> None:
+def validate(model: nn.Module, buffers: str, check_every: int) -> None:
     """Raise ValueError, naming the remedy, for what cannot be replicated."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
@@ -55,7 +50,7 @@ def validate(
                 f"{name} has sparse gradients, which gradtide does not average: build "
                 "the embedding with sparse=False"
             )
-    trainable = _trainable(model)
+    trainable = averaged(model)
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient")
     for name, p in trainable:
@@ -75,20 +70,21 @@ def validate(
             )
         if _replicated(p):
             raise ValueError(f"{name} is replicated already: call sync.remove() first")
-    validate_optimizer(model, optimizer, schedule)
     if buffers not in ("broadcast", "local"):
         raise ValueError(f"buffers={buffers!r}: use 'broadcast' or 'local'")
     if type(check_every) is not int or check_every < 0:
         raise ValueError(f"check_every={check_every!r}: a number of steps; 0 for never")
 
 
-def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-
-
 def _replicated(p: Tensor) -> bool:
-    hooks = p._post_accumulate_grad_hooks
-    return any(getattr(hook, "gradtide", False) for hook in (hooks or {}).values())
+    return any(True for _ in owners(p))
+
+
+def owners(p: Tensor) -> Iterator[Any]:
+    """Who averages a parameter's gradients already: replicas."""
+    for hook in (p._post_accumulate_grad_hooks or {}).values():
+        if (owner := getattr(hook, "gradtide", None)) is not None:
+            yield owner
 
 
 def validate_collective(
@@ -102,7 +98,7 @@ def validate_collective(
     exact = traits(collective).dense and getattr(collective, "wire", None) is None
     if exact and schedule.launch != "step":
         return
-    for name, p in _trainable(model):
+    for name, p in averaged(model):
         if p.is_complex():
             raise ValueError(
                 f"{name} is complex, which {collective!r} with {schedule!r} cannot "
@@ -117,7 +113,7 @@ def validate_optimizer(
     """Raise ValueError, naming the remedy, for steps that a schedule cannot make."""
     _refuse_wrapper(optimizer)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = _trainable(model)
+    named = averaged(model)
     left_out = [name for name, p in named if id(p) not in stepped]
     if len(left_out) == len(named):
         raise ValueError(
@@ -206,7 +202,7 @@ class SetupGuard:
         self._known = {p: p.dtype for _, p in self._trainable()}
         alone = Hook(_refuse_ddp)
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_pre_hook(lambda *_: self.check()),
             # Whether torch's replicate() was called before or after.
             model.register_forward_pre_hook(alone),
             model.register_forward_hook(alone),
@@ -220,7 +216,7 @@ class SetupGuard:
 
     def _trainable(self) -> Iterator[tuple[str, Tensor]]:
         """What the model has and what the optimizer steps, by name."""
-        named: list[tuple[str, Tensor]] = list(self._model.named_parameters())
+        named: list[tuple[str, Tensor]] = list(shared_parameters(self._model))
         for i, group in enumerate(self._optimizer.param_groups):
             name = f"a parameter of the optimizer's group {i}"
             named += [(name, p) for p in group["params"]]
@@ -246,7 +242,8 @@ class SetupGuard:
             *(p.dtype for p in self._known),
         ]
 
-    def _before_step(self) -> None:
+    def check(self) -> None:
+        """RuntimeError, with the name of a parameter that came later."""
         if self._signs() == self._last:
             return
         for name, p in self._trainable():
@@ -319,8 +316,8 @@ def describe(model: nn.Module, scheme: object, check_every: int) -> Signature:
         return f"{tuple(tensor.shape)} {tensor.dtype}"
 
     named = {"scheme": repr(scheme), "check_every": str(check_every)}
-    for name, p in model.named_parameters():
+    for name, p in shared_parameters(model):
         named[f"parameter {name}"] = text(p) + " frozen" * (not p.requires_grad)
-    for name, buffer in model.named_buffers():
+    for name, buffer in shared_buffers(model):
         named[f"buffer {name}"] = text(buffer)
     return named

@@ -8,6 +8,7 @@ spelling.py  texts of older versions in today's spelling, for the message that s
 
 from gradtide.scheme.config import Scheme as Scheme
 from gradtide.scheme.config import check as check
+from gradtide.scheme.config import knows_optimizer as knows_optimizer
 from gradtide.scheme.config import start as start
 from gradtide.scheme.config import undecided as undecided
 from gradtide.scheme.config import with_levels as with_levels

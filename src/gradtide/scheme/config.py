@@ -111,6 +111,18 @@ def undecided(scheme: Scheme) -> Auto | None:
     return cast(Auto, own) if traits(own).undecided else None
 
 
+def knows_optimizer(scheme: Scheme) -> bool:
+    """Whether training has to know the optimizer, beyond the moments of its steps."""
+    schedule = scheme.schedule
+    return (
+        schedule.update == "forward"
+        or schedule.launch == "step"
+        or scheme.preconditioner is not None
+        or uses_optimizer_momentum(scheme.collective)
+        or undecided(scheme) is not None
+    )
+
+
 def with_levels(scheme: Scheme, size: int, local: int) -> Scheme:
     """The scheme among `size` ranks, of which every host has `local`.
 

@@ -1,0 +1,525 @@
+"""gradtide in the place of torch's DistributedDataParallel, by one import.
+
+The class is a thin face on `replicate`: it has DDP's constructor and manners, and is
+recognised where programs ask for DDP. None of DDP's machinery is made.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel as Torchs
+from torch.optim import Optimizer
+
+from gradtide.collectives import Dense
+from gradtide.core.payload import traits
+from gradtide.replica import Replica, link
+from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
+from gradtide.runtime.validation import owners
+from gradtide.scheme import Scheme, check, parse
+from gradtide.transport import ProcessGroup
+
+Recipe: TypeAlias = "str | Scheme"
+
+# Exchanged backward passes after which an optimizer should have made a step.
+PATIENCE = 200
+
+
+class DistributedDataParallel(Torchs):
+    """Torch's DistributedDataParallel (DDP) with gradtide's exchange of gradients.
+
+    It is constructed and used as DDP is, and `isinstance(model,
+    torch.nn.parallel.DistributedDataParallel)` holds. The optimizer is built as usual,
+    before or after: it is found at its first step. A scheme that has to know it begins
+    after that step; until then exact means are exchanged (see `replicate`). The
+    constructor is a collective call.
+
+    `no_sync`, `require_backward_grad_sync`, `join` and
+    `_set_params_and_buffers_to_ignore_for_model` do what they do in DDP. So does a
+    pickle or a copy: it is linked to the other ranks when it is first trained. Wrapping
+    a module anew takes it over from the wrapper before.
+
+    Args:
+        module: The module to train, already on its device.
+        device_ids: The one GPU of the module, to which inputs are moved; None for a
+            module on the CPU, or for inputs that are there already.
+        output_device: Ignored: outputs are where the module leaves them.
+        dim: Ignored, as by DDP for a single device.
+        broadcast_buffers: Whether forwards begin with rank 0's buffers. None, the
+            default, stands for True. With False, buffers are not made equal at the
+            beginning either.
+        init_sync: Whether parameters and buffers start as rank 0's.
+        process_group: The ranks that train together; None for all.
+        bucket_cap_mb: Ignored: the scheme's fusion cuts the buckets.
+        find_unused_parameters: Ignored: ranks may use different parameters in each
+            step without it.
+        check_reduction: Ignored, as by DDP.
+        gradient_as_bucket_view: Ignored: gradients are views of buckets anyway.
+        static_graph: Ignored: nothing depends on it.
+        delay_all_reduce_named_params: Ignored: these are averaged with the others.
+        param_to_hook_all_reduce: Ignored, as above.
+        mixed_precision: Refused if not None: use torch.autocast.
+        device_mesh: A mesh of one dimension, in the place of `process_group`.
+        skip_all_reduce_unused_params: Ignored: all ranks agree on what was used.
+        bucket_cap_mb_list: Ignored, as `bucket_cap_mb`.
+        batched_grad_copy: Ignored: gradients are copied a bucket at a time.
+        forward_sync_buffers: As `broadcast_buffers`, but buffers start as rank 0's.
+        scheme: What travels, in which buckets, and when; as for `replicate`. None, the
+            default, stands for what `install` was given, or "wfbp": what DDP does.
+        optimizer: The optimizer, if it exists. The scheme then begins with the first
+            step.
+
+    Attributes:
+        module: The module that was passed.
+        require_backward_grad_sync: Whether the next forward's backward exchanges.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: The module, the optimizer or the scheme cannot be used, or differs
+            between ranks. It is raised on every rank.
+    """
+
+    default_scheme: Recipe = "wfbp"  # what `install` changes
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        scheme: Recipe | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        # torch's own constructor is passed over: it would make a Reducer.
+        super(Torchs, self).__init__()
+        Joinable.__init__(self)
+        if not averaged(module):
+            raise RuntimeError(  # as DDP: frameworks count on it
+                "DistributedDataParallel is not needed when a module doesn't have any "
+                "parameter that requires a gradient: use the module as it is"
+            )
+        if mixed_precision is not None:
+            raise ValueError(
+                "mixed_precision is DDP's own: use torch.autocast, and "
+                "scheme=\"wfbp(wire='bf16')\" for 16 bits on the wire"
+            )
+        sync = forward_sync_buffers, broadcast_buffers
+        given = next((flag for flag in sync if flag is not None), True)
+        self.module = module
+        self.device_mesh = device_mesh
+        self.process_group: Any = _group(process_group, device_mesh)
+        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self.device_type, self.dim = self.device.type, dim
+        self.device_ids = _only(device_ids, self.device_type)
+        self.output_device = output_device
+        self.scheme = self.default_scheme if scheme is None else scheme
+        self.broadcast_buffers = given  # a property of torch's, since 2.13
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view, self.static_graph = (
+            gradient_as_bucket_view,
+            static_graph,
+        )
+        self.mixed_precision, self.logger = None, None
+        self.use_side_stream_for_tensor_copies = True
+        self.parameters_to_ignore = set(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        )
+        alike: list[Tensor] = []
+        if init_sync:
+            alike += [p for _, p in shared_parameters(module)]
+        if init_sync and (given or forward_sync_buffers is not None):
+            alike += [buffer for _, buffer in shared_buffers(module)]
+        self._hook_name: str | None = None
+        self._replica: Replica | None = None
+        self._link(optimizer, alike)
+
+    # - The link to the other ranks ----------------------------------------------------
+
+    @property
+    def replica(self) -> Replica:
+        """The `Replica` behind this face: metrics, clipping, residuals.
+
+        A copy, or what was loaded from a pickle, has none until it is first trained.
+        """
+        if self._replica is None:
+            raise RuntimeError(
+                "this is a copy that was not trained yet, and has no replica: run one "
+                "training forward on every rank"
+            )
+        return self._replica
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Tell of the optimizer before its first step. A collective call.
+
+        It is needed before `replica.load_state_dict()`, and for a scheme that is to
+        begin with the first step.
+
+        Args:
+            optimizer: The optimizer of the module's parameters.
+        """
+        self.replica.attach(optimizer)
+
+    def _link(self, optimizer: Optimizer | None, alike: Sequence[Tensor]) -> None:
+        """Join the other ranks."""
+        formers = {r for p in self.module.parameters() for r in owners(p)}
+        for former in formers:
+            _release(former)
+        self._replica = link(
+            self.module,
+            optimizer,
+            self.scheme,
+            self.process_group,
+            "local",  # this class sends them when DDP does
+            None,
+            alike,
+        )
+        self._replica.wrapper = weakref.ref(self)
+        self._replica.shares_buffers = self.broadcast_buffers
+        self._pending = -1  # the number of exchanges at a forward that is to be one
+        self._end = weakref.finalize(self, _release, self._replica)
+        self._end.atexit = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()  # type: ignore[no-untyped-call]  # as DDP
+        if self._replica is not None:
+            self._replica.flush()
+        left_out = ("_replica", "_end", "process_group")
+        return {k: v for k, v in self.__dict__.items() if k not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        self.process_group = dist.group.WORLD
+        self._replica = None
+
+    # - Forward ------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, on inputs that are moved to its GPU if it has one.
+
+        Args:
+            inputs: The module's own.
+            kwargs: The module's own.
+
+        Returns:
+            What the module returns.
+        """
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            if self.device_ids:
+                device = torch.device(self.device_type, self.device_ids[0])
+                moved = self.to_kwargs(inputs, kwargs, device.index)  # type: ignore[no-untyped-call]
+                (inputs,), (kwargs,) = moved
+            training = torch.is_grad_enabled()
+            if self._replica is None and training and averaged(self.module):
+                self._link(None, [])
+            if self._replica is None:
+                return self.module(*inputs, **kwargs)
+            if self._replica.wrapper is None:
+                raise RuntimeError(
+                    "the module was wrapped anew, or replica.remove() was called: use "
+                    "the new wrapper, or the module itself"
+                )
+            if self.require_forward_param_sync and self.broadcast_buffers:
+                self._replica.send_buffers()
+            if training:
+                self._sync(self.require_backward_grad_sync, self._replica)
+            output = self.module(*inputs, **kwargs)
+            if training:  # a module may have changed its mind, as Lightning's does
+                self._sync(self.require_backward_grad_sync, self._replica)
+            self.require_forward_param_sync = (
+                training and self.require_backward_grad_sync
+            )
+            return output
+
+    def _sync(self, exchange: bool, replica: Replica) -> None:
+        """Have the next backward exchange, or not; as DDP, the forward decides.
+
+        A forward inside `no_sync` leaves one before it, whose backward has not come
+        yet, what it is.
+        """
+        if exchange:
+            self._pending = replica.num_exchanges
+        replica.be_quiet(self._pending != replica.num_exchanges)
+        if replica.waiting and replica.num_exchanges == PATIENCE:
+            warnings.warn(
+                f"after {PATIENCE} backward passes no torch.optim.Optimizer that holds "
+                "the model's parameters has stepped, and gradients are averaged as by "
+                f"'wfbp': {replica.scheme!r} has to know it. Pass optimizer=, or call "
+                "attach(optimizer)",
+                stacklevel=3,
+            )
+
+    @property
+    def reducer(self) -> Any:  # type: ignore[override]
+        """What answers those who talk to DDP's Reducer, as Lightning does."""
+        return _NoReducer(self)
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward begins with rank 0's buffers.
+
+        Returns:
+            True or False, the same on every rank.
+        """
+        named = bool(shared_buffers(self.module))
+        return self.require_forward_param_sync and self.broadcast_buffers and named
+
+    # - What else DDP has --------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Take torch's hooks that cast to 16 bits for the scheme's `wire`.
+
+        Args:
+            state: Ignored, as by these hooks.
+            hook: `allreduce_hook`, `fp16_compress_hook` or `bf16_compress_hook`.
+
+        Raises:
+            ValueError: It is another hook: a scheme takes its place.
+            TypeError: It is none.
+        """
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")  # as DDP
+        known = {
+            default_hooks.allreduce_hook: None,
+            default_hooks.fp16_compress_hook: "fp16",
+            default_hooks.bf16_compress_hook: "bf16",
+        }
+        if hook not in known:
+            raise ValueError(
+                f"{getattr(hook, '__qualname__', hook)} is a hook on DDP's buckets, "
+                "which gradtide has not: choose what travels by scheme= ('oktopk', "
+                "'powersgd', ...), or keep torch's DistributedDataParallel"
+            )
+        self._cast(known[hook])
+        self._hook_name = hook.__qualname__
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._cast("fp16" if str(comm_hook_type).endswith("FP16_COMPRESS") else None)
+        self._hook_name = str(comm_hook_type)
+
+    def _cast(self, wire: Any) -> None:
+        if wire is None:
+            return
+        scheme = self.replica.scheme
+        if not traits(scheme.collective).dense:
+            raise ValueError(
+                f"{scheme!r} has a `wire` of its own: set that, without a hook"
+            )
+        self.replica.adopt(replace(scheme, collective=Dense(wire)))
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Any:
+        """Train with uneven numbers of batches, as `Replica.join`.
+
+        Args:
+            divide_by_initial_world_size: Whether sums are divided by the number of all
+                ranks, or of those that still have batches.
+            enable: Whether to do anything.
+            throw_on_early_termination: Whether all ranks raise when the first is out
+                of batches.
+
+        Returns:
+            A context manager, around the training loop.
+        """
+        replica: Any = self.replica
+        return replica.join(
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Refuse torch's `Join`, for which DDP mirrors its own messages.
+
+        Args:
+            kwargs: Those of DDP.
+
+        Returns:
+            Nothing.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("Join([...]) mirrors DDP's messages: use ddp.join()")
+
+    def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> None:
+        raise ValueError(
+            "buffers are rank 0's: for others pass broadcast_buffers=False, and "
+            "exchange them yourself"
+        )
+
+    def _register_fused_optim(self, *_: Any, **__: Any) -> None:
+        raise ValueError(
+            "an optimizer in backward steps before the mean is there: use "
+            "scheme='dear', which steps in the next forward"
+        )
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        raise ValueError("the group stays: wrap the module anew, with process_group=")
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError(
+                "DDP runtime logging sample rate should be equal or greater than 1"
+            )
+
+    def _check_reducer_finalized(self) -> None: ...
+
+    def _remove_autograd_hooks(self) -> None: ...
+
+    def _set_ddp_sink_clone(self, val: bool) -> None: ...
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What DDP logs and there is here, under DDP's keys; and `metrics()`."""
+        params = [p for _, p in averaged(self.module)]
+        group = self.replica.engine.group
+        return {
+            "world_size": group.size,
+            "rank": group.rank,
+            "module_name": type(self.module).__name__,
+            "scheme": repr(self.replica.scheme),
+            **({} if self._hook_name is None else {"comm_hook": self._hook_name}),
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "num_parameter_tensors": len(params),
+            "total_parameter_size_bytes": sum(p.nbytes for p in params),
+            "iteration": self.replica.num_exchanges,
+        }
+
+
+class _NoReducer:
+    """Answers those who talk to DDP's Reducer."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+
+    def prepare_for_backward(self, *_: object) -> None:
+        """The next backward exchanges."""
+        self._model._sync(True, self._model.replica)
+
+    def prepare_for_forward(self) -> None:
+        """Nothing is to be prepared."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | None:
+    """The ranks that train together; None if torch.distributed is not initialised."""
+    if mesh is None:
+        return group or dist.group.WORLD
+    if group is not None:
+        raise RuntimeError(  # as DDP
+            "Cannot specify both process_group and device_mesh arguments."
+        )
+    if mesh.ndim != 1:
+        raise ValueError(f"{mesh}: only a mesh of one dimension; pass mesh['dp']")
+    found: ProcessGroup = mesh.get_group(mesh_dim=0)
+    return found
+
+
+def _only(device_ids: Sequence[Any] | None, device_type: str) -> list[int] | None:
+    """The index of the one GPU, in a list; None without one."""
+    if not device_ids:
+        return None
+    if device_type == "cpu" or len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids={list(device_ids)} for a module on the {device_type}: one "
+            "GPU, or None for a module on the CPU"
+        )
+    (only,) = device_ids
+    return [only if isinstance(only, int) else torch.device(only).index]
+
+
+def _release(replica: Replica) -> None:
+    """Detach what a wrapper had linked, if it has not been done.
+
+    A collective call if gradients are held until `step()`. Also called by the garbage
+    collector, perhaps on the communication queue's thread, which cannot end itself.
+    """
+    if replica.wrapper is not None and _on_main_thread():
+        replica.wrapper = None
+        replica.remove()
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def install(scheme: Recipe = "wfbp") -> ExitStack:
+    """Put gradtide's class in the place of torch's DistributedDataParallel.
+
+    It is for programs that name torch's class, or use frameworks that do: it is
+    replaced in torch and in all modules that have imported it. `isinstance` holds with
+    either class. It takes effect at once, and lasts until what is returned is closed.
+
+    Args:
+        scheme: What `DistributedDataParallel` uses where no `scheme` is passed.
+
+    Returns:
+        A context manager that puts everything back when it is left, or by `close()`.
+
+    Raises:
+        ValueError: There is no such scheme.
+    """
+    chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+    places = [(DistributedDataParallel, "default_scheme", chosen), *_places()]
+    undo = ExitStack()
+    for place, name, value in places:
+        undo.callback(setattr, place, name, getattr(place, name))
+        setattr(place, name, value)
+    return undo
+
+
+def _places() -> Iterator[tuple[Any, str, Any]]:
+    """Where programs find torch's class; torch's other modules only ask for it."""
+    own = (__name__, "gradtide.runtime.validation")
+    public = ("torch.nn.parallel", "torch.nn.parallel.distributed")
+    for module_name, module in list(sys.modules.items()):
+        asking = module_name.startswith("torch.") and module_name not in public
+        if asking or module_name in own or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is Torchs:
+                yield module, name, DistributedDataParallel

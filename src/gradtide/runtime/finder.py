@@ -1,0 +1,71 @@
+"""Optimizers that were not passed, found when they step.
+
+Scripts for DistributedDataParallel build the optimizer after it, and tell nobody. torch
+calls global hooks around every optimizer's step, so the first step of one that holds
+the model's parameters makes it known. A global hook lasts as long as the process: it
+must not keep the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+class Finder:
+    """Tells of the steps of every optimizer that holds any of some parameters.
+
+    The method `begins` is called before a step, with the optimizer and the step's
+    arguments; it may return others. `ends` is called after it, with the optimizer.
+    What an optimizer steps inside its own step is not told of.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        begins: Callable[[Optimizer, Any, Any], Any],
+        ends: Callable[[Optimizer], None],
+    ) -> None:
+        self._params = {id(p) for p in params}
+        self._begins, self._ends = weakref.WeakMethod(begins), weakref.WeakMethod(ends)
+        self._outer: weakref.ref[Optimizer] | None = None  # whose step is under way
+        if self._params:
+            register_optimizer_step_pre_hook(self._before)
+            register_optimizer_step_post_hook(self._after)
+
+    def rest(self) -> None:
+        """Look no longer, at any moment: hooks that do nothing stay behind."""
+        self._params.clear()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        begins = self._begins()
+        if begins is None or not self._holds(optimizer):
+            return None
+        outer = None if self._outer is None else self._outer()
+        if outer is not None and outer is not optimizer:
+            return None
+        self._outer = weakref.ref(optimizer)  # it is, already, if its last step raised
+        return begins(optimizer, args, kwargs)
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        ends, outer = self._ends(), self._outer
+        if ends is not None and outer is not None and outer() is optimizer:
+            self._outer = None
+            ends(optimizer)
+
+    def _holds(self, optimizer: Optimizer) -> bool:
+        groups = optimizer.param_groups
+        return any(id(p) in self._params for group in groups for p in group["params"])
+
+
+def nobody(params: Iterable[Tensor]) -> Optimizer:
+    """What stands for an optimizer that is not known: it never makes a step."""
+    return SGD(params)

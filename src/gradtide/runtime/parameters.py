@@ -1,0 +1,32 @@
+"""Which of a module's parameters and buffers the ranks have in common.
+
+DistributedDataParallel leaves alone what a module names in the attribute
+`_ddp_params_and_buffers_to_ignore`. So does everything here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+
+def shared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are the same on all ranks, by name."""
+    ignored = _ignored(model)
+    return ((n, p) for n, p in model.named_parameters() if n not in ignored)
+
+
+def averaged(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters whose gradients are averaged, by name."""
+    return [(name, p) for name, p in shared_parameters(model) if p.requires_grad]
+
+
+def shared_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that rank 0 has for all ranks, by name."""
+    ignored = _ignored(model)
+    return [(name, b) for name, b in model.named_buffers() if name not in ignored]
+
+
+def _ignored(model: nn.Module) -> frozenset[str]:
+    return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))

@@ -1,0 +1,34 @@
+"""A few of torch's own tests of DistributedDataParallel, through gradtide's class.
+
+`benchmarks/ddp_suite.py` runs all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUITE = Path(__file__).parents[2] / "benchmarks" / "ddp_suite.py"
+FEW = (
+    "test_DistributedDataParallelCPU",
+    "test_accumulate_gradients_no_sync",
+    "test_ddp_namedtuple",
+    "test_grads_same_across_ranks_with_no_sync",
+)
+
+
+def test_a_few() -> None:
+    pytest.importorskip("expecttest")
+    command = [sys.executable, str(SUITE), "--ranks", "2", "--schemes", "wfbp,dear"]
+    names = "^(" + "|".join(FEW) + ")$"
+    done = subprocess.run(
+        [*command, "--only", names], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout[done.stdout.index("\n{") :])["2 ranks"]
+    assert found["torch"] == {"passed": len(FEW)}
+    for scheme in ("wfbp", "dear"):
+        assert found[scheme] == {"passed": len(FEW), "of": len(FEW), "not passed": {}}

@@ -1,0 +1,557 @@
+"""The class that is used in the place of torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as Torchs
+
+import gradtide
+from gradtide import DistributedDataParallel
+from gradtide.runtime.finder import Finder
+from tests.ranks import run_ranks
+
+LOCAL = gradtide.Scheme(gradtide.TopK(0.3), schedule=gradtide.LOCAL)
+
+
+def network(seed: int = 0, norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(seed)
+    middle = nn.BatchNorm1d(16) if norm else nn.Tanh()
+    return nn.Sequential(nn.Linear(6, 16), middle, nn.Linear(16, 3))
+
+
+def batch(step: int) -> Tensor:
+    rng = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(5, 6, generator=rng)
+
+
+def bits(module: nn.Module) -> list[list[float]]:
+    return [t.double().flatten().tolist() for t in module.state_dict().values()]
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, few: range) -> None:
+    for step in few:
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same(values: list[Any]) -> bool:
+    return all(value == values[0] for value in values)
+
+
+def refusal(error: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(error) as raised:
+        call()
+    return str(raised.value)
+
+
+# - The optimizer that comes later -----------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["dear", "topk", LOCAL, "mpd_kfac", "auto"])
+def test_a_scheme_begins_when_the_optimizer_has_stepped(scheme: Any) -> None:
+    def work() -> Any:
+        model = DistributedDataParallel(network(dist.get_rank()), scheme=scheme)
+        replica = model.replica
+        before = replica.waiting
+        optimizer = sgd(model)
+        known = [replica.optimizer is optimizer]
+        steps(model, optimizer, range(4))
+        known.append(replica.optimizer is optimizer)
+        numbers = replica.metrics()
+        return before, replica.waiting, known, numbers["step"], bits(model.module)
+
+    ranks = run_ranks(2, work)
+    for before, after, known, count, _ in ranks:
+        assert before == (scheme != "topk")  # which can do without
+        assert not after
+        assert known == [False, before]
+        assert count == 4
+    assert same([rank[-1] for rank in ranks])
+
+
+def test_the_first_step_is_exact_and_the_others_are_the_schemes() -> None:
+    def work() -> Any:
+        def train(wrap: Callable[[nn.Module], nn.Module], few: range) -> Any:
+            model = wrap(network())
+            steps(model, sgd(model), few)
+            return bits(model)
+
+        def sparse(model: nn.Module) -> nn.Module:
+            return DistributedDataParallel(model, scheme=LOCAL)
+
+        one, two = range(1), range(2)
+        return (
+            train(sparse, one) == train(Torchs, one),
+            train(sparse, two) == train(Torchs, two),
+        )
+
+    assert run_ranks(2, work) == [(True, False)] * 2
+
+
+def test_an_optimizer_that_is_known_saves_the_waiting() -> None:
+    def work() -> Any:
+        net = network()
+        optimizer = sgd(net)
+        model = DistributedDataParallel(net, optimizer=optimizer, scheme="dear")
+        given = model.replica.waiting, model.replica.optimizer is optimizer
+        other = DistributedDataParallel(network(), scheme="dear")
+        second = sgd(other)
+        other.attach(second)
+        told = other.replica.waiting, other.replica.optimizer is second
+        steps(model, optimizer, range(3))
+        steps(other, second, range(3))
+        return given, told, bits(model) == bits(other)
+
+    assert run_ranks(2, work) == [((False, True), (False, True), True)] * 2
+
+
+def test_a_residual_is_loaded_when_the_optimizer_is_known() -> None:
+    def work() -> Any:
+        model = DistributedDataParallel(network(), scheme=LOCAL)
+        steps(model, sgd(model), range(4))
+        saved = model.replica.state_dict()
+        again = DistributedDataParallel(copy.deepcopy(model.module), scheme=LOCAL)
+        message = refusal(RuntimeError, lambda: again.replica.load_state_dict(saved))
+        again.attach(sgd(again))
+        again.replica.load_state_dict(saved)
+        norms = [
+            m.replica.metrics(residual=True)["residual_norm"] for m in (model, again)
+        ]
+        return message, norms
+
+    for message, (before, after) in run_ranks(2, work):
+        assert "call attach(optimizer) before, on every rank" in message
+        assert before == after > 0
+
+
+def test_optimizers_that_hold_a_part() -> None:
+    """Two optimizers share a model under wfbp; a scheme that must know one refuses."""
+
+    def work() -> Any:
+        def pair(model: nn.Module) -> list[torch.optim.Optimizer]:
+            first, *rest = model.parameters()
+            return [torch.optim.SGD([first], lr=0.1), torch.optim.Adam(rest, lr=0.1)]
+
+        found = []
+        for wrap in (Torchs, DistributedDataParallel):
+            model = wrap(network())
+            both = pair(model)
+            for step in range(3):
+                model(batch(step)).square().mean().backward()
+                for optimizer in both:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(bits(model))
+        model = DistributedDataParallel(network(), scheme="dear")
+        first, _ = pair(model)
+        model(batch(0)).square().mean().backward()
+        return found[0] == found[1], refusal(ValueError, first.step)
+
+    for equal, message in run_ranks(2, work):
+        assert equal
+        assert "0.bias requires a gradient but is not in the optimizer" in message
+        assert "use 'wfbp'" in message
+
+
+def test_another_optimizer_takes_over() -> None:
+    def work() -> Any:
+        found = []
+        for wrap in (Torchs, lambda net: DistributedDataParallel(net, scheme="dear")):
+            model = wrap(network())
+            steps(model, sgd(model), range(4))
+            second = torch.optim.AdamW(model.parameters(), lr=0.01)
+            steps(model, second, range(4, 8))
+            found.append(bits(model))
+        return found[0] == found[1], model.replica.optimizer is second
+
+    assert run_ranks(2, work) == [(True, True)] * 2
+
+
+def test_who_is_found() -> None:
+    p, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    class Told:
+        def __init__(self) -> None:
+            self.steps: list[Any] = []
+
+        def begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+            assert args[0] is optimizer
+            self.steps.append(("begins", optimizer))
+
+        def ends(self, optimizer: Any) -> None:
+            self.steps.append(("ends", optimizer))
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            inner.step()
+
+    told = Told()
+    finder = Finder([p], told.begins, told.ends)
+    inner, foreign = torch.optim.SGD([p], lr=0.1), torch.optim.SGD([other], lr=0.1)
+    outer = Outer([p], lr=0.1)
+    foreign.step()
+    outer.step()
+    inner.step()
+    expected = [("begins", outer), ("ends", outer), ("begins", inner), ("ends", inner)]
+    assert told.steps == expected
+    finder.rest()
+    inner.step()
+    assert told.steps == expected
+    Finder([p], told.begins, told.ends)
+    told.steps = []
+    del told
+    inner.step()  # nobody is there to be told
+
+
+def test_parameters_that_come_before_the_first_step_are_refused() -> None:
+    def work() -> Any:
+        net = network()
+        net[0].requires_grad_(False)
+        model = DistributedDataParallel(net, scheme="dear")
+        optimizer = sgd(model)
+        net[0].requires_grad_(True)
+        model(batch(0)).sum().backward()
+        return refusal(RuntimeError, optimizer.step)
+
+    for message in run_ranks(2, work):
+        assert "0.weight was added or unfrozen after replicate()" in message
+
+
+def test_nobody_steps_and_the_scheme_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradtide.parallel.PATIENCE", 3)
+
+    def work() -> Any:
+        model = DistributedDataParallel(network(), scheme="dear")
+        for step in range(3):
+            model(batch(step)).sum().backward()
+        with pytest.warns(UserWarning, match=r"no torch\.optim\.Optimizer"):
+            model(batch(3))
+        return True
+
+    assert run_ranks(1, work) == [True]
+
+
+# - DDP's manners ----------------------------------------------------------------------
+
+
+def test_the_forward_decides_whether_its_backward_exchanges() -> None:
+    """As in DDP: also where the backward comes later, or two come at once."""
+
+    def work(scheme: str | None) -> Any:
+        net = network()
+        model = Torchs(net) if scheme is None else DistributedDataParallel(net)
+        found = []
+
+        def note() -> None:
+            found.append([p.grad.flatten().tolist() for p in net.parameters()])
+            model.zero_grad()
+
+        with model.no_sync():
+            loss = model(batch(0)).sum()
+        loss.backward()  # stays here
+        note()
+        model.require_backward_grad_sync = False
+        model(batch(1)).sum().backward()
+        model.require_backward_grad_sync = True
+        model(batch(2)).sum().backward()  # exchanges both
+        note()
+        first = model(batch(3)).sum()
+        with model.no_sync():
+            second = model(batch(4)).sum()
+        (first + second).backward()  # exchanges
+        note()
+        with torch.no_grad(), model.no_sync():
+            model(batch(5))
+        model(batch(5)).sum().backward()
+        note()
+        return found
+
+    for ddps, ours in zip(
+        run_ranks(2, work, None), run_ranks(2, work, "wfbp"), strict=True
+    ):
+        assert ours == ddps
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear"])
+def test_what_only_no_sync_has_used_is_exchanged(scheme: str) -> None:
+    """Ranks would keep unlike gradients of layers that the last backward left out."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(6, 1) for _ in range(4))
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            found: Tensor = self.layers[which](x)
+            return found
+
+    def work() -> Any:
+        def ours(net: nn.Module, **_: Any) -> nn.Module:
+            return DistributedDataParallel(net, scheme=scheme)
+
+        found = []
+        for wrap in (Torchs, ours):
+            model = wrap(Either(), find_unused_parameters=True)
+            optimizer = sgd(model)
+            for step in range(6):
+                for micro in (0, 1):
+                    model.require_backward_grad_sync = micro == 1
+                    which = (step + 2 * micro + dist.get_rank()) % 4
+                    model(batch(2 * step + micro), which).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(bits(model))
+        return found
+
+    ranks = run_ranks(2, work)
+    for ddps, own in ranks:
+        assert own == ddps
+    assert ranks[0] == ranks[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"forward_sync_buffers": False}, {"init_sync": False}]
+)
+def test_what_starts_alike_and_when_buffers_follow(options: dict[str, Any]) -> None:
+    def work() -> Any:
+        found = []
+        for wrap in (Torchs, DistributedDataParallel):
+            net = network(dist.get_rank(), norm=True)
+            net[1].running_mean += dist.get_rank()
+            model = wrap(net, **options)
+            found.append([bits(model)])
+            optimizer = sgd(model)
+            for step in range(6):
+                model.train(step % 3 != 2)
+                model.require_backward_grad_sync = step % 2 == 1
+                if not model.training:
+                    with torch.no_grad():
+                        found[-1].append(model(batch(step)).tolist())
+                    continue
+                model(batch(step)).square().mean().backward()
+                optimizer.step()
+                found[-1].append(bits(model))
+        return found
+
+    for ddps, ours in run_ranks(2, work):
+        assert ours == ddps
+
+
+def test_ignored_parameters_and_buffers_stay_a_ranks_own() -> None:
+    def work() -> Any:
+        found = []
+        for wrap in (Torchs, DistributedDataParallel):
+            net = network(dist.get_rank(), norm=True)
+            ignored = ["0.weight", "1.running_mean"]
+            Torchs._set_params_and_buffers_to_ignore_for_model(net, ignored)
+            model = wrap(net)
+            steps(model, sgd(model), range(3))
+            found.append(bits(model))
+        return found
+
+    ranks = run_ranks(2, work)
+    for ddps, ours in ranks:
+        assert ours == ddps
+    one, two = (rank[1] for rank in ranks)
+    assert one[0] != two[0]
+    assert one[1] == two[1]
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear"])
+def test_gradients_that_are_not_zeroed_outlast_steps_without_them(scheme: str) -> None:
+    def work() -> Any:
+        def ours(net: nn.Module, **_: Any) -> nn.Module:
+            return DistributedDataParallel(net, scheme=scheme)
+
+        found = []
+        for wrap in (Torchs, ours):
+            net = nn.ModuleList([network(), network()])
+            net.forward = lambda x, m=net: (m[0](x), m[1](x))  # type: ignore[assignment]
+            model = wrap(net, find_unused_parameters=True)
+            grads = []
+            for step in range(5):
+                one, two = model(batch(step))
+                (two.sum() if step > 1 else (one * two).sum()).backward()
+                grads.append([p.grad.tolist() for p in net.parameters()])
+            found.append(grads)
+        return found
+
+    for ddps, own in run_ranks(2, work):
+        assert own == ddps
+
+
+def test_frameworks_recognise_it() -> None:
+    def work() -> Any:
+        model = DistributedDataParallel(network(), static_graph=True, bucket_cap_mb=1)
+        assert isinstance(model, Torchs)
+        assert set(model.state_dict()) == {
+            f"module.{n}" for n in network().state_dict()
+        }
+        data = model._get_ddp_logging_data()
+        assert data["world_size"] == 1
+        assert data["module_name"] == "Sequential"
+        assert not data.get("can_set_static_graph")
+        model._set_static_graph()
+        assert model.static_graph
+        assert not model.reducer._rebuild_buckets()
+        with model.no_sync():
+            output = model(batch(0))
+            model.reducer.prepare_for_backward([])  # as Lightning does
+            output.sum().backward()
+        assert model.replica.num_exchanges == 1
+        return True
+
+    assert run_ranks(1, work) == [True]
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear"])
+def test_copies_and_pickles_train_on(scheme: str) -> None:
+    def work() -> Any:
+        model = DistributedDataParallel(network(), scheme=scheme)
+        steps(model, sgd(model), range(4))
+        holder = types.SimpleNamespace(model=model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        others = [
+            copy.deepcopy(model),
+            torch.load(file, weights_only=False),
+            pickle.loads(pickle.dumps(holder)).model,
+        ]
+        steps(model, sgd(model), range(4, 8))
+        for other in others:
+            assert bits(other) != bits(model)
+            with torch.no_grad():
+                other(batch(0))
+            with pytest.raises(RuntimeError, match="has no replica"):
+                _ = other.replica
+            steps(other, sgd(other), range(4, 8))
+        return [bits(other) == bits(model) for other in others]
+
+    assert run_ranks(2, work) == [[True] * 3] * 2
+
+
+def test_the_module_is_let_go_with_its_wrapper() -> None:
+    def work() -> Any:
+        net = network()
+        model = DistributedDataParallel(net, scheme="dear")
+        optimizer = sgd(model)
+        steps(model, optimizer, range(4))
+        model(batch(4)).sum().backward()
+        hooks = len(net[0].weight._post_accumulate_grad_hooks)
+        del model
+        gc.collect()
+        assert hooks == 1
+        assert not net[0].weight._post_accumulate_grad_hooks
+        assert not net._forward_pre_hooks
+        optimizer.zero_grad()
+        net(batch(0)).sum().backward()
+        own = net[0].weight.grad.tolist()
+        again = DistributedDataParallel(net)
+        steps(again, optimizer, range(2))
+        anew = DistributedDataParallel(again.module)  # takes it over
+        with pytest.raises(RuntimeError, match="wrapped anew"):
+            again(batch(0))
+        steps(anew, optimizer, range(2))
+        return own, bits(net)
+
+    (own, first), (other, second) = run_ranks(2, work)
+    assert own != other
+    assert first == second
+
+
+def test_install_and_undo(tmp_path: Any) -> None:
+    (tmp_path / "program.py").write_text(
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    program = importlib.import_module("program")
+    with gradtide.install("dear"):
+        assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
+        assert program.DDP is DistributedDataParallel
+        assert DistributedDataParallel.default_scheme == gradtide.parse("dear")
+
+        def work() -> Any:
+            model = torch.nn.parallel.DistributedDataParallel(network())
+            steps(model, sgd(model), range(2))
+            assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+            return isinstance(model, Torchs), repr(model.replica.scheme)
+
+        assert run_ranks(1, work) == [(True, repr(gradtide.parse("dear")))]
+    assert torch.nn.parallel.DistributedDataParallel is Torchs
+    assert torch.nn.parallel.distributed.DistributedDataParallel is Torchs
+    assert program.DDP is Torchs
+    assert DistributedDataParallel.default_scheme == "wfbp"
+    gradtide.install().close()
+    with pytest.raises(ValueError, match="is not known"):
+        gradtide.install("daer")
+    sys.path.remove(str(tmp_path))
+
+
+def test_hooks_that_cast_become_the_wire() -> None:
+    def work() -> Any:
+        model = DistributedDataParallel(network(), scheme="dear")
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        scheme = model.replica.scheme
+        steps(model, sgd(model), range(3))
+        other = DistributedDataParallel(network())
+        other._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        return repr(scheme.collective), repr(other.replica.scheme.collective)
+
+    assert run_ranks(2, work) == [("Dense(wire='bf16')", "Dense(wire='fp16')")] * 2
+
+
+def test_what_cannot_be_had_is_refused_with_the_remedy() -> None:
+    def work() -> Any:
+        model = DistributedDataParallel(network())
+        frozen = network().requires_grad_(False)
+
+        def own(state: Any, bucket: Any) -> None: ...
+
+        def wrap(**options: Any) -> Any:
+            return DistributedDataParallel(network(), **options)
+
+        def replicated() -> Any:
+            net = network()
+            gradtide.replicate(net, sgd(net))
+            DistributedDataParallel(net)
+
+        calls: list[tuple[str, type[Exception], Callable[[], Any]]] = [
+            ("scheme=", ValueError, lambda: model.register_comm_hook(None, own)),
+            ("ddp.join()", ValueError, model.join_hook),
+            ("dear", ValueError, lambda: model._register_fused_optim(torch.optim.SGD)),
+            ("wrap the module", ValueError, lambda: model._update_process_group(None)),
+            ("yourself", ValueError, lambda: model._register_buffer_comm_hook(0, own)),
+            ("autocast", ValueError, lambda: wrap(mixed_precision=object())),
+            ("None", ValueError, lambda: wrap(device_ids=[0])),
+            ("as it is", RuntimeError, lambda: DistributedDataParallel(frozen)),
+            ("plain module", ValueError, lambda: DistributedDataParallel(model)),
+            ("call sync.remove()", ValueError, replicated),
+            ("is not known", ValueError, lambda: wrap(scheme="daer")),
+        ]
+
+        return [remedy in refusal(error, call) for remedy, error, call in calls]
+
+    (found,) = run_ranks(1, work)
+    assert all(found), found
