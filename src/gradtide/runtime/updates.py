@@ -201,9 +201,13 @@ class Updates:
         assert self._step is not None
         for p, plain, _ in self._kinds[bucket]:
             p.__class__ = plain
+        filled = self._fill(bucket)
+        for deferred in filled:
+            if deferred.value is None and deferred.slot.param.grad is deferred:
+                deferred.slot.param.grad = None  # no rank used it
         updates = [
             (deferred, deferred.slot.param, deferred.value)
-            for deferred in self._fill(bucket)
+            for deferred in filled
             if deferred.slot.wanted and deferred.value is not None
         ]
         device = bucket.payload.flat.device.type
