@@ -35,7 +35,12 @@ from tests.test_layers import imports
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
-NEEDS = {"fusion.md": "bayes_opt"}  # of the extra `tune`
+NEEDS = {  # what extras install
+    "fusion.md": "bayes_opt",
+    "lightning.md": "lightning",
+    "accelerate.md": "accelerate",
+    "transformers.md": "transformers.trainer",
+}
 BLOCK = re.compile(
     r"^<!-- (?P<said>run\n|python no-run:)(?P<comment>.*?)-->$"
     r"|^ *```(?P<language>\S*)\n(?P<code>.*?)^ *```$",

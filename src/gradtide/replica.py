@@ -294,6 +294,8 @@ class Replica:
         after = self._training
         after.num_steps, after.num_skipped = before.num_steps, before.num_skipped
         after.num_exchanges = before.num_exchanges
+        if before.joining is not None:
+            before.joining.follow(after)
 
     # - The user's side ----------------------------------------------------------------
 
@@ -364,7 +366,7 @@ class Replica:
         if not enable:
             yield
             return
-        training, throw = self._training, throw_on_early_termination
+        throw = throw_on_early_termination
 
         def prepare() -> tuple[None, Signature]:
             self._refuse_join(divide_by_initial_world_size)
@@ -373,13 +375,13 @@ class Replica:
         remedy = "call join() with the same arguments on every rank"
         check_ranks_agree(self.engine.transport, prepare, remedy)
         shared = self._hooks.buffers if self.shares_buffers else list
-        training.joining = Join(training, shared, throw)
+        joining = self._training.joining = Join(self._training, shared, throw)
         try:
             yield
             self.flush()
-            training.joining.finish()
+            joining.finish()
         finally:
-            training.joining = None
+            self._training.joining = None
 
     def _refuse_join(self, divide_by_initial_world_size: bool) -> None:
         """Raise ValueError where uneven inputs cannot be trained."""

@@ -66,6 +66,10 @@ class Join:
         """Whether a rank had joined at the last event."""
         return len(self._active) < self._engine.group.size
 
+    def follow(self, training: Training) -> None:
+        """Go on with what takes the place of the training so far."""
+        self._training, training.joining = training, self
+
     def announce(self, event: Event, number: float = 0.0) -> float:
         """Say what comes next; returns the number that this was announced with.
 

@@ -27,7 +27,6 @@ from gradtide.runtime.checksum import ParameterCheck
 from gradtide.runtime.clipping import clip
 from gradtide.runtime.deferred_grads import DeferredGrad
 from gradtide.runtime.join import Event, Join
-from gradtide.runtime.local_steps import LocalSteps
 from gradtide.runtime.momentum import Momentum
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
@@ -36,6 +35,7 @@ from gradtide.runtime.updates import Updates
 from gradtide.scheme import Scheme
 
 if TYPE_CHECKING:
+    from gradtide.runtime.local_steps import LocalSteps
     from gradtide.runtime.preconditioning import Launchable, Places, Preconditioning
 
 
@@ -72,6 +72,8 @@ class Training:
         self.momentum = momentum_of(optimizer, scheme)
         self.steps: LocalSteps | None = None
         if scheme.schedule.launch == "step":
+            from gradtide.runtime.local_steps import LocalSteps
+
             self.steps = LocalSteps(
                 engine, self.placement, self.guard, optimizer, scheme.schedule.gain
             )

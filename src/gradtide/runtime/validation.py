@@ -20,7 +20,6 @@ from gradtide.core.payload import Collective, traits
 from gradtide.core.schedule import Schedule
 from gradtide.runtime.deferred_step import holds
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
-from gradtide.runtime.probing import check_deferrable, probe
 from gradtide.transport import Transport
 
 Signature: TypeAlias = Mapping[str, Any]
@@ -136,6 +135,8 @@ def validate_optimizer(
     if schedule.launch == "step":
         _validate_steps(optimizer)
     if schedule.update == "forward":
+        from gradtide.runtime.probing import check_deferrable
+
         check_deferrable(optimizer)
 
 
@@ -186,6 +187,8 @@ def _validate_steps(optimizer: Optimizer) -> None:
             "step(): pass the optimizer inside, or use a schedule that exchanges "
             "gradients, such as 'wfbp'"
         )
+    from gradtide.runtime.probing import probe
+
     probe(optimizer)
 
 

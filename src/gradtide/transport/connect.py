@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup as ProcessGroup
 
 from gradtide.core.transport import Transport
-from gradtide.transport.gloo import GlooTransport
-from gradtide.transport.hosts import equal_runs, host_name
 
 
 def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
@@ -37,6 +35,10 @@ def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Tr
             "torch.distributed.init_process_group() first, and start the script with "
             "torchrun (on one machine: torchrun --nproc-per-node 2 train.py)"
         )
+    # Here, as no program that imports gradtide for its schemes alone needs them.
+    from gradtide.transport.gloo import GlooTransport
+    from gradtide.transport.hosts import equal_runs, host_name
+
     parent = process_group or dist.group.WORLD
     assert parent is not None
     gloo = GlooTransport(_sibling(parent, "gloo"))

@@ -1,0 +1,29 @@
+"""Which optimizer trains which module, where a framework knows both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.optim import Optimizer
+
+from gradtide.parallel import DistributedDataParallel
+
+
+def introduce(
+    models: Iterable[DistributedDataParallel], optimizers: Iterable[Optimizer]
+) -> None:
+    """Hand models whose scheme waits for their optimizer the one of their parameters.
+
+    This is a collective call, before training. An optimizer that is not among these is
+    found when it steps, but it is too late then to load what ranks have saved.
+    """
+    known = list(optimizers)
+    for model in models:
+        for optimizer in known:
+            if model.replica.waiting and _trains(optimizer, model):
+                model.attach(optimizer)
+
+
+def _trains(optimizer: Optimizer, model: DistributedDataParallel) -> bool:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return all(id(p) in held for p in model.parameters() if p.requires_grad)
