@@ -1,19 +1,19 @@
-"""Train a small byte-level Llama with the Trainer of transformers.
+"""GRADTIDE_SCHEME=dear torchrun --nproc-per-node 2 examples/trainer_llama.py"""
 
-GRADTIDE_SCHEME=dear torchrun --nproc-per-node 2 examples/trainer_llama.py"""
-
+import pydoc
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from gradtide.integrations.transformers import install
-from gradtide.lab.workloads import gpt
 
 
 class Bytes(Dataset[dict[str, Any]]):
     def __init__(self, max_bytes: int, length: int = 128) -> None:
-        text = gpt.corpus(max_bytes)[0].long()
+        text = torch.tensor(list(Path(pydoc.__file__).read_bytes()[:max_bytes]))
         self.rows = text[: len(text) // length * length].view(-1, length)
 
     def __len__(self) -> int:
@@ -23,7 +23,7 @@ class Bytes(Dataset[dict[str, Any]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def main(max_bytes: int = 1_000_000, **options: Any) -> None:
+def main(max_bytes: int = 100_000, **options: Any) -> None:
     install()  # the new line: by the scheme that the environment names
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
     config = LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes)
@@ -31,7 +31,7 @@ def main(max_bytes: int = 1_000_000, **options: Any) -> None:
     arguments = TrainingArguments(
         "out/trainer",
         use_cpu=True,
-        **{"logging_steps": 10, "max_steps": 200, "report_to": "none"} | options,
+        **{"logging_steps": 10, "max_steps": 50, "report_to": "none"} | options,
     )
     Trainer(model, arguments, train_dataset=Bytes(max_bytes)).train()
 

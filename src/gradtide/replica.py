@@ -716,6 +716,7 @@ class Replica:
         if self.tuning is not None and found.size == group.size:
             self.tuning.load(saved.get("tuning"))
         state.load(training.placement, self.scheme, group, found)
+        training.updates.reset()
         training.num_steps = found.step or 0
         if second is not None:
             second.load(factors, saved, group)

@@ -25,14 +25,17 @@ def _as_in_a_new_process() -> Iterator[None]:
 def over_nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     pg: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    control: Any = SimpleNamespace(gather_objects=None, close=None, progress=None)
+    passed_on = {"gather_objects": None, "close": None, "progress": None}
+    control: Any = SimpleNamespace(ranks_per_host=1, **passed_on)
     return nccl.NcclTransport(pg, control)
 
 
 def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch, "Stream", lambda device: None)
     passed_on = {"gather_objects": None, "close": None, "carried": None}
-    host: Any = SimpleNamespace(group=None, progress=None, **passed_on)
+    host: Any = SimpleNamespace(
+        group=None, progress=None, ranks_per_host=1, **passed_on
+    )
     return staged.StagedTransport(host, torch.device("cuda"))
 
 

@@ -164,9 +164,9 @@ def test_real_flows_run_on_tensors_without_memory() -> None:
     transport = VirtualTransport(Network(4, 1, Link.of(0.0, 1 / (4.0 * N))))
     engine = engine_of(transport)
     one = launch(engine, "a", Dense(), hold=True)
-    part, _ = engine.held(one)
-    assert part is not None
-    assert part.numel() == N // 4
+    engine.wait(one)
+    assert one.part is not None
+    assert one.part.numel() == N // 4
     assert transport.clock() == pytest.approx(0.75)
     engine.release(one)
     engine.finish(one)

@@ -121,8 +121,12 @@ class Actions:
             self.steps.collect()
 
     def conclude(self, hold: bool) -> None:
-        numel = len(self.trace.units) + self._ranks + 1
-        self._used = self.engine.ask("used", _flags(numel))
+        flags = _flags(len(self.trace.units) + self._ranks + 1)
+        if hold and self.second is not None:  # norms, too, see `runtime.tally`
+            numel = flags.tensor.numel() + len(self.trace.units) + 2 * len(self.buckets)
+            flags = _flags(numel, torch.float64)
+        norms = flags.tensor.dtype == torch.float64
+        self._used = self.engine.ask("used", flags, settled=norms)
         self.steps.invert(hold)
 
     def receive(self, bucket: GradientBucket) -> None:
@@ -169,5 +173,5 @@ class Actions:
         self._updated(start)
 
 
-def _flags(numel: int) -> AllReduce:
-    return AllReduce(torch.empty(numel, dtype=torch.int32, device="meta"))
+def _flags(numel: int, dtype: torch.dtype = torch.int32) -> AllReduce:
+    return AllReduce(torch.empty(numel, dtype=dtype, device="meta"))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from gradtide.core.payload import traits
 from gradtide.runtime.buckets import GradientBucket
@@ -55,6 +56,9 @@ class NonFiniteGuard:
         if all(is_finite(mean) for mean in means):
             for mean in means[:1]:
                 mean[0] = math.nan
+                # A GradScaler may have asked below autograd, where torch counts no
+                # writes: who keeps the memory has to see that somebody wrote there.
+                increment_version(mean)
         for bucket in self._sparse():
             payload = bucket.payload
             payload.nonfinite = 0.0

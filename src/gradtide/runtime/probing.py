@@ -29,6 +29,8 @@ FAR = 0.01  # of the way, for that; weight decay moves less
 DECAY = 0.75  # of the learning rate after every step, as a scheduler does
 
 # What is no memory of a copy's own.
+# What torch's fused optimizers note of a check at their first step: no state.
+CHECKS = {"_need_device_dtype_check_for_fused"}
 OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 # Of a tensor the last step but one, the last, and what is remembered of it.
@@ -251,7 +253,8 @@ def _remembered(twin: Twin) -> dict[str, Any]:
                     look(f"{name}[{i}]", one)
             else:
                 for key, one in getattr(value, "__dict__", {}).items():
-                    look(f"{name}.{key}", one)
+                    if key not in CHECKS:
+                        look(f"{name}.{key}", one)
 
     look(type(twin.optimizer).__name__, twin.optimizer)
     return found

@@ -59,7 +59,7 @@ class Updates:
 
     def reset(self) -> None:
         """Forget the buckets: they are cut anew, and nothing is on its way."""
-        self._deferred_grads, self._hooks, self._kinds = {}, {}, {}
+        self._deferred_grads, self._kinds = {}, {}
 
     def watch(
         self, model: nn.Module, before_read: Callable[[nn.Module], None]
