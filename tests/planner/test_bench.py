@@ -88,7 +88,6 @@ def failing(after: int) -> Callable[..., Any]:
 
 
 FAILURES = [
-    (1, measuring, "layout", 0),
     (0, measuring, "_rows", 0),
     (2, measuring, "_rows", 0),
     (1, Bench, "empty", 0),

@@ -99,7 +99,7 @@ def test_factories_that_are_none(mine: str, attribute: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("nothing",), "'nothing' is no workload (gpt, digits"),
+        (("nothing",), "'nothing' is no workload (gpt, gpt-small, digits"),
         (("no.such.module:f",), "there is no module no here"),
         (("math:sqrt", "--step-ms", "3"), "says itself what a step is"),
         (("mlp", "--step-ms", "3"), "really computes"),
