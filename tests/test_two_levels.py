@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradtide
 from gradtide.core.schedule import DEAR, LOCAL, WFBP
 from gradtide.fusion import BySize
+from gradtide.integrations.ddp import comm_hook
 from gradtide.scheme import Scheme
 from gradtide.transport.hosts import equal_runs
 from tests.ranks import run_ranks
@@ -129,6 +132,50 @@ def test_steps_can_be_exchanged() -> None:
 
     first, *others = run_ranks(4, run)
     assert all(other == first for other in others)
+
+
+def test_the_norm_of_every_parameter_is_known() -> None:
+    """Torch's own clipping keeps the overlap: a part is found in its bucket."""
+
+    def run() -> tuple[int, int]:
+        model = network()
+        opt = OPTIMIZERS["sgd"](model.parameters())
+        sync = gradtide.replicate(model, opt, scheme("dense", DEAR, 2))
+        known = 0
+        for step in range(5):
+            model(batch(step)).square().mean().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if step < 4 else "error")
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            known = len(sync._training.tally.squares or ())
+            held = sync._training.step.held
+            opt.step()
+            opt.zero_grad()
+        sync.remove()
+        assert held
+        assert 0.01 < float(norm) < 100
+        return known, len(list(model.parameters()))
+
+    assert run_ranks(4, run) == [(4, 4)] * 4
+
+
+def test_ddps_hook_has_levels_too() -> None:
+    def run() -> list[list[float]]:
+        trained = []
+        for levels in (1, 2):
+            ddp = DistributedDataParallel(network())
+            ddp.register_comm_hook(*comm_hook(scheme("dense", WFBP, levels)))
+            opt = OPTIMIZERS["sgd"](ddp.parameters())
+            for step in range(3):
+                ddp(batch(step)).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+            trained.append(weights(ddp.module))
+        return trained
+
+    first, *others = run_ranks(4, run)
+    assert all(other == first for other in others)
+    assert first[0] == pytest.approx(first[1], rel=1e-9, abs=1e-12)
 
 
 def test_one_level_is_what_there_was() -> None:

@@ -28,7 +28,7 @@ from gradtide.core.payload import traits
 from gradtide.replica import Replica, link
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.validation import owners
-from gradtide.scheme import Scheme, check, parse
+from gradtide.scheme import Scheme, as_scheme
 from gradtide.transport import ProcessGroup
 
 Recipe: TypeAlias = "str | Scheme"
@@ -503,7 +503,7 @@ def install(scheme: Recipe = "wfbp") -> ExitStack:
     Raises:
         ValueError: There is no such scheme.
     """
-    chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+    chosen = as_scheme(scheme)
     places = [(DistributedDataParallel, "default_scheme", chosen), *_places()]
     undo = ExitStack()
     for place, name, value in places:

@@ -41,9 +41,8 @@ from gradtide.runtime.validation import (
 )
 from gradtide.scheme import (
     Scheme,
-    check,
+    as_scheme,
     knows_optimizer,
-    parse,
     start,
     undecided,
     with_levels,
@@ -758,8 +757,8 @@ class Replica:
 
 def _placed(scheme: str | Scheme, transport: Transport) -> Scheme:
     """The scheme that is meant, on the hosts that there are."""
-    chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
-    return with_levels(chosen, transport.group.size, transport.ranks_per_host)
+    size, local = transport.group.size, transport.ranks_per_host
+    return with_levels(as_scheme(scheme), size, local)
 
 
 @torch.no_grad()

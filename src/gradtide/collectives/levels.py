@@ -13,13 +13,15 @@ what it leaves is multiplied by their number: the law is about sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradtide.collectives._entries import wire_dtype
+from gradtide.collectives._entries import Steps, wire_dtype
 from gradtide.core.ops import (
     AllGather,
     AllReduce,
@@ -82,7 +84,7 @@ class TwoLevel(Traits):
         levels = _Levels(group, self.local)
         if not traits(settled(self.collective)).divisible:
             flow = self.collective.reduce(payload, group)
-            return (yield from _by_requests(flow, levels))
+            return (yield from _driven(flow, partial(_by_levels, levels=levels)))
         return (yield from self._by_parts(payload, levels))
 
     def _by_parts(self, payload: Payload, levels: _Levels) -> Flow:
@@ -100,7 +102,7 @@ class TwoLevel(Traits):
         empty = False
         try:
             flow = self.collective.reduce(shard, levels.outer)
-            mean = yield from _across(flow, levels)
+            mean = yield from _driven(flow, partial(_across, levels=levels))
             empty = mean.data_ptr() == own.data_ptr()
         finally:  # also of a flow that is closed at its cut
             if not (dense or empty):
@@ -174,47 +176,40 @@ def _clear_others(flat: Tensor, own: Tensor) -> None:
     flat[begin + len(own) :].zero_()
 
 
-def _across(flow: Flow, levels: _Levels) -> Flow:
-    """A flow whose requests are asked of the same part's owners on other hosts."""
+def _driven(flow: Flow, carried: Callable[[Any], Steps]) -> Flow:
+    """A flow each of whose requests is carried out by another one."""
     answer: Any = None
     try:
         while True:
-            asked = flow.send(answer)
-            if isinstance(asked, tuple):
-                answer = yield tuple(_outer(op, levels) for op in asked)
-            else:
-                answer = yield _outer(asked, levels)
+            answer = yield from carried(flow.send(answer))
     except StopIteration as stop:
         result: Tensor = stop.value
         return result
     finally:
         flow.close()
+
+
+def _across(asked: Any, levels: _Levels) -> Steps:
+    """Ask the owners of the same part on other hosts."""
+    if isinstance(asked, tuple):
+        return (yield tuple(_outer(op, levels) for op in asked))
+    return (yield _outer(asked, levels))
 
 
 def _outer(op: Op, levels: _Levels) -> Op:
     return op if isinstance(op, Cut | ToHost) else levels.across(op)
 
 
-def _by_requests(flow: Flow, levels: _Levels) -> Flow:
-    """A flow over all ranks, with each sum and each gather carried out by levels."""
-    answer: Any = None
-    try:
-        while True:
-            asked: Any = flow.send(answer)
-            match asked:
-                case AllReduce(tensor=x):
-                    answer = yield from _all_reduce(x, levels)
-                case ReduceScatter(tensor=x) if _even(asked):
-                    answer = yield from _reduce_scatter(x, levels)
-                case AllGather() if _even(asked):
-                    answer = yield from _all_gather(asked, levels)
-                case _:
-                    answer = yield asked
-    except StopIteration as stop:
-        result: Tensor = stop.value
-        return result
-    finally:
-        flow.close()
+def _by_levels(asked: Any, levels: _Levels) -> Steps:
+    """Ask all ranks, for sums and gathers inside hosts first, or last."""
+    match asked:
+        case AllReduce(tensor=x):
+            return (yield from _all_reduce(x, levels))
+        case ReduceScatter(tensor=x) if _even(asked):
+            return (yield from _reduce_scatter(x, levels))
+        case AllGather() if _even(asked):
+            return (yield from _all_gather(asked, levels))
+    return (yield asked)
 
 
 def _all_reduce(x: Tensor, levels: _Levels) -> Flow:

@@ -25,7 +25,7 @@ from gradtide.fusion import BySize
 from gradtide.runtime.buckets import GradientBucket, Place
 from gradtide.runtime.placement import lay_out
 from gradtide.runtime.validation import check_ranks_agree
-from gradtide.scheme import Scheme, check, parse
+from gradtide.scheme import Scheme, as_scheme, with_levels
 from gradtide.transport import ProcessGroup, connect
 
 _WHOLE = BySize(1e12, ends=1e12)  # DDP has cut already
@@ -94,7 +94,7 @@ class State:
 
     def _lay_out(self, params: Sequence[nn.Parameter]) -> GradientBucket:
         named = [(str(i), p) for i, p in enumerate(params)]
-        size, collective = self.engine.group.size, self.scheme.collective
+        size, collective = self.engine.group.size, self.scheme.exchange
         (own_bucket,) = lay_out(named, _WHOLE, collective, size)
         own_bucket.name = f"ddp{id(own_bucket)}"
         self.own_buckets[frozenset(params)] = own_bucket
@@ -146,7 +146,8 @@ def comm_hook(
     transport = connect(process_group, torch.device(device))
 
     def prepare() -> tuple[Scheme, dict[str, str]]:
-        chosen = check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+        size, local = transport.group.size, transport.ranks_per_host
+        chosen = with_levels(as_scheme(scheme), size, local)
         collective, schedule = chosen.collective, chosen.schedule
         momentum = uses_optimizer_momentum(collective)
         kfac = chosen.preconditioner is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradtide.core.engine import InFlight
 from gradtide.core.ops import Group
-from gradtide.runtime.buckets import GradientBucket
+from gradtide.runtime.buckets import GradientBucket, lives_in
 from gradtide.runtime.deferred_grads import Scales
 
 
@@ -77,16 +77,16 @@ def _share(
     bucket: GradientBucket, flight: InFlight, group: Group
 ) -> tuple[Tensor, int | None]:
     """This rank's part of the mean, and where in the bucket it begins, if it does."""
-    rank, size = group
-    flat = bucket.payload.flat
-    length = flat.numel() // size
-    begin = rank * length
-    if flight.part is None:
+    part, flat = flight.part, bucket.payload.flat
+    if part is None:
         whole: Tensor = flight.mean
+        length = flat.numel() // group.size
+        begin = group.rank * length
         return whole[begin : begin + length], begin
-    address = flat.data_ptr() + begin * flat.element_size()
-    sliced = flight.part.data_ptr() == address and flight.part.numel() == length
-    return flight.part, begin if sliced else None
+    if not lives_in(part, flat):
+        return part, None
+    # By two levels it is not the part of this rank's number.
+    return part, (part.data_ptr() - flat.data_ptr()) // flat.element_size()
 
 
 def _pieces(

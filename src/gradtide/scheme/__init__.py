@@ -13,6 +13,7 @@ from gradtide.scheme.config import start as start
 from gradtide.scheme.config import undecided as undecided
 from gradtide.scheme.config import with_levels as with_levels
 from gradtide.scheme.parser import NAMES as NAMES
+from gradtide.scheme.parser import as_scheme as as_scheme
 from gradtide.scheme.parser import parse as parse
 from gradtide.scheme.recipes import RECIPES as RECIPES
 from gradtide.scheme.recipes import prepared as prepared

@@ -22,6 +22,11 @@ NAMES: dict[str, Any] = {
 }
 
 
+def as_scheme(scheme: str | Scheme) -> Scheme:
+    """The scheme, or the one that a text stands for; raises ValueError for others."""
+    return check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+
+
 def parse(text: str) -> Scheme:
     """Return the scheme that a text stands for: a recipe's name or a constructor call.
 
