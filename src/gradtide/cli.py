@@ -117,10 +117,7 @@ def compare(
         spec = Spec(
             names, workload, *there, steps, warmup, rounds, step_ms, times, seed
         )
-        if rank is not None:
-            lab_compare.compare_here(spec, out, sys.argv, rank)
-        else:
-            lab_compare.compare(spec, out, sys.argv)
+        lab_compare.compare(spec, out, sys.argv, rank)
 
 
 @app.command()
@@ -148,10 +145,7 @@ def race(
         there, rank = _place(hosts, ranks_per_host, rate)
         names = split_schemes(schemes)
         spec = RaceSpec(names, workload, *there, seconds, every, seed)
-        if rank is not None:
-            lab_race.race_here(spec, out, sys.argv, rank)
-        else:
-            lab_race.race(spec, out, sys.argv)
+        lab_race.race(spec, out, sys.argv, rank)
 
 
 def _place(

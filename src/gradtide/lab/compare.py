@@ -13,43 +13,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from gradtide.lab.cluster import Cluster
-from gradtide.lab.contest import as_rank, bar, on_cluster
+from gradtide.lab.contest import Contest, bar
 from gradtide.lab.job import Tell
-from gradtide.lab.outputs import check_folder
 from gradtide.lab.record import Record, origin
 from gradtide.lab.report import table, write
 from gradtide.lab.spec import Spec, check
 from gradtide.lab.worker import Outcome, measure
 
 
-def compare(spec: Spec, out: Path, argv: Sequence[str]) -> None:
-    """Compare on an emulated cluster; `argv` is what the record says was typed.
-
-    Raises ValueError before anything starts, and LabError when a rank failed.
-    """
-    cluster = Cluster(spec.hosts, spec.ranks_per_host, spec.rate)
-    check(spec)
-    check_folder("--out", out)
-    console = Console()
-    found = on_cluster(cluster, measure, spec, console, _progress(spec, console))
-    _conclude(spec, found, out, argv, console)
-
-
-def compare_here(spec: Spec, out: Path, argv: Sequence[str], rank: int) -> None:
-    """Compare as one of torchrun's ranks; rank 0 reports.
-
-    Raises ValueError before anything starts; a later failure ends this process.
-    """
-    check(spec)
-    if rank == 0:
-        check_folder("--out", out)
-    console = Console()
-
-    def conclude(found: Outcome) -> None:
-        _conclude(spec, found, out, argv, console)
-
-    as_rank(rank, measure, spec, _progress(spec, console), conclude)
+def compare(
+    spec: Spec, out: Path, argv: Sequence[str], rank: int | None = None
+) -> None:
+    """Compare on an emulated cluster, or as one of torchrun's ranks (`Contest`)."""
+    Contest(check, measure, _progress, _conclude).hold(spec, out, argv, rank)
 
 
 def _conclude(

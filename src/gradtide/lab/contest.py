@@ -5,9 +5,11 @@ Knows how ranks are started and watched; knows nothing of what they measure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -16,50 +18,74 @@ from rich.text import Text
 
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.job import Tell, at_once, on_every_rank, passed_on, silent
+from gradtide.lab.outputs import check_folder
 
+S = TypeVar("S", bound="Place")
 T = TypeVar("T")
 # What is told, and how much of the whole is then done.
 Advance: TypeAlias = Callable[[str, float], None]
 
 
-def on_cluster(
-    cluster: Cluster,
-    measure: Callable[..., T | None],
-    spec: Any,
-    console: Console,
-    progress: AbstractContextManager[Tell],
-) -> T:
-    """Have every rank of an emulated cluster call `measure(spec, tell)`.
+class Place(Protocol):
+    """What every specification says of the ranks."""
 
-    Returns what rank 0 found. Raises LabError when a rank failed.
+    @property
+    def hosts(self) -> int: ...
+    @property
+    def ranks_per_host(self) -> int: ...
+    @property
+    def rate(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Contest(Generic[S, T]):
+    """What is measured, how it is watched, and what is left of it.
+
+    `check` raises ValueError for a specification that cannot be; `measure` is what each
+    rank calls, and returns something on rank 0 alone, which `conclude` writes down.
     """
 
-    def show(rank: int, line: str) -> None:
-        console.print(Text(f"[rank {rank}] {line}"))
+    check: Callable[[S], None]
+    measure: Callable[..., T | None]
+    progress: Callable[[S, Console], AbstractContextManager[Tell]]
+    conclude: Callable[[S, T, Path, Sequence[str], Console], None]
 
-    with progress as tell:
-        return on_every_rank(cluster, measure, spec, passed_on, tell=tell, show=show)
+    def hold(
+        self, spec: S, out: Path, argv: Sequence[str], rank: int | None = None
+    ) -> None:
+        """Measure on an emulated cluster, or as the `rank` that torchrun has started.
 
+        `argv` is what the record says was typed. Raises ValueError before anything
+        starts, and LabError when an emulated rank failed; as one of torchrun's ranks a
+        later failure ends this process.
+        """
+        cluster = None
+        if rank is None:
+            cluster = Cluster(spec.hosts, spec.ranks_per_host, spec.rate)
+        self.check(spec)
+        if not rank:
+            check_folder("--out", out)
+        console = Console()
+        progress = nullcontext(silent) if rank else self.progress(spec, console)
 
-def as_rank(
-    rank: int,
-    measure: Callable[..., T | None],
-    spec: Any,
-    progress: AbstractContextManager[Tell],
-    conclude: Callable[[T], None],
-) -> None:
-    """Call `measure(spec, tell)` as one of torchrun's ranks; rank 0 concludes.
+        def show(rank: int, line: str) -> None:
+            console.print(Text(f"[rank {rank}] {line}"))
 
-    A failure ends this process.
-    """
+        def work() -> None:
+            with progress as tell:
+                if cluster is None:
+                    found = self.measure(spec, tell)
+                else:
+                    found = on_every_rank(
+                        cluster, self.measure, spec, passed_on, tell=tell, show=show
+                    )
+            if found is not None:
+                self.conclude(spec, found, out, argv, console)
 
-    def work() -> None:
-        with nullcontext(silent) if rank else progress as tell:
-            found = measure(spec, tell)
-        if found is not None:
-            conclude(found)
-
-    at_once(work)
+        if cluster is None:
+            at_once(work)
+        else:
+            work()
 
 
 @contextmanager
