@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -29,6 +30,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FREE = LEVEL["parallel"]  # from here up, torch.distributed may be imported
 
 
+@cache
 def imports(path: Path, loaded: bool = False) -> set[str]:
     """What a file imports; only what is `loaded` with it, or in its functions too."""
     tree, found = ast.parse(path.read_text()), set()

@@ -65,7 +65,7 @@ def train(
     model = network()
     opt = OPTIMIZERS[optimizer](model.parameters())
     sync = gradtide.replicate(model, opt, wanted)
-    for step in range(5):
+    for step in range(4):
         if step == stop:
             saved = [x.state_dict() for x in (model, opt, sync)]
             sync.remove()
@@ -91,11 +91,13 @@ def train(
 
 @pytest.mark.parametrize(
     ("name", "hosts", "local"),
-    [*((name, 2, 2) for name in COLLECTIVES), ("dense", 3, 2), ("oktopk", 3, 2)],
+    [*((name, 2, 2) for name in COLLECTIVES), ("oktopk", 3, 2)],
 )
 def test_the_product_of_features(name: str, hosts: int, local: int) -> None:
     product = list(itertools.product(OPTIMIZERS, (1, 2), (None, 0.1)))
     product = [product[i] for i in (0, 3, 5, 6)]  # every pair of features meets
+    if hosts > 2:
+        product = product[1:3]
 
     def run() -> list[Any]:
         return [
@@ -120,7 +122,7 @@ def test_the_product_of_features(name: str, hosts: int, local: int) -> None:
 @pytest.mark.parametrize("name", ["dense", "topka2a", "oktopk"])
 def test_a_run_that_is_stopped_goes_on_bit_by_bit(name: str) -> None:
     def run() -> list[list[float]]:
-        return [train(scheme(name, DEAR, 2), stop=stop) for stop in (None, 3)]
+        return [train(scheme(name, DEAR, 2), stop=stop) for stop in (None, 2)]
 
     for whole, resumed in run_ranks(4, run):
         assert whole == resumed
