@@ -1,0 +1,213 @@
+"""What each constant of the exchange of steps does to the loss, on five tasks.
+
+    torchrun --nproc-per-node 4 benchmarks/ablation.py \
+        --out benchmarks/records/ablation.json
+
+Dense training takes the best of a few learning rates, task by task; all others take the
+same one. Every scheme is then trained from each seed as it is, and with one constant
+changed. What the record holds already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from tasks import TASKS, build
+
+import gradtide
+from gradtide.lab.record import machine, versions
+from gradtide.runtime import local_steps
+from gradtide.scheme import parse
+
+DENSE = "wfbp"
+
+
+def sparse(steps: int) -> dict[str, str]:
+    """The schemes, with two fifths of the steps as a warm-up, by a short name."""
+    rest = f"schedule='local', warmup={steps * 2 // 5}"
+    return {
+        "exdyna": f"exdyna(0.01, {rest})",
+        "topka2a": f"topka2a(0.02, {rest})",
+        "oktopk": f"oktopk(0.01, {rest})",
+    }
+
+
+@contextmanager
+def constant(name: str, value: float) -> Iterator[None]:
+    """A constant of `local_steps` has another value meanwhile."""
+    with mock.patch.object(local_steps, name, value):
+        yield
+
+
+@contextmanager
+def same_noise() -> Iterator[None]:
+    """Steps do not count more because a rank's gradient is noisier than the mean."""
+    begin = local_steps.LocalSteps.__init__
+
+    def without(self: Any, *args: Any, **named: Any) -> None:
+        begin(self, *args, **named)
+        self._noise = 1
+
+    with mock.patch.object(local_steps.LocalSteps, "__init__", without):
+        yield
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    yield
+
+
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "as it is": as_it_is,
+    "nothing ahead": lambda: constant("AHEAD", 0.0),
+    "half ahead": lambda: constant("AHEAD", 0.5),
+    "against counts in full": lambda: constant("AGAINST", 1.0),
+    "noise not made up for": same_noise,
+}
+
+
+def train(task: str, scheme: Any, rate: float, seed: int, steps: int) -> float:
+    """The held-out loss after `steps`; NaN if training broke down."""
+    work = build(task, dist.get_rank(), seed, rate, steps)
+    assert work.evaluate is not None
+    assert work.scheduler is not None
+    model, optimizer = work.model, work.optimizer
+    scheduler = work.scheduler(optimizer)
+    sync = gradtide.replicate(model, optimizer, scheme)
+    try:
+        for step in range(steps):
+            work.loss(model, work.batch(step)).backward()  # type: ignore[no-untyped-call]
+            sync.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return work.evaluate(model)["loss"]
+    finally:
+        sync.remove()
+
+
+def with_gain(scheme: str, gain: float) -> gradtide.Scheme:
+    """The scheme with another gain of its schedule."""
+    parsed = parse(scheme)
+    return replace(parsed, schedule=replace(parsed.schedule, gain=gain))
+
+
+class Table:
+    """The record, and what is run for it: rank 0 writes after every run."""
+
+    def __init__(self, out: Path, steps: int) -> None:
+        self.out, self.steps = out, steps
+        self.record: dict[str, Any] = {
+            "command": "torchrun --nproc-per-node 4 benchmarks/ablation.py",
+            "versions": versions(),
+            "machine": machine(),
+            "steps": steps,
+            "runs": [],
+        }
+        if out.exists():
+            self.record = json.loads(out.read_text())
+        dist.barrier()
+
+    def loss(
+        self, task: str, name: str, variant: str, rate: float, seed: int, scheme: Any
+    ) -> float:
+        """Of a run that is in the record, or that is made and put there."""
+        key = {
+            "task": task,
+            "scheme": name,
+            "variant": variant,
+            "rate": rate,
+            "seed": seed,
+        }
+        for done in self.record["runs"]:
+            if all(done[k] == v for k, v in key.items()):
+                return float(done["loss"])
+        begin = time.perf_counter()
+        with VARIANTS.get(variant, as_it_is)():
+            loss = train(task, scheme, rate, seed, self.steps)
+        seconds = round(time.perf_counter() - begin, 1)
+        self.record["runs"].append(key | {"loss": loss, "seconds": seconds})
+        if dist.get_rank() == 0:
+            print(f"{key} {loss:.4f} in {seconds} s", flush=True)
+            self.out.write_text(json.dumps(self.record, indent=1) + "\n")
+        return loss
+
+
+def tuned(table: Table, task: str) -> float:
+    """The learning rate at which dense training ends lowest, from seed 0."""
+
+    def end(rate: float) -> float:
+        return table.loss(task, DENSE, "as it is", rate, 0, DENSE)
+
+    return min(TASKS[task].rates, key=end)
+
+
+def go(table: Table, tasks: list[str], seeds: int) -> None:
+    """All runs of some tasks: dense, each scheme as it is, `exdyna` in variants."""
+    for task in tasks:
+        rate = tuned(table, task)
+        schemes = sparse(table.steps)
+        for seed in range(seeds):
+            rows: list[tuple[str, str, Any]] = [(DENSE, "as it is", DENSE)]
+            rows += [(name, "as it is", text) for name, text in schemes.items()]
+            rows += [("exdyna", v, schemes["exdyna"]) for v in VARIANTS]
+            gain = with_gain(schemes["exdyna"], 1.0)
+            rows.append(("exdyna", "gain 1", gain))
+            for name, variant, scheme in rows:
+                table.loss(task, name, variant, rate, seed, scheme)
+
+
+def summary(record: dict[str, Any]) -> str:
+    """For each scheme and variant, by how many per cent it ends above tuned dense."""
+    runs = record["runs"]
+    ends = {
+        (r["task"], r["scheme"], r["variant"], r["rate"], r["seed"]): r["loss"]
+        for r in runs
+    }
+    rates = {r["task"]: r["rate"] for r in runs if r["scheme"] != DENSE}
+    rows = sorted({(r["scheme"], r["variant"]) for r in runs if r["scheme"] != DENSE})
+    lines = ["| scheme | " + " | ".join(rates) + " |"]
+    lines.append("|---|" + "--:|" * len(rates))
+    for name, variant in rows:
+        cells = []
+        for task, rate in rates.items():
+            above = [
+                loss / ends[task, DENSE, "as it is", rate, seed] - 1
+                for (t, s, v, _, seed), loss in ends.items()
+                if (t, s, v) == (task, name, variant)
+                and (task, DENSE, "as it is", rate, seed) in ends
+            ]
+            cells.append(f"{100 * mean(above):+.1f} %" if above else "")
+        lines.append(f"| `{name}`, {variant} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    table = Table(args.out, args.steps)
+    go(table, args.tasks.split(","), args.seeds)
+    if dist.get_rank() == 0:
+        print(summary(table.record))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
