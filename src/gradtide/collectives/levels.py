@@ -29,6 +29,7 @@ from gradtide.core.ops import (
     Cut,
     Flow,
     Group,
+    Handover,
     Op,
     ReduceScatter,
     ToHost,
@@ -75,6 +76,9 @@ class TwoLevel(Traits):
         if self.local < 1:
             raise ValueError(f"TwoLevel(local={self.local}): 1 or more ranks on a host")
 
+    def hands_over(self, size: int) -> bool:
+        return 1 < self.local < size and traits(settled(self.collective)).divisible
+
     def reduce(self, payload: Payload, group: Group) -> Flow:
         hosts, rest = divmod(group.size, self.local)
         if rest:
@@ -99,6 +103,7 @@ class TwoLevel(Traits):
         own.div_(self.local)
         if not dense:
             _clear_others(flat, own)
+        yield Handover()
         empty = False
         try:
             flow = self.collective.reduce(shard, levels.outer)
@@ -114,6 +119,7 @@ class TwoLevel(Traits):
         if not empty:
             whole = payload.mean_buffer()
             part = levels.part(whole).copy_(mean)
+        yield Handover()
         yield levels.inside(AllGather(part, into=whole))
         return whole
 

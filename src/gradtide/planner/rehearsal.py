@@ -22,7 +22,7 @@ import torch
 
 from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
-from gradtide.core.ops import Cut, Flow, Group, message_of
+from gradtide.core.ops import Cut, Flow, Group, Handover, message_of
 from gradtide.core.payload import Collective, Payload, Traits, settled, traits
 from gradtide.planner.device import Device
 from gradtide.planner.flows import LOCKSTEP, Act, Script, Shapes, by_numbers, by_shapes
@@ -105,7 +105,7 @@ def _without_sorting(script: Script) -> Script:
 def _selecting(script: Script, selector: str, scanned: float) -> Script:
     """With its selection before all else, unless nothing sparse is sent."""
     asked = [message_of(op) for act in script.acts for op in act.asked]
-    sent = [op.tensor.dtype for op in asked if not isinstance(op, Cut)]
+    sent = [op.tensor.dtype for op in asked if not isinstance(op, Cut | Handover)]
     if torch.uint8 not in sent:
         return script
     first, *others = script.acts

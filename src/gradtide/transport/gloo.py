@@ -38,7 +38,7 @@ class GlooTransport:
         self.progress = Progress()
         self.payload_bytes = 0
         self._pg = pg
-        self._scratches: dict[tuple[int, int], Tensor] = {}
+        self._scratches: dict[tuple[tuple[str, int], int], Tensor] = {}
         self._queue = CommQueue("gradtide")
         self.submit = self._queue.submit
         self._inquiry = Inquiry(pg, self._queue, self.progress)
@@ -52,7 +52,9 @@ class GlooTransport:
         # Also one that needs no messages here: it may elsewhere (a swap with itself).
         self._queue.current.requests += 1
         asked = _Asked(op, self.group, self._pg, self._queue.current)
-        self.payload_bytes += ops.crossing(op, self.group) * self._sends(asked)
+        # What crosses a link is asked for by one thread, what does not by others, too.
+        if not ops.is_inside(op):
+            self.payload_bytes += ops.crossing(op, self.group) * self._sends(asked)
         name = ops.name_of(op)
         try:
             return *self._start(asked), name
@@ -192,11 +194,12 @@ class GlooTransport:
     def _scratch(self, like: Tensor, numel: int) -> Tensor:
         """Memory for a ring's arrivals, kept: fresh pages would cost another pass.
 
-        There are two turns of it, because a work item may begin while the one before it
-        is still arriving, and one for each request of an item, as some travel together.
+        There are two turns of it in each lane, because a work item may begin while the
+        one before it is still arriving, and one for each request of an item, as some
+        travel together.
         """
-        item, nbytes = self._queue.current, numel * like.element_size()
-        key = item.number % 2, item.requests
+        nbytes = numel * like.element_size()
+        key = self._queue.turn, self._queue.current.requests
         kept = self._scratches.get(key)
         if kept is None or kept.numel() < nbytes:
             kept = self._scratches[key] = torch.empty(nbytes, dtype=torch.uint8)
