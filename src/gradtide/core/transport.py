@@ -44,7 +44,7 @@ class Transport(Protocol):
     """
 
     group: Group
-    ranks_per_host: int  # 1 where hosts have unlike numbers
+    hosts: tuple[tuple[int, ...], ...]  # the ranks of each, by their first
     progress: Progress
 
     @property

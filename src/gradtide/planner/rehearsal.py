@@ -171,7 +171,7 @@ def _seconds(work: Work, selector: str, device: Device) -> float:
 
 def like_replicas(scheme: Scheme, network: Network) -> Scheme:
     """The scheme with the levels that `replicate` would find on such a network."""
-    return with_levels(scheme, network.size, network.ranks_per_host)
+    return with_levels(scheme, network.members)
 
 
 def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:

@@ -31,6 +31,8 @@ from gradtide.planner.network import Network
 from gradtide.planner.sketch import shaped
 from gradtide.transport.ring import AHEAD, carried
 
+MOST = 1 << 62  # bytes: any number
+
 
 @dataclass
 class Window:
@@ -94,14 +96,14 @@ class VirtualTransport:
     def __init__(self, network: Network, rank: int = 0) -> None:
         self.network = network
         self.group = Group(rank, network.size)
-        self.ranks_per_host = network.ranks_per_host
+        self.hosts = network.members
         self.progress = Progress()
         self.payload_bytes = 0
         self.processor = 0.0  # seconds of the rank's, for exchanges
         self.overhead = 1.0  # times what is counted, that the queue works for longer
         hosts, local = network.hosts, network.ranks_per_host
         self._all = Circle.of(rank, network)
-        inside = replace(network, hosts=1)
+        inside = replace(network, hosts=1, one_hop_bytes=MOST)  # see `transport.gloo`
         # What all ranks of a host send at once goes through its one card.
         shared = network.inter.stretched(local)
         across = replace(network, ranks_per_host=1, inter=shared)

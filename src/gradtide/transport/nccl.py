@@ -38,7 +38,7 @@ class NcclTransport:
             "a rank dies, and its speed",
         )
         self.group = Group(pg.rank(), pg.size())
-        self.ranks_per_host = control.ranks_per_host
+        self.hosts = control.hosts
         self._sent = 0  # bytes over NCCL
         self._pg, self._control = pg, control
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}

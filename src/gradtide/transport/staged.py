@@ -31,7 +31,7 @@ class StagedTransport:
             "gradtide's transport of GPU tensors over Gloo, through host memory,",
             "the order of its streams and copies, and its speed",
         )
-        self.group, self.ranks_per_host = host.group, host.ranks_per_host
+        self.group, self.hosts = host.group, host.hosts
         self._host, self._device = host, device
         self._stream = torch.Stream(device)
         self.gather_objects, self.close = host.gather_objects, host.close
