@@ -99,8 +99,14 @@ def columns(found: Sequence[Cell]) -> list[dict[str, Any]]:
         steps = {n: float(c.measured["step_seconds"]) for n, c in own.items()}
         chosen, fastest = pick(cluster, list(own.values())), min(steps, key=steps.get)  # type: ignore[arg-type]
         behind = steps[chosen] / steps[fastest]
-        row = {"workload": cluster.workload, "hosts": cluster.hosts}
-        row |= {"rate": cluster.rate, "schemes": len(own), "pick": chosen}
+        row: dict[str, Any] = {"workload": cluster.workload}
+        row |= {
+            "hosts": cluster.hosts,
+            "ranks_per_host": cluster.local,
+            "rate": cluster.rate,
+            "schemes": len(own),
+            "pick": chosen,
+        }
         made.append(row | {"fastest": fastest, "behind": behind - 1})
     return made
 
@@ -122,7 +128,7 @@ def shown(found: Sequence[Cell], detailed: bool) -> Table:
     for name in names:
         table.add_column(name, justify="right")
     for cell in found:
-        there, own = f"{cell.cluster.hosts} x {cell.cluster.rate}", parts(cell)
+        there, own = f"{cell.cluster.place} x {cell.cluster.rate}", parts(cell)
         mark = "" if abs(cell.error) <= NEAR else " !"
         table.add_row(
             cell.cluster.short,
@@ -140,14 +146,20 @@ def shown(found: Sequence[Cell], detailed: bool) -> Table:
 
 
 def _clusters(folder: Path, workload: str, hosts: str, rate: str) -> list[Cluster]:
-    sizes = [int(word) for word in hosts.split(",")]
-    every = product(workload.split(","), sizes, rate.split(","))
-    return [Cluster(folder, *one) for one in every]
+    every = product(workload.split(","), hosts.split(","), rate.split(","))
+    return [_cluster(folder, *one) for one in every]
+
+
+def _cluster(folder: Path, workload: str, place: str, rate: str) -> Cluster:
+    hosts, _, local = place.partition("x")
+    return Cluster(folder, workload, int(hosts), rate, int(local or 1))
 
 
 Folder = Annotated[Path, typer.Option(help="Where everything is kept.")]
 Workload = Annotated[str, typer.Option(help="Which, with commas between.")]
-Hosts = Annotated[str, typer.Option(help="How many, with commas between.")]
+Hosts = Annotated[
+    str, typer.Option(help="How many, with commas between; 4x2: two ranks on each.")
+]
 Rate = Annotated[str, typer.Option(help="Of their links, with commas between.")]
 ALL = (",".join(WORKLOADS), ",".join(map(str, HOSTS)), ",".join(RATES))
 
@@ -207,8 +219,9 @@ def table(
     picks = columns(found)
     for row in picks:
         console.print(
-            f"{row['workload']} {row['hosts']} x {row['rate']}: of {row['schemes']} "
-            f"the pick is {row['pick']}, {row['behind']:.1%} behind {row['fastest']}"
+            f"{row['workload']} {row['hosts']} x {row['ranks_per_host']} x "
+            f"{row['rate']}: of {row['schemes']} the pick is {row['pick']}, "
+            f"{row['behind']:.1%} behind {row['fastest']}"
         )
     best = all(1 + row["behind"] <= BEHIND for row in picks)
     whole = len(found) == len(clusters) * len(SCHEMES)
@@ -234,7 +247,8 @@ def table(
 
 
 def _written(cell: Cell) -> dict[str, Any]:
-    where = {"workload": cell.cluster.workload, "hosts": cell.cluster.hosts}
+    where: dict[str, Any] = {"workload": cell.cluster.workload}
+    where |= {"hosts": cell.cluster.hosts, "ranks_per_host": cell.cluster.local}
     where |= {"rate": cell.cluster.rate, "scheme": cell.scheme, "error": cell.error}
     return where | {"predicted": asdict(cell.predicted), "measured": cell.measured}
 

@@ -25,21 +25,31 @@ class Cluster:
     workload: str
     hosts: int
     rate: str
+    local: int = 1  # ranks on each host
 
     @property
     def short(self) -> str:
         return self.workload.removeprefix("replay:")
 
     @property
+    def place(self) -> str:
+        """Hosts, and the ranks of each where these are several."""
+        return f"{self.hosts}" if self.local == 1 else f"{self.hosts}x{self.local}"
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.local
+
+    @property
     def trace(self) -> Path:
-        return self.folder / f"trace_{self.short}_{self.hosts}.json"
+        return self.folder / f"trace_{self.short}_{self.place}.json"
 
     @property
     def network(self) -> Path:
-        return self.folder / f"network_{self.hosts}x{self.rate}.json"
+        return self.folder / f"network_{self.place}x{self.rate}.json"
 
     def measured(self, schemes: str) -> Path:
-        return self.folder / f"{self.short}_{self.hosts}x{self.rate}_{schemes}"
+        return self.folder / f"{self.short}_{self.place}x{self.rate}_{schemes}"
 
 
 @dataclass(frozen=True)
@@ -53,10 +63,12 @@ class Job:
 
 def jobs(cluster: Cluster, schemes: Sequence[str]) -> Iterator[Job]:
     """All that has to be run for a cluster, whether it has been or not."""
-    start = 5.0 + 2.5 * cluster.hosts  # two cores import torch on every rank
-    effort = ("--steps", "8", "--warmup", "3", "--ranks", str(cluster.hosts))
+    start = 5.0 + 2.5 * cluster.ranks  # two cores import torch on every rank
+    effort = ("--steps", "8", "--warmup", "3", "--ranks", str(cluster.ranks))
     words: tuple[str, ...] = ("profile", "trace", cluster.workload, *effort)
-    there = ("--hosts", str(cluster.hosts), "--rate", cluster.rate)
+    there: tuple[str, ...] = ("--hosts", str(cluster.hosts), "--rate", cluster.rate)
+    if cluster.local > 1:
+        there = (*there, "--ranks-per-host", str(cluster.local))
     rate = parse_rate(cluster.rate)
     assert rate is not None
     budget = 60.0 if rate >= 2e8 else 120.0
@@ -66,9 +78,9 @@ def jobs(cluster: Cluster, schemes: Sequence[str]) -> Iterator[Job]:
     yield Job((*words, *out), cluster.network, start + 1.2 * budget)
 
     trace = read_trace(cluster.workload)
-    network = Network.ideal(cluster.hosts, 1, rate)
+    network = Network.ideal(cluster.hosts, cluster.local, rate)
     # Parameters, gradients, buckets and means, and what a process holds anyway.
-    room = cluster.hosts * (4 * trace.nbytes + 2.5e8)
+    room = cluster.ranks * (4 * trace.nbytes + 2.5e8)
     together = max(1, int(MEMORY / room))
     for first in range(0, len(schemes), together):
         names = schemes[first : first + together]

@@ -6,20 +6,23 @@ import io
 import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import gradtide
+from gradtide.core.levels import Hosts, alike
 from gradtide.core.schedule import DEAR, LOCAL, WFBP
 from gradtide.fusion import BySize
 from gradtide.integrations.ddp import comm_hook
-from gradtide.scheme import Scheme
-from gradtide.transport.hosts import equal_runs
+from gradtide.scheme import Scheme, with_levels
+from gradtide.transport.hosts import Whereabouts, hosts_of, whereabouts
 from tests.ranks import run_ranks
 
 COLLECTIVES = {
@@ -210,18 +213,180 @@ def test_levels_must_divide_the_ranks() -> None:
         assert "3 ranks" in said
 
 
+def by_names(names: str) -> list[Whereabouts]:
+    return [Whereabouts(name, None) for name in names]
+
+
 @pytest.mark.parametrize(
-    ("names", "local"),
+    ("names", "hosts"),
     [
         ("aabb", 2),
-        ("abab", 1),
+        ("abab", ((0, 2), (1, 3))),
         ("aab", 1),
         ("aabba", 1),
         ("aaaa", 4),
         ("abcd", 1),
         ("aaabbb", 3),
-        ("aabbaa", 1),
+        ("aabbaa", ((0, 1), (2, 3), (4, 5))),
+        ("aaaabb", 2),
+        ("abaaab", ((0, 2), (1, 5), (3, 4))),
     ],
 )
-def test_hosts_are_runs_of_equal_length(names: str, local: int) -> None:
-    assert equal_runs(names) == local
+def test_hosts_are_told_apart(names: str, hosts: Hosts) -> None:
+    found = alike(hosts_of(by_names(names)))
+    assert found == (2 if names == "aabbaa" else hosts)
+
+
+def test_a_launcher_is_believed_where_no_two_ranks_share_a_name() -> None:
+    apart = [
+        Whereabouts(name, launched)
+        for name, launched in zip("abcd", "0011", strict=True)
+    ]
+    assert hosts_of(apart) == ((0, 1), (2, 3))
+    assert hosts_of([*apart[:3], Whereabouts("d", None)]) == ((0,), (1,), (2,), (3,))
+    assert hosts_of([Whereabouts("a", one) for one in "0011"]) == ((0, 1, 2, 3),)
+
+
+def test_a_launcher_says_where_a_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GROUP_RANK", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": 5, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    assert whereabouts().launched == "from 4"
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert whereabouts().launched == "1"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert whereabouts().launched is None
+
+
+def test_unlike_hosts_are_divided_or_named() -> None:
+    plain = Scheme()
+    assert with_levels(plain, ((0, 1, 2, 3), (4, 5))).levels == 2
+    assert with_levels(plain, ((0, 1), (2, 3))).levels == 2
+    assert with_levels(plain, ((0, 2), (1, 3))).levels == ((0, 2), (1, 3))
+    assert with_levels(plain, ((0, 1, 2),)).levels is None
+    assert with_levels(plain, ((0,), (1,))).levels is None
+    with pytest.warns(UserWarning, match=r"hosts of 3, 2 ranks.*levels=1"):
+        assert with_levels(plain, ((0, 1, 2), (3, 4))).levels is None
+    flat = Scheme(levels=1)  # says so, and is not told again
+    assert with_levels(flat, ((0, 1, 2), (3, 4))) is flat
+
+
+def test_levels_by_hand_are_those_that_there_are() -> None:
+    two, turns = Scheme(levels=2), ((0, 2), (1, 3))
+    assert with_levels(two, turns).levels == turns
+    assert with_levels(two, ((0, 1, 2, 3),)).levels == 2
+    named = Scheme(levels=((0, 3), (1, 2)))
+    assert with_levels(named, turns) is named
+    assert gradtide.parse(repr(named)) == named
+    for wrong in (3, ((0, 1), (2,)), ((0, 1), (1, 2))):
+        with pytest.raises(ValueError, match="use levels=1"):
+            with_levels(Scheme(levels=wrong), turns)
+
+
+def test_a_mesh_or_a_pair_of_groups_says_who_shares_a_host() -> None:
+    """Here ranks take turns on two hosts, and the mean is that of all ranks."""
+
+    def run() -> list[Any]:
+        said: list[Any] = []
+        turns = [[0, 2], [1, 3]]
+        inside, between = turns, [[0, 1], [2, 3]]
+        groups = [
+            next(g for row, g in zip(rows, made, strict=True) if dist.get_rank() in row)
+            for rows in (between, inside)
+            for made in [[dist.new_group(row) for row in rows]]
+        ]
+        mesh = DeviceMesh("cpu", turns, mesh_dim_names=("hosts", "ranks"))
+        flat = DeviceMesh("cpu", range(4))
+        for where in (mesh, tuple(groups), flat, None):
+            for name in ("dense", "oktopk", "acpsgd"):
+                model = network()
+                opt = OPTIMIZERS["sgd"](model.parameters())
+                wanted = scheme(name, WFBP, None)
+                sync = gradtide.replicate(model, opt, wanted, process_group=where)
+                for step in range(3):
+                    model(batch(step)).square().mean().backward()
+                    opt.step()
+                    opt.zero_grad()
+                said.append((sync.scheme.levels, weights(model)))
+                sync.remove()
+        return said
+
+    first, *others = run_ranks(4, run)
+    assert all(other == first for other in others)
+    levels = [one[0] for one in first]
+    assert levels == [((0, 2), (1, 3))] * 6 + [None] * 6
+    for i in (0, 2, 3, 5):  # dense and low-rank means, whoever shares a host
+        near = torch.tensor(first[6 + i % 3][1], dtype=torch.float64)
+        found = torch.tensor(first[i][1], dtype=torch.float64)
+        torch.testing.assert_close(found, near, rtol=1e-9, atol=1e-12)
+
+
+def test_a_mesh_of_three_dimensions_is_refused() -> None:
+    def run() -> str:
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2, 1))
+        model = network()
+        opt = OPTIMIZERS["sgd"](model.parameters())
+        try:
+            gradtide.replicate(model, opt, process_group=mesh)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for said in run_ranks(4, run):
+        assert "a mesh of 3 dimensions" in said
+
+
+def test_a_run_goes_on_with_other_hosts() -> None:
+    """What is left is kept by parameter: 2x2 goes on as 1x2, 2x1, 4x1 or 2x2."""
+
+    def save() -> Any:
+        model = network()
+        opt = OPTIMIZERS["sgd"](model.parameters())
+        sync = gradtide.replicate(model, opt, scheme("oktopk", DEAR, 2))
+        for step in range(4):
+            model(batch(step)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        state = sync.state_dict()
+        sync.remove()
+        return state, left(state)
+
+    def left(state: Any) -> dict[str, Tensor]:
+        own = next(value for key, value in state.items() if key.startswith("rank"))
+        return dict(own["remainders"])
+
+    found = run_ranks(4, save)
+    together: dict[str, Any] = {}
+    for state, _ in found:
+        together |= state
+    sums = {
+        name: sum(rests[name] for _, rests in found).tolist()  # type: ignore[union-attr]
+        for name in found[0][1]
+    }
+    assert any(
+        any(map(any, rows)) for rows in sums.values() if isinstance(rows[0], list)
+    )
+
+    def load(levels: int) -> list[Any]:
+        model = network()
+        opt = OPTIMIZERS["sgd"](model.parameters())
+        sync = gradtide.replicate(model, opt, scheme("oktopk", DEAR, levels))
+        sync.load_state_dict(together)
+        rests = left(sync.state_dict())
+        for step in range(2):
+            model(batch(step)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        sync.remove()
+        return [{name: rest.tolist() for name, rest in rests.items()}, weights(model)]
+
+    for size, levels in [(2, 1), (2, 2), (4, 1), (6, 2)]:
+        ranks = run_ranks(size, partial(load, levels))
+        assert all(rank[1] == ranks[0][1] for rank in ranks)
+        for name, whole in sums.items():
+            now = sum(
+                torch.tensor(rank[0][name], dtype=torch.float64) for rank in ranks
+            )
+            expected = torch.tensor(whole, dtype=torch.float64)
+            torch.testing.assert_close(now, expected)

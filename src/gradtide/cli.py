@@ -97,6 +97,7 @@ def compare(
     hosts: options.Hosts = None,
     ranks_per_host: options.RanksPerHost = 1,
     rate: LinkRate = None,
+    local_rate: options.LocalRate = None,
     steps: Annotated[int, Option(help="Timed steps of each scheme.")] = 30,
     warmup: options.Warmup = 3,
     rounds: Annotated[int, Option(help="Times that each has its turn.")] = 3,
@@ -115,7 +116,16 @@ def compare(
         there, rank = _place(hosts, ranks_per_host, rate)
         names, times = split_schemes(schemes), trace and trace.absolute()
         spec = Spec(
-            names, workload, *there, steps, warmup, rounds, step_ms, times, seed
+            names,
+            workload,
+            *there,
+            steps,
+            warmup,
+            rounds,
+            step_ms,
+            times,
+            seed,
+            options.local_bits(local_rate),
         )
         lab_compare.compare(spec, out, sys.argv, rank)
 
@@ -128,6 +138,7 @@ def race(
     hosts: options.Hosts = None,
     ranks_per_host: options.RanksPerHost = 1,
     rate: LinkRate = None,
+    local_rate: options.LocalRate = None,
     seconds: Annotated[float, Option(help="Of training for each scheme.")] = 60.0,
     every: Annotated[int, Option(help="Steps between two looks at the loss.")] = 20,
     seed: Seed = 0,
@@ -144,7 +155,8 @@ def race(
     with options.told():
         there, rank = _place(hosts, ranks_per_host, rate)
         names = split_schemes(schemes)
-        spec = RaceSpec(names, workload, *there, seconds, every, seed)
+        inside = options.local_bits(local_rate)
+        spec = RaceSpec(names, workload, *there, seconds, every, seed, inside)
         lab_race.race(spec, out, sys.argv, rank)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
+from gradtide.core.levels import levels_of
 from gradtide.fusion import BySize, Search
 from gradtide.runtime import checkpoint as state
 from gradtide.runtime.broadcast import synchronize
@@ -47,7 +48,7 @@ from gradtide.scheme import (
     undecided,
     with_levels,
 )
-from gradtide.transport import ProcessGroup, Transport, connect
+from gradtide.transport import Mesh, ProcessGroup, Transport, connect
 
 if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
     from gradtide.kfac.preconditioner import Preconditioner
@@ -62,7 +63,7 @@ def replicate(
     optimizer: Optimizer | None,
     scheme: str | Scheme = "wfbp",
     *,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | Mesh | None = None,
     buffers: Buffers = "broadcast",
     grad_scaler: torch.amp.GradScaler | None = None,
     check_every: int = 100,
@@ -87,7 +88,9 @@ def replicate(
             `Scheme`. The default exchanges exact means during backward, as
             DistributedDataParallel does.
         process_group: The ranks that train together. None stands for all ranks, the
-            default group.
+            default group. A `DeviceMesh` of two dimensions, hosts and the ranks of
+            each, also says which ranks share a host, and so does a pair of groups: that
+            of the ranks with this rank's place on every host, and that of its host.
         buffers: With "broadcast" every training forward begins with rank 0's buffers
             (running statistics of norms), as in DistributedDataParallel. With "local"
             every rank keeps its own, which saves that exchange.
@@ -120,7 +123,7 @@ def link(
     model: nn.Module,
     optimizer: Optimizer | None,
     scheme: str | Scheme,
-    process_group: ProcessGroup | None,
+    process_group: ProcessGroup | Mesh | None,
     buffers: Buffers,
     grad_scaler: torch.amp.GradScaler | None,
     alike: Sequence[Tensor],
@@ -182,6 +185,7 @@ class Replica:
     ) -> None:
         self.model, self.scheme = model, scheme
         self.engine = Engine(transport)
+        self.engine.levels = levels_of(transport.group, scheme.levels)
         synchronize(self.engine, alike)
         self.wrapper: Callable[[], object] | None = None
         self._buffers = buffers == "broadcast"
@@ -591,6 +595,7 @@ class Replica:
 
     def _adopt(self, scheme: Scheme) -> None:
         """`adopt` what all ranks have agreed on, when nothing is on its way."""
+        self.engine.levels = levels_of(self.engine.group, scheme.levels)
         self._training.adopt(self._now(scheme))
         self._hooks.follow()
         self.scheme = scheme
@@ -757,8 +762,7 @@ class Replica:
 
 def _placed(scheme: str | Scheme, transport: Transport) -> Scheme:
     """The scheme that is meant, on the hosts that there are."""
-    size, local = transport.group.size, transport.ranks_per_host
-    return with_levels(as_scheme(scheme), size, local)
+    return with_levels(as_scheme(scheme), transport.hosts)
 
 
 @torch.no_grad()

@@ -15,9 +15,11 @@ from gradtide.collectives import ACPSGD, COLLECTIVES, Dense, OkTopk, TopKA2A
 from gradtide.collectives.levels import TwoLevel
 from gradtide.core.ops import Cut, Group
 from gradtide.core.payload import Collective, Payload
+from gradtide.scheme import parse
 from gradtide.testing import check_law, lockstep
 
 CLUSTERS = [(1, 2), (2, 2), (3, 2), (2, 3), (4, 2), (2, 4), (4, 4), (3, 5)]
+STEPS = 6  # of which bytes are counted
 SPARSE = [make for make in COLLECTIVES if hasattr(make, "density")]
 
 
@@ -81,22 +83,32 @@ def run(collective: Collective, size: int, shapes: list[Any]) -> list[Tensor]:
 def crossed(make: Any, hosts: int, local: int) -> float:
     """Bytes that cross a host's link in a step, with so many ranks behind it."""
     size = hosts * local
-    numel, traffic = 9600 * 32, Counter[str]()
+    traffic = Counter[str]()
     rng = torch.Generator().manual_seed(0)
-    flats = [torch.randn(numel, generator=rng).pow(3) for _ in range(size)]
-    loads = [Payload(flat, [flat]) for flat in flats]
+    flats = [torch.randn(480 * 640, generator=rng).pow(3) for _ in range(size)]
+    loads = [Payload(flat, [flat.view(480, 640)]) for flat in flats]
     collective = TwoLevel(make(), local)
-    flows = [collective.reduce(p, Group(r, size)) for r, p in enumerate(loads)]
-    lockstep(flows, traffic)
+    for _ in range(STEPS):
+        flows = [collective.reduce(p, Group(r, size)) for r, p in enumerate(loads)]
+        lockstep(flows, traffic)
+        for flat in flats:
+            flat += torch.randn(flat.shape, generator=rng).pow(3)
     traffic.pop("rounds")
-    return sum(traffic.values()) / size
+    return sum(traffic.values()) / size / STEPS
 
 
 @pytest.mark.parametrize("local", [2, 4])
 @pytest.mark.parametrize(
     "make",
-    [Dense, lambda: Dense("bf16"), lambda: TopKA2A(0.05), lambda: OkTopk(0.05)],
-    ids=["dense", "bf16", "topka2a", "oktopk"],
+    [
+        Dense,
+        lambda: Dense("bf16"),
+        lambda: TopKA2A(0.05),
+        lambda: OkTopk(0.05),
+        lambda: parse("exdyna(0.05)").collective,
+        lambda: ACPSGD(4),
+    ],
+    ids=["dense", "bf16", "topka2a", "oktopk", "exdyna", "acpsgd"],
 )
 def test_a_link_carries_the_same_however_many_ranks_there_are(
     make: Any, local: int
@@ -144,5 +156,5 @@ def _to_cut(collective: Collective, payload: Payload, group: Group) -> Any:
 def test_hosts_must_be_of_one_size() -> None:
     with pytest.raises(ValueError, match="3 ranks are not hosts of 2"):
         next(TwoLevel(Dense(), 2).reduce(Payload(torch.ones(6), []), Group(0, 3)))
-    with pytest.raises(ValueError, match="local=0"):
+    with pytest.raises(ValueError, match="hosts=0"):
         TwoLevel(Dense(), 0)

@@ -26,16 +26,14 @@ def over_nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     pg: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     passed_on = {"gather_objects": None, "close": None, "progress": None}
-    control: Any = SimpleNamespace(ranks_per_host=1, **passed_on)
+    control: Any = SimpleNamespace(hosts=((0,),), **passed_on)
     return nccl.NcclTransport(pg, control)
 
 
 def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch, "Stream", lambda device: None)
     passed_on = {"gather_objects": None, "close": None, "carried": None}
-    host: Any = SimpleNamespace(
-        group=None, progress=None, ranks_per_host=1, **passed_on
-    )
+    host: Any = SimpleNamespace(group=None, progress=None, hosts=((0,),), **passed_on)
     return staged.StagedTransport(host, torch.device("cuda"))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradtide.core.levels import levels_of
 from gradtide.core.ops import Flow, Group
 from gradtide.kfac.flows import Piece, Share, Sum
 from gradtide.testing import lockstep
@@ -30,7 +31,11 @@ def parts(size: int, numel: int) -> list[int]:
 
 
 def summed(
-    size: int, sizes: list[int] | None, wire: torch.dtype | None, numel: int = 103
+    size: int,
+    sizes: list[int] | None,
+    wire: torch.dtype | None,
+    numel: int = 103,
+    local: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, Counter[str]]:
     flats = inputs(size, numel)
     expected = torch.stack(flats).sum(0)
@@ -40,17 +45,30 @@ def summed(
 
     def flow(rank: int) -> Flow:
         algorithm = Sum(flats[rank], sizes, wire, numbers[rank], lambda: told.append(1))
-        return algorithm.run(Group(rank, size))
+        return by_levels(algorithm, rank, size, local)
 
     lockstep([flow(rank) for rank in range(size)], traffic)
     assert len(told) == size
     return flats, numbers, expected, traffic
 
 
+def by_levels(flow: Sum | Share, rank: int, size: int, local: int | None) -> Flow:
+    """A rank's flow as the engine would drive it where hosts have `local` ranks."""
+    group = Group(rank, size)
+    levels = levels_of(group, local)
+    run = flow.run(group, levels)
+    return run if levels is None else levels.carried(run)
+
+
+RANKS = [(1, None), (2, None), (3, None), (4, None), (8, None), (4, 2), (6, 2), (6, 3)]
+
+
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_everybody_gets_the_sum(size: int, wire: torch.dtype | None) -> None:
-    flats, numbers, expected, _ = summed(size, None, wire)
+@pytest.mark.parametrize(("size", "local"), RANKS)
+def test_everybody_gets_the_sum(
+    size: int, local: int | None, wire: torch.dtype | None
+) -> None:
+    flats, numbers, expected, _ = summed(size, None, wire, 1003, local)
     for flat, number in zip(flats, numbers, strict=True):
         close = 0.02 * size if wire is not None and size > 1 else 1e-5
         torch.testing.assert_close(flat, expected, rtol=close, atol=close)
@@ -59,10 +77,12 @@ def test_everybody_gets_the_sum(size: int, wire: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_owners_get_their_part_of_the_sum(size: int, wire: torch.dtype | None) -> None:
-    sizes = parts(size, 103)
-    flats, numbers, expected, _ = summed(size, sizes, wire)
+@pytest.mark.parametrize(("size", "local"), RANKS)
+def test_owners_get_their_part_of_the_sum(
+    size: int, local: int | None, wire: torch.dtype | None
+) -> None:
+    sizes = parts(size, 1003)
+    flats, numbers, expected, _ = summed(size, sizes, wire, 1003, local)
     ends = torch.tensor(sizes).cumsum(0).tolist()
     for rank, flat in enumerate(flats):
         own = slice(ends[rank] - sizes[rank], ends[rank])
@@ -81,6 +101,22 @@ def test_sums_for_owners_take_half_of_the_bytes(size: int) -> None:
     assert half <= 0.51 * all_of_it
 
 
+@pytest.mark.parametrize("local", [2, 4])
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_a_link_carries_what_one_rank_would_send(
+    wire: torch.dtype | None, owned: bool, local: int
+) -> None:
+    def crossed(local: int) -> float:
+        size = 4 * local
+        sizes = [8000 // size] * size if owned else None
+        traffic = summed(size, sizes, wire, 8000, local)[3]
+        traffic.pop("rounds")
+        return sum(traffic.values()) / size
+
+    assert crossed(local) == pytest.approx(crossed(1), rel=0.05)
+
+
 PIECES = {
     "all": lambda size: [
         Piece(5 + i, i % 2, frozenset(range(size)) - {i % 2}) for i in range(5)
@@ -92,12 +128,18 @@ PIECES = {
         Piece(2, 0, frozenset({size - 1}) - {0}),
     ],
     "none": lambda size: [],
+    "many": lambda size: [
+        Piece(6 + i, i % size, frozenset(range(i, i + size - 1)) - {i % size, size})
+        for i in range(3)
+    ],
 }
 
 
 @pytest.mark.parametrize("kind", PIECES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_pieces_arrive_where_they_are_needed(kind: str, size: int) -> None:
+@pytest.mark.parametrize(("size", "local"), RANKS)
+def test_pieces_arrive_where_they_are_needed(
+    kind: str, size: int, local: int | None
+) -> None:
     if size == 1 and kind != "none":
         pytest.skip("nobody to send to")
     pieces = PIECES[kind](size)
@@ -117,7 +159,7 @@ def test_pieces_arrive_where_they_are_needed(kind: str, size: int) -> None:
         return Share(pieces, Group(rank, size), CPU, make, take)
 
     shares += [share(rank) for rank in range(size)]
-    flows = [s.run(Group(r, size)) for r, s in enumerate(shares)]
+    flows = [by_levels(s, r, size, local) for r, s in enumerate(shares)]
     lockstep(flows)
     assert sorted(order) == ["make"] * size + ["take"] * size
     for rank, own in enumerate(shares):

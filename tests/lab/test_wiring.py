@@ -83,3 +83,13 @@ def test_each_link_is_shaped_both_ways() -> None:
     assert {f"port{n}" for n in range(5)} <= {
         word for s in shaped for word in s.split()
     }
+
+
+def test_what_a_hosts_ranks_send_each_other_is_shaped_if_asked() -> None:
+    assert "dev lo" not in setup_script(Cluster(2, 2, 1e8))
+    script = setup_script(Cluster(2, 2, 1e8, local_rate=1e9))
+    assert script.count("qdisc add dev lo root tbf rate 1000000000bit") == 2
+    with pytest.raises(ValueError, match="give both"):
+        Cluster(2, 2, local_rate=1e9)
+    with pytest.raises(ValueError, match="choose"):
+        Cluster(2, 2, 1e8, local_rate=1.0)

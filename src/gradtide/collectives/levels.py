@@ -13,26 +13,13 @@ what it leaves is multiplied by their number: the law is about sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradtide.collectives._entries import Steps, wire_dtype
-from gradtide.core.ops import (
-    AllGather,
-    AllReduce,
-    Among,
-    Cut,
-    Flow,
-    Group,
-    Op,
-    ReduceScatter,
-    ToHost,
-)
+from gradtide.collectives._entries import wire_dtype
+from gradtide.core.levels import Hosts, Levels, levels_of
+from gradtide.core.ops import AllGather, Flow, Group, Handover, ReduceScatter
 from gradtide.core.payload import Collective, Payload, Traits, settled, traits
 
 
@@ -48,16 +35,17 @@ class TwoLevel(Traits):
 
     Args:
         collective: What travels between hosts.
-        local: The number of ranks on each host, 1 or more. Ranks are numbered host by
-            host, as torchrun does. With 1, or where all ranks are on one host, the
-            collective is asked as it is.
+        hosts: The number of ranks on each host, 1 or more, where ranks are numbered
+            host by host, as torchrun does. Otherwise the ranks of every host, as many
+            for each. With 1, or where all ranks are on one host, the collective is
+            asked as it is.
 
     Raises:
-        ValueError: `local` is less than 1.
+        ValueError: `hosts` is less than 1.
     """
 
     collective: Collective
-    local: int
+    hosts: Hosts
 
     transparent = True
 
@@ -72,23 +60,25 @@ class TwoLevel(Traits):
         return traits(self.collective).dense_last(state)
 
     def __post_init__(self) -> None:
-        if self.local < 1:
-            raise ValueError(f"TwoLevel(local={self.local}): 1 or more ranks on a host")
+        if isinstance(self.hosts, int) and self.hosts < 1:
+            raise ValueError(f"TwoLevel(hosts={self.hosts}): 1 or more ranks on a host")
+
+    def hands_over(self, size: int) -> bool:
+        divisible = traits(settled(self.collective)).divisible
+        return divisible and levels_of(Group(0, size), self.hosts) is not None
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
-        hosts, rest = divmod(group.size, self.local)
-        if rest:
-            raise ValueError(f"{group.size} ranks are not hosts of {self.local} each")
-        if self.local == 1 or hosts == 1:
-            return (yield from self.collective.reduce(payload, group))
-        levels = _Levels(group, self.local)
+        levels = levels_of(group, self.hosts)
+        flow = self.collective.reduce
+        if levels is None:
+            return (yield from flow(payload, group))
         if not traits(settled(self.collective)).divisible:
-            flow = self.collective.reduce(payload, group)
-            return (yield from _driven(flow, partial(_by_levels, levels=levels)))
+            return (yield from levels.carried(flow(payload, group)))
         return (yield from self._by_parts(payload, levels))
 
-    def _by_parts(self, payload: Payload, levels: _Levels) -> Flow:
-        flat, own = payload.flat, levels.part(payload.flat)
+    def _by_parts(self, payload: Payload, levels: Levels) -> Flow:
+        flat = payload.flat
+        own = _part(flat, levels)
         shard = _shard(payload, own)
         dense = traits(self.collective).dense
         if not dense:
@@ -96,51 +86,33 @@ class TwoLevel(Traits):
             wire = getattr(settled(self.collective), "wire", None)
             payload.check_all_finite(wire_dtype(flat.dtype, wire))
         yield levels.inside(ReduceScatter(flat))
-        own.div_(self.local)
+        own.div_(levels.local)
         if not dense:
             _clear_others(flat, own)
+        yield Handover()
         empty = False
         try:
             flow = self.collective.reduce(shard, levels.outer)
-            mean = yield from _driven(flow, partial(_across, levels=levels))
+            mean = yield from levels.between(flow)
             empty = mean.data_ptr() == own.data_ptr()
         finally:  # also of a flow that is closed at its cut
             if not (dense or empty):
-                own.mul_(self.local)
-            payload.num_sent += shard.num_sent * self.local
+                own.mul_(levels.local)
+            payload.num_sent += shard.num_sent * levels.local
             payload.nonfinite = payload.nonfinite + shard.nonfinite
             shard.num_sent, shard.nonfinite = 0, 0.0
         whole, part = flat, own
         if not empty:
             whole = payload.mean_buffer()
-            part = levels.part(whole).copy_(mean)
+            part = _part(whole, levels).copy_(mean)
+        yield Handover()
         yield levels.inside(AllGather(part, into=whole))
         return whole
 
 
-class _Levels:
-    """This rank's place in its host, and its host's among the hosts."""
-
-    def __init__(self, group: Group, local: int) -> None:
-        self.group, self.hosts = group, group.size // local
-        host, self.place = divmod(group.rank, local)
-        self.outer = Group(host, self.hosts)
-        self._inside = range(host * local, (host + 1) * local)
-        self._across = range(self.place, group.size, local)
-
-    @property
-    def local(self) -> int:
-        return len(self._inside)
-
-    def part(self, x: Tensor) -> Tensor:
-        """This rank's part of what its host has, a view."""
-        return x.view(self.local, -1)[self.place]
-
-    def inside(self, op: Any) -> Among:
-        return Among(op, self._inside, inside=True)
-
-    def across(self, op: Any) -> Among:
-        return Among(op, self._across)
+def _part(x: Tensor, levels: Levels) -> Tensor:
+    """This rank's part of what its host has, a view."""
+    return x.view(levels.local, -1)[levels.place]
 
 
 def _shard(payload: Payload, own: Tensor) -> Payload:
@@ -176,79 +148,6 @@ def _clear_others(flat: Tensor, own: Tensor) -> None:
     flat[begin + len(own) :].zero_()
 
 
-def _driven(flow: Flow, carried: Callable[[Any], Steps]) -> Flow:
-    """A flow each of whose requests is carried out by another one."""
-    answer: Any = None
-    try:
-        while True:
-            answer = yield from carried(flow.send(answer))
-    except StopIteration as stop:
-        result: Tensor = stop.value
-        return result
-    finally:
-        flow.close()
-
-
-def _across(asked: Any, levels: _Levels) -> Steps:
-    """Ask the owners of the same part on other hosts."""
-    if isinstance(asked, tuple):
-        return (yield tuple(_outer(op, levels) for op in asked))
-    return (yield _outer(asked, levels))
-
-
-def _outer(op: Op, levels: _Levels) -> Op:
-    return op if isinstance(op, Cut | ToHost) else levels.across(op)
-
-
-def _by_levels(asked: Any, levels: _Levels) -> Steps:
-    """Ask all ranks, for sums and gathers inside hosts first, or last."""
-    match asked:
-        case AllReduce(tensor=x):
-            return (yield from _all_reduce(x, levels))
-        case ReduceScatter(tensor=x) if _even(asked):
-            return (yield from _reduce_scatter(x, levels))
-        case AllGather() if _even(asked):
-            return (yield from _all_gather(asked, levels))
-    return (yield asked)
-
-
-def _all_reduce(x: Tensor, levels: _Levels) -> Flow:
-    short = -x.numel() % levels.local
-    padded = torch.nn.functional.pad(x.flatten(), (0, short))
-    own = yield levels.inside(ReduceScatter(padded))
-    yield levels.across(AllReduce(own))
-    yield levels.inside(AllGather(own, into=padded))
-    return x.copy_(padded[: x.numel()].view(x.shape))
-
-
-def _reduce_scatter(x: Tensor, levels: _Levels) -> Flow:
-    """Parts in rank order: of each host, that of this rank's place comes here."""
-    rows = x.view(levels.hosts, levels.local, -1).transpose(0, 1).flatten()
-    own = yield levels.inside(ReduceScatter(rows))
-    part = yield levels.across(ReduceScatter(own))
-    return x.view(levels.group.size, -1)[levels.group.rank].copy_(part)
-
-
-def _all_gather(op: AllGather, levels: _Levels) -> Flow:
-    part = op.tensor.flatten()
-    own = yield levels.across(AllGather(part, into=_room(part, levels.hosts)))
-    whole = yield levels.inside(AllGather(own, into=_room(own, levels.local)))
-    rows = whole.view(levels.local, levels.hosts, -1).transpose(0, 1)
-    if op.into is not None:
-        op.into.view(rows.shape).copy_(rows)
-        return op.into
-    together: Tensor = rows.flatten()
-    return together if op.sizes is not None else together.view(-1, *op.tensor.shape)
-
-
-def _even(op: ReduceScatter | AllGather) -> bool:
-    return op.sizes is None or len(set(op.sizes)) == 1
-
-
-def _room(x: Tensor, times: int) -> Tensor:
-    return x.new_empty(times * x.numel())
-
-
-def by_levels(collective: Collective, local: int | None) -> Collective:
-    """The collective, between hosts that have `local` ranks each (None: one)."""
-    return collective if local in (None, 1) else TwoLevel(collective, local)
+def by_levels(collective: Collective, hosts: Hosts | None) -> Collective:
+    """The collective, between hosts of several ranks (None: of one)."""
+    return collective if hosts in (None, 1) else TwoLevel(collective, hosts)

@@ -6,6 +6,12 @@ submitted, and in which order, is decided by the training thread from the progra
 launches in plan order, releases in forward order. Nothing looks at completion, time or
 load, so every rank puts the same requests on the wire in the same order (guard:
 tests/core/test_engine.py).
+
+[Note: Two links] A flow that hands links over has three stages: inside the host,
+between hosts, inside again. The middle ones of all flows run in that order, and so do
+the first and the last, each beside the others: while one bucket is between hosts, the
+next is summed inside and the one before is told inside. Which stages a submission has
+is known when it is submitted.
 """
 
 from __future__ import annotations
@@ -20,7 +26,17 @@ from torch import Tensor
 # torch.profiler.record_function costs 30 us a call, this 1 us, with no profiler on.
 from torch._C._profiler import _RecordFunctionFast as record_function
 
-from gradtide.core.ops import Cut, Flow, Group, Op, ToHost, name_of
+from gradtide.core.levels import Levels
+from gradtide.core.ops import (
+    Cut,
+    Flow,
+    Group,
+    Handover,
+    Op,
+    ToHost,
+    is_inside,
+    name_of,
+)
 from gradtide.core.telemetry import Record, Telemetry
 from gradtide.core.transport import CommunicationError, Ticket, Transport
 
@@ -32,6 +48,7 @@ class InFlight:
     name: str
     flow: Flow
     hold: bool = False
+    hands_over: bool = False  # see [Note: Two links]
     begun: bool = False  # has selected what to send
     turned: bool = False  # is past its Cut
     ticket: Ticket | None = None
@@ -55,6 +72,7 @@ class Engine:
     ) -> None:
         self.transport, self.clock = transport, clock
         self.telemetry = Telemetry()
+        self.levels: Levels | None = None  # where hosts have several ranks
 
     @property
     def group(self) -> Group:
@@ -62,27 +80,45 @@ class Engine:
         return self.transport.group
 
     def launch(
-        self, name: str, flow: Flow, hold: bool = False, settled: bool = False
+        self,
+        name: str,
+        flow: Flow,
+        hold: bool = False,
+        settled: bool = False,
+        hands_over: bool = False,
     ) -> InFlight:
         """Send a flow on its way; what it works on is its own until it is finished.
 
         It may select what to send while what was launched before is still on its way;
-        or, with `settled`, only when all of that is at its cut or its end.
+        or, with `settled`, only when all of that is at its cut or its end. A flow that
+        `hands_over` links has three stages, see [Note: Two links].
         """
-        flight = InFlight(name, flow, hold)
+        flight = InFlight(name, flow, hold, hands_over)
 
         def begin() -> None:
             self._resume(flight)
 
         def work() -> None:
-            self._run(flight, hold)
+            # A flow that is held has its last stage when it is released: if it has no
+            # cut, it is not held and has it here.
+            self._run(flight, hold, through=hold)
 
         def both() -> None:
             begin()
             work()
 
-        turns = (_nothing, both) if settled else (begin, work)
-        flight.ticket = self.transport.submit(*turns)
+        def first() -> None:
+            begin()
+            self._run(flight, hold)
+
+        if settled:
+            flight.ticket = self.transport.submit(_nothing, both, settled=True)
+        elif hands_over:
+            flight.ticket = self.transport.submit(
+                begin, work, before=first, after=None if hold else self._last(flight)
+            )
+        else:
+            flight.ticket = self.transport.submit(begin, work)
         return flight
 
     def wait(self, flight: InFlight) -> None:
@@ -90,7 +126,12 @@ class Engine:
         self._join(flight)
 
     def release(self, flight: InFlight) -> None:
-        """Start a second half. The first to be needed is released first."""
+        """Start a second half. The first to be needed is released first.
+
+        What is not held is on its way to its end already.
+        """
+        if not flight.hold:
+            return
 
         def leave() -> None:
             # Not yet at its cut if this begins early, not again if it did.
@@ -103,7 +144,8 @@ class Engine:
             self._run(flight, hold=False)
 
         flight.hold = False
-        flight.ticket = self.transport.submit(leave, run)
+        after = self._last(flight) if flight.hands_over else None
+        flight.ticket = self.transport.submit(leave, run, after=after)
 
     def finish(self, flight: InFlight) -> Any:
         """Wait for a flow that is not held; returns what it came to."""
@@ -125,14 +167,31 @@ class Engine:
             answer: Tensor = yield op() if callable(op) else op
             return answer
 
-        flight = self.launch(name, flow(), settled=settled)
+        flight = self.launch(name, self.carried(flow()), settled=settled)
         return lambda: self.finish(flight)
+
+    def carried(self, flow: Flow) -> Flow:
+        """A flow made for all ranks, carried out host by host where there are levels.
+
+        That of a bucket is made for levels already.
+        """
+        return flow if self.levels is None else self.levels.carried(flow)
 
     def _join(self, flight: InFlight) -> None:
         assert flight.ticket is not None
         start = self.clock()
         flight.ticket.join()
         self.telemetry.wait(start, self.clock())
+
+    def _last(self, flight: InFlight) -> Callable[[], None]:
+        """The last stage of a flow that hands links over."""
+
+        def after() -> None:
+            if isinstance(flight.asked, Handover):
+                self._resume(flight)
+                self._run(flight, hold=False)
+
+        return after
 
     def _resume(self, flight: InFlight, answer: Any = None) -> None:
         """Run a flow to what it asks for next, and start that (on the queue)."""
@@ -142,10 +201,12 @@ class Engine:
         except StopIteration as stop:
             flight.asked, flight.mean = None, stop.value
             return
-        if not flight.begun:
+        flight.asked = asked
+        if isinstance(asked, Handover):
+            return
+        if not (flight.begun or is_inside(asked)):
             flight.begun = True
             self.telemetry.select_seconds += self.clock() - start
-        flight.asked = asked
         if isinstance(asked, Cut):
             return
         ops = asked if isinstance(asked, tuple) else (asked,)
@@ -155,10 +216,17 @@ class Engine:
             flight.pending = [self.transport.issue(op) for op in ops]
         flight.sent = self.transport.payload_bytes - sent
 
-    def _run(self, flight: InFlight, hold: bool) -> None:
-        """Drive a flow to its end, or to its cut if it holds there (on the queue)."""
+    def _run(self, flight: InFlight, hold: bool, through: bool = False) -> None:
+        """Drive a flow to its end, or to its cut if it holds there (on the queue).
+
+        It ends where links are handed over, too, unless it is to go `through`.
+        """
         while flight.asked is not None:
-            if not isinstance(flight.asked, Cut):
+            if isinstance(flight.asked, Handover):
+                if not through:
+                    return
+                self._resume(flight)
+            elif not isinstance(flight.asked, Cut):
                 self._resume(flight, self._answer(flight))
             elif hold:
                 flight.turned, flight.part = True, flight.asked.part
@@ -177,8 +245,10 @@ class Engine:
             except CommunicationError as error:
                 raise CommunicationError(f"{error} [{flight.name}]") from error
         if flight.label != ToHost.__name__:  # which does not travel
+            assert flight.asked is not None
             seen = flight.name, flight.label, flight.sent, start, self.clock()
-            self.telemetry.record(Record(*seen, flight.turned))
+            inside = is_inside(flight.asked)
+            self.telemetry.record(Record(*seen, flight.turned, inside))
         return answers if isinstance(flight.asked, tuple) else answers[0]
 
 

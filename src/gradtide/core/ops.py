@@ -104,6 +104,16 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Handover:
+    """What follows travels over another link: what comes next may have this one.
+
+    A flow that asks for it is launched as one that does (`Traits.hands_over`): inside
+    the host up to the first, between hosts up to the second, inside again to its end.
+    There is no answer.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Among:
     """Answer: that of `op`, asked among some `ranks` of the group alone.
 
@@ -118,11 +128,11 @@ class Among:
 
 
 Message: TypeAlias = AllReduce | ReduceScatter | AllGather | AllToAll | Swap | Broadcast
-Op: TypeAlias = Message | Among | ToHost | Cut
+Op: TypeAlias = Message | Among | ToHost | Cut | Handover
 Flow: TypeAlias = Generator[Op | tuple[Op, ...], Any, Tensor]
 
 
-def message_of(op: Op) -> Message | ToHost | Cut:
+def message_of(op: Op) -> Message | ToHost | Cut | Handover:
     """What is asked, of all ranks or of some."""
     return op.op if isinstance(op, Among) else op
 
@@ -130,6 +140,12 @@ def message_of(op: Op) -> Message | ToHost | Cut:
 def name_of(op: Op) -> str:
     """What a request is called in records: by what travels."""
     return type(message_of(op)).__name__
+
+
+def is_inside(op: Op | tuple[Op, ...]) -> bool:
+    """Whether nothing of a request, or of any of some, crosses a host's link."""
+    several = op if isinstance(op, tuple) else (op,)
+    return all(isinstance(one, Among) and one.inside for one in several)
 
 
 def subgroup(op: Among, group: Group) -> Group:

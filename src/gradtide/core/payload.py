@@ -164,6 +164,10 @@ class Traits:
     small = 0  # bytes up to which values travel in another way
     divisible = True  # works on any slice of a bucket as well as on the whole
 
+    def hands_over(self, size: int) -> bool:
+        """Whether its flows ask for a `Handover` among so many ranks."""
+        return False
+
     @property
     def uses_optimizer_momentum(self) -> bool:
         """Whether `with_momentum(a, b)` computes the optimizer's: u = a u + b g."""

@@ -19,6 +19,7 @@ class Record(NamedTuple):
     start: float
     end: float
     second: bool = False  # after the turn of its exchange
+    inside: bool = False  # a host, beside what is between hosts
 
 
 @dataclass

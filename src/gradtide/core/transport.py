@@ -35,10 +35,16 @@ class Transport(Protocol):
     `issue` and `wait` are called from submitted work only; `issue` does not wait.
     `begin` is the part of a submission that does not wait either: it may run early,
     while all that is left of the work before it is waiting.
+
+    Where links inside and between hosts can be busy at the same time, `before` and
+    `after` are what a submission has to do inside. Each of the three runs in the order
+    of submission, and beside the other two: a submission's `before` beside the `work`
+    of earlier ones, its `after` beside that of later ones. A submission that is
+    `settled` works when all earlier ones are through, with what they do after, too.
     """
 
     group: Group
-    ranks_per_host: int  # 1 where hosts have unlike numbers
+    hosts: tuple[tuple[int, ...], ...]  # the ranks of each, by their first
     progress: Progress
 
     @property
@@ -46,7 +52,15 @@ class Transport(Protocol):
         """Bytes that this rank has sent since it was connected."""
         ...
 
-    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket: ...
+    def submit(
+        self,
+        begin: Callable[[], None],
+        work: Callable[[], None],
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        settled: bool = False,
+    ) -> Ticket: ...
     def carried(self, total: float, largest: float, smallest: float) -> float:
         """Bytes that a link passes while parts are summed, each for its owner.
 

@@ -146,8 +146,7 @@ def comm_hook(
     transport = connect(process_group, torch.device(device))
 
     def prepare() -> tuple[Scheme, dict[str, str]]:
-        size, local = transport.group.size, transport.ranks_per_host
-        chosen = with_levels(as_scheme(scheme), size, local)
+        chosen = with_levels(as_scheme(scheme), transport.hosts)
         collective, schedule = chosen.collective, chosen.schedule
         momentum = uses_optimizer_momentum(collective)
         kfac = chosen.preconditioner is not None

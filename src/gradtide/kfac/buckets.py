@@ -59,7 +59,8 @@ class FactorBucket(Bucket):
         self.flow = Sum(flat, sizes, wire, numbers, told)
 
     def launch(self, engine: Engine, hold: bool = False) -> None:
-        self.flight = engine.launch(self.name, self.flow.run(engine.group), hold)
+        flow = engine.carried(self.flow.run(engine.group, engine.levels))
+        self.flight = engine.launch(self.name, flow, hold)
 
     def finish(self, engine: Engine) -> None:
         """Wait for the sums, if they are on their way; buffers may be used again."""

@@ -2,18 +2,21 @@
 
 Flows like those of the collectives, over buffers of their own, with one piece per
 factor or layer: what travels here is no gradient, and is not counted as one. They know
-sizes, owners and ranks; nothing of layers, inverses or threads.
+sizes, owners and ranks; nothing of layers, inverses or threads. Where hosts have
+several ranks, whoever drives them carries sums and gathers out host by host, and direct
+messages go host by host here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradtide.core.levels import Levels
 from gradtide.core.ops import (
     AllGather,
     AllReduce,
@@ -44,12 +47,12 @@ class Sum:
     numbers: Tensor | None
     arrived: Callable[[], None]
 
-    def run(self, group: Group) -> Flow:
+    def run(self, group: Group, levels: Levels | None = None) -> Flow:
         if group.size > 1:
             # First: all messages of a small one are posted, and numbered, at once.
             along = () if self.numbers is None else (AllReduce(self.numbers),)
             if self.wire is not None:
-                yield from self._sum_cast(self.flat, self.wire, along, group)
+                yield from self._sum_cast(self.wire, along, group, levels)
             elif self.sizes is None:
                 yield (*along, AllReduce(self.flat))
             else:
@@ -60,20 +63,45 @@ class Sum:
         return self.flat
 
     def _sum_cast(
-        self, x: Tensor, dtype: torch.dtype, along: tuple[AllReduce, ...], group: Group
+        self,
+        dtype: torch.dtype,
+        along: tuple[AllReduce, ...],
+        group: Group,
+        levels: Levels | None,
     ) -> Flow:
         """Direct messages: a ring would round the partial sums at every hop."""
-        sizes = self.sizes
+        x, sizes = self.flat, self.sizes
         if sizes is None:  # even parts
             whole, rest = divmod(x.numel(), group.size)
             sizes = [whole + (rank < rest) for rank in range(group.size)]
         own = torch.split(x, list(sizes))[group.rank]
-        everybody = [own.numel()] * group.size
-        *_, rows = yield (*along, AllToAll(x.to(dtype), sizes, everybody))
-        torch.sum(rows.view(group.size, -1), 0, dtype=x.dtype, out=own)
+        if levels is None:
+            yield from _sum_cast(x, sizes, dtype, along, group)
+        else:
+            if along:
+                yield along
+            rows = levels.by_place(x, sizes)
+            part = yield levels.inside(ReduceScatter(rows, levels.shares(sizes)))
+            flow = _sum_cast(part, levels.column(sizes), dtype, (), levels.outer)
+            own.copy_((yield from levels.between(flow)))
         if self.sizes is None:
             x.copy_((yield AllGather(own.to(dtype), sizes)))
         return x
+
+
+def _sum_cast(
+    x: Tensor,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    along: tuple[AllReduce, ...],
+    group: Group,
+) -> Flow:
+    """Sum the ranks' parts, cast, each in its owner's memory; returns this rank's."""
+    own = torch.split(x, list(sizes))[group.rank]
+    everybody = [own.numel()] * group.size
+    *_, rows = yield (*along, AllToAll(x.to(dtype), sizes, everybody))
+    torch.sum(rows.view(group.size, -1), 0, dtype=x.dtype, out=own)
+    return own
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,11 +143,16 @@ class Share:
         # Only of those that this rank has or needs.
         self.views = dict(zip(met, torch.split(self.flat, lengths), strict=True))
 
-    def run(self, group: Group) -> Flow:
+    def run(self, group: Group, levels: Levels | None = None) -> Flow:
         yield Cut(self.flat)
         self.make()
         if self.pieces and group.size > 1:
-            yield from (self._to_all if self.to_all else self._to_some)(group)
+            if self.to_all:
+                yield from self._to_all(group)
+            elif levels is None:
+                yield from self._to_some(group)
+            else:
+                yield from self._by_hosts(levels)
         self.take()
         return self.flat
 
@@ -136,17 +169,68 @@ class Share:
         ranks = range(group.size)
         leaving = [self._between(group.rank, peer) for peer in ranks]
         arriving = [self._between(peer, group.rank) for peer in ranks]
-        sent = [self.views[piece] for row in leaving for piece in row]
-        rows: Tensor = yield AllToAll(
+        asked, got = self._message(leaving, arriving, self.views)
+        self._fill(got((yield asked)))
+        return self.flat
+
+    def _by_hosts(self, levels: Levels) -> Flow:
+        """To one rank of each host that has receivers, who tells those."""
+        here, rank = levels.table[levels.outer.rank], levels.group.rank
+        needs = [
+            {p for p in self.pieces if not p.receivers.isdisjoint(row)}
+            for row in levels.table
+        ]
+        own = [p for p in self.pieces if p.source == rank]
+        sources = [row[levels.place] for row in levels.table]
+        leaving = [
+            [] if host == levels.outer.rank else [p for p in own if p in need]
+            for host, need in enumerate(needs)
+        ]
+        needed = needs[levels.outer.rank]
+        arriving = [
+            [p for p in self.pieces if p.source == source != rank and p in needed]
+            for source in sources
+        ]
+        asked, got = self._message(leaving, arriving, self.views)
+        came = got((yield levels.across(asked)))
+        held = {**self.views, **came}
+
+        def told(by: int, to: int) -> list[Piece]:
+            """What a rank of this host has for another: its own, or what came to it."""
+            column = [row[here.index(by)] for row in levels.table]
+            return [p for p in self.pieces if p.source in column and to in p.receivers]
+
+        leaving = [told(rank, peer) if peer != rank else [] for peer in here]
+        arriving = [told(peer, rank) if peer != rank else [] for peer in here]
+        asked, found = self._message(leaving, arriving, held)
+        self._fill(found((yield levels.inside(asked))))
+        self._fill({p: part for p, part in came.items() if rank in p.receivers})
+        return self.flat
+
+    def _message(
+        self,
+        leaving: Sequence[Sequence[Piece]],
+        arriving: Sequence[Sequence[Piece]],
+        held: Mapping[Piece, Tensor],
+    ) -> tuple[AllToAll, Callable[[Tensor], dict[Piece, Tensor]]]:
+        """Pieces for and from every rank, and what takes the answer apart."""
+        sent = [held[piece] for row in leaving for piece in row]
+        asked = AllToAll(
             torch.cat(sent) if sent else self.flat.new_empty(0),
             [sum(piece.numel for piece in row) for row in leaving],
             [sum(piece.numel for piece in row) for row in arriving],
         )
         got = [piece for row in arriving for piece in row]
-        parts = torch.split(rows, [piece.numel for piece in got])
-        for piece, part in zip(got, parts, strict=True):
+
+        def taken(rows: Tensor) -> dict[Piece, Tensor]:
+            parts = torch.split(rows, [piece.numel for piece in got])
+            return dict(zip(got, parts, strict=True))
+
+        return asked, taken
+
+    def _fill(self, found: Mapping[Piece, Tensor]) -> None:
+        for piece, part in found.items():
             self.views[piece].copy_(part)
-        return rows
 
     def _between(self, source: int, receiver: int) -> list[Piece]:
         return [

@@ -142,8 +142,9 @@ class LayerGroup:
         self._finish("gradient")
 
     def _launch(self, what: str, share: Share, hold: bool = False) -> None:
-        name, flow = f"kfac.{what}{self._number}", share.run(self._engine.group)
-        self._in_flight[what] = self._engine.launch(name, flow, hold)
+        engine, name = self._engine, f"kfac.{what}{self._number}"
+        flow = engine.carried(share.run(engine.group, engine.levels))
+        self._in_flight[what] = engine.launch(name, flow, hold)
 
     def _finish(self, what: str) -> bool:
         """Whether it was on its way."""

@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.launch import LabError, launch
-from gradtide.lab.options import RanksPerHost, told
+from gradtide.lab.options import LocalRate, RanksPerHost, local_bits, told
 from gradtide.lab.probe import probe as measure
 from gradtide.lab.probe import table
 from gradtide.lab.rate import parse_rate
@@ -39,6 +39,7 @@ def run(
     hosts: Hosts,
     rate: Rate,
     ranks_per_host: RanksPerHost = 1,
+    local_rate: LocalRate = None,
     mtu: Mtu = 9000,
     timeout: Annotated[
         float | None, Option(help="Seconds after which the run is ended.")
@@ -46,7 +47,8 @@ def run(
 ) -> None:
     """Run a command on every rank of an emulated cluster, as torchrun would."""
     with _ending():
-        cluster = Cluster(hosts, ranks_per_host, parse_rate(rate), mtu)
+        inside = local_bits(local_rate)
+        cluster = Cluster(hosts, ranks_per_host, parse_rate(rate), mtu, inside)
         if timeout is not None and not 0 < timeout < math.inf:
             raise ValueError(f"--timeout {timeout}: seconds, above 0")
         launch(cluster, command, timeout=timeout)

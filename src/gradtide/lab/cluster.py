@@ -18,13 +18,16 @@ PORT = 29500  # free by construction in a namespace that was just made
 class Cluster:
     """So many hosts on one switch, each behind a link of `rate` bits/s each way.
 
-    A rate of None means loopback: one machine, no namespaces, nothing slowed down.
+    A rate of None means loopback: one machine, no namespaces, nothing slowed down. The
+    ranks of a host send each other up to `local_rate` bits/s, all together; None: as
+    much as the machine can.
     """
 
     hosts: int
     ranks_per_host: int = 1
     rate: float | None = None
     mtu: int = 9000
+    local_rate: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= 250:
@@ -33,9 +36,15 @@ class Cluster:
             raise ValueError(f"{self.ranks_per_host} ranks per host: choose 1 to 250")
         if not 1280 <= self.mtu <= 65000:
             raise ValueError(f"an MTU of {self.mtu}: choose 1280 to 65000 bytes")
-        if self.rate is not None and not 1e5 <= self.rate <= 1e11:
+        for rate in (self.rate, self.local_rate):
+            if rate is not None and not 1e5 <= rate <= 1e11:
+                raise ValueError(
+                    f"a rate of {rate:g} bits/s: choose 100kbit to 100gbit, or none"
+                )
+        if self.local_rate is not None and self.rate is None:
             raise ValueError(
-                f"a rate of {self.rate:g} bits/s: choose 100kbit to 100gbit, or none"
+                "a local rate without a rate: links inside hosts are shaped where "
+                "those between them are; give both"
             )
 
     @property

@@ -39,6 +39,7 @@ def _conclude(
         rate_bits_per_s=spec.rate,
         steps=spec.steps,
         results=found.results,
+        local_rate_bits_per_s=spec.local_rate,
     )
     console.print(table(record, found.facts, console.width))
     out.mkdir(parents=True, exist_ok=True)

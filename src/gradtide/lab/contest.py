@@ -35,6 +35,8 @@ class Place(Protocol):
     def ranks_per_host(self) -> int: ...
     @property
     def rate(self) -> float | None: ...
+    @property
+    def local_rate(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Contest(Generic[S, T]):
         """
         cluster = None
         if rank is None:
-            cluster = Cluster(spec.hosts, spec.ranks_per_host, spec.rate)
+            place = spec.hosts, spec.ranks_per_host, spec.rate
+            cluster = Cluster(*place, local_rate=spec.local_rate)
         self.check(spec)
         if not rank:
             check_folder("--out", out)

@@ -15,6 +15,9 @@ from gradtide.lab.rate import parse_rate
 
 Hosts = Annotated[int | None, Option(help="Emulated hosts. Not under torchrun.")]
 RanksPerHost = Annotated[int, Option(help="Ranks on each host.")]
+LocalRate = Annotated[
+    str | None, Option(help="Of what a host's ranks send each other, together.")
+]
 Warmup = Annotated[int, Option(help="Steps before the first timed one.")]
 Device = Annotated[str, Option(help="Where gradients are: cpu or cuda.")]
 StepMs = Annotated[
@@ -67,6 +70,15 @@ def torchrun() -> Torchrun | None:
         words = ", ".join(f"{name}={given[name]}" for name in _PLACE)
         raise ValueError(f"{words} do not fit together: {remedy}")
     return found
+
+
+def local_bits(rate: str | None) -> float | None:
+    """Bits/s inside hosts. Raises ValueError where torchrun has started this."""
+    if rate is not None and "RANK" in os.environ:
+        raise ValueError(
+            "torchrun has started this on real hosts: leave out --local-rate"
+        )
+    return None if rate is None else parse_rate(rate)
 
 
 def layout(

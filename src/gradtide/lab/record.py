@@ -60,9 +60,12 @@ class Record:
     rate_bits_per_s: float | None
     steps: int
     results: list[Result]
+    local_rate_bits_per_s: float | None = None  # left out where nothing is shaped
 
     def dumps(self) -> str:
         fields: dict[str, Any] = asdict(self)
+        if self.local_rate_bits_per_s is None:
+            del fields["local_rate_bits_per_s"]
         for result in fields["results"]:
             for name in ("evaluation", "became", "stages"):
                 if result[name] is None:

@@ -31,6 +31,7 @@ class Spec:
     step_ms: float | None = None
     trace: Path | None = None
     seed: int = 0
+    local_rate: float | None = None  # of what a host's ranks send each other
 
     @property
     def size(self) -> int:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from gradtide.core.telemetry import Interval, Record
 from gradtide.lab.trial import Step
 
-COMPUTE, WIRE = "compute", "wire"
-_LANES = {COMPUTE: 0, WIRE: 1}
+COMPUTE, WIRE, INSIDE = "compute", "wire", "inside the host"
+_LANES = {COMPUTE: 0, WIRE: 1, INSIDE: 2}
 _MICROSECONDS = 1e6  # of a second: what the format counts in
 
 
@@ -54,7 +54,7 @@ def spans(
         Span(COMPUTE, "waiting", backward, backward + waited[2]),
         Span(COMPUTE, "apply", backward + waited[2], end),
         *(
-            Span(WIRE, f"{r.bucket} {r.request}", r.start, r.end)
+            Span(INSIDE if r.inside else WIRE, f"{r.bucket} {r.request}", *r[3:5])
             for r in records
             if r.end > zero and r.start < end
         ),

@@ -40,6 +40,10 @@ link's rate on each host, times the limit given by the rate alone, median of 5:
     all-to-all of irecv, then isend     1.039      1.031     1.040
     all-to-all (Gloo's own)             1.45       1.42      1.39
 
+[Note: Inside a host] The ranks of a host talk to each other by its own address, which
+the kernel takes over loopback: as fast as the machine is, or, with a local rate,
+through a bucket as well, which all of them share.
+
 Gloo's own all-to-all sends before it says what it can receive, so that these words wait
 behind its data and links stand idle meanwhile: the loss is Gloo's, not the lab's.
 """
@@ -51,6 +55,7 @@ from dataclasses import dataclass
 from gradtide.lab.cluster import INTERFACE, Cluster, address, host_name
 
 SWITCH = "lab-switch"  # the namespace that holds the bridge
+LOOPBACK_MTU = 9000  # where it is shaped: as between hosts
 _LIMIT = 256 << 20  # bytes that may queue; above the sum of all windows
 
 
@@ -91,6 +96,7 @@ def setup_script(cluster: Cluster) -> str:
             *_batch(f"ip -netns {SWITCH}", _switch(ports, cluster.mtu, link)),
             *_batch(f"tc -netns {SWITCH}", shaped),
             *(line for host in hosts for line in _host(host, link, bucket)),
+            *(line for host in hosts for line in _inside(host, cluster.local_rate)),
         ]
     )
 
@@ -123,6 +129,19 @@ def _switch(ports: list[str], mtu: int, link: Shape) -> list[str]:
         lines.append(f"link add {port} {end} type veth peer {peer}")
         lines.append(f"link set {port} master bridge0 addrgenmode none up")
     return [*lines, "link set bridge0 addrgenmode none up"]
+
+
+def _inside(host: int, rate: float | None) -> list[str]:
+    """What the ranks of a host send each other goes over its loopback."""
+    if rate is None:
+        return []
+    link = shape(rate, LOOPBACK_MTU)
+    bucket = f"root tbf rate {rate:.0f}bit burst {link.burst} limit {_LIMIT}"
+    device = f"link set lo mtu {LOOPBACK_MTU} gso_max_size {link.segment}"
+    return [
+        *_batch(f"ip -netns {host_name(host)}", [device]),
+        *_batch(f"tc -netns {host_name(host)}", [f"qdisc add dev lo {bucket}"]),
+    ]
 
 
 def _host(host: int, link: Shape, bucket: str) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 
 from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
+from gradtide.core.levels import levels_of
 from gradtide.core.ops import AllReduce
 from gradtide.core.payload import settled, traits
 from gradtide.core.step import Stage
@@ -43,6 +44,7 @@ class Actions:
         self.trace, self.transport = trace, transport
         self.device = transport.network.device
         self.engine = Engine(transport, transport.clock)
+        self.engine.levels = levels_of(transport.group, scheme.levels)
         self.local = scheme.schedule.launch == "step"
         self.count = 1  # of steps: as if it had gone on for long
         # Seconds of the training thread; "apply" is the optimizer's and K-FAC's.

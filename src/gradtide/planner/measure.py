@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from gradtide.core.levels import alike
 from gradtide.planner.bench import Bench
 from gradtide.planner.cost import FREE
 from gradtide.planner.fit import Point, beyond_burst, fit
@@ -53,7 +54,8 @@ def measure(transport: Transport, budget: float, device: torch.device) -> Networ
     Raises RankError where a rank fails by itself, CommunicationError where one is lost.
     """
     bench = Bench(transport, device)
-    size, local = transport.group.size, transport.ranks_per_host
+    size, found = transport.group.size, alike(transport.hosts)
+    local = found if isinstance(found, int) else len(found[0])
     local = 1 if local == size else local  # the ranks of a single host: so many hosts
     like = Network(size // local, local, FREE)
     inter, _ = measure_link(bench, like, SHARES[0] * budget)

@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from gradtide.core.levels import rows
 from gradtide.planner.device import TYPICAL as TYPICAL
 from gradtide.planner.device import Device as Device
 from gradtide.planner.device import Line as Line
@@ -127,6 +128,11 @@ class Network:
     def size(self) -> int:
         """The number of ranks."""
         return self.hosts * self.ranks_per_host
+
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every host."""
+        return rows(self.size, self.ranks_per_host)
 
     @property
     def share(self) -> float:

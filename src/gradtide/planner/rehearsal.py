@@ -22,7 +22,7 @@ import torch
 
 from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
-from gradtide.core.ops import Cut, Flow, Group, message_of
+from gradtide.core.ops import Cut, Flow, Group, Handover, message_of
 from gradtide.core.payload import Collective, Payload, Traits, settled, traits
 from gradtide.planner.device import Device
 from gradtide.planner.flows import LOCKSTEP, Act, Script, Shapes, by_numbers, by_shapes
@@ -105,7 +105,7 @@ def _without_sorting(script: Script) -> Script:
 def _selecting(script: Script, selector: str, scanned: float) -> Script:
     """With its selection before all else, unless nothing sparse is sent."""
     asked = [message_of(op) for act in script.acts for op in act.asked]
-    sent = [op.tensor.dtype for op in asked if not isinstance(op, Cut)]
+    sent = [op.tensor.dtype for op in asked if not isinstance(op, Cut | Handover)]
     if torch.uint8 not in sent:
         return script
     first, *others = script.acts
@@ -171,7 +171,7 @@ def _seconds(work: Work, selector: str, device: Device) -> float:
 
 def like_replicas(scheme: Scheme, network: Network) -> Scheme:
     """The scheme with the levels that `replicate` would find on such a network."""
-    return with_levels(scheme, network.size, network.ranks_per_host)
+    return with_levels(scheme, network.members)
 
 
 def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:

@@ -10,6 +10,10 @@ order is a function of the program (guard: tests/planner/test_virtual.py).
 [Note: Moments to begin early] The real queue looks for the next item where a request
 has posted all its messages: a ring near its end, direct messages once the last has
 left, swaps at any time, and Gloo's own collectives only when they start.
+
+[Note: Lanes] What items do inside hosts before and after runs on a time of its own
+each, in the order of submission, as in the lanes of the real queue. It shares its link
+with nothing that is between hosts.
 """
 
 from __future__ import annotations
@@ -19,13 +23,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gradtide.core import ops
-from gradtide.core.ops import Cut, Group, Message, Op, ToHost
+from gradtide.core.ops import Cut, Group, Handover, Message, Op, ToHost
 from gradtide.core.transport import Progress
 from gradtide.planner import cost
 from gradtide.planner.intervals import Interval, held_up, stretched, union
 from gradtide.planner.network import Network
 from gradtide.planner.sketch import shaped
 from gradtide.transport.ring import AHEAD, carried
+
+MOST = 1 << 62  # bytes: any number
 
 
 @dataclass
@@ -42,10 +48,17 @@ class Window:
 
 @dataclass
 class WorkItem:
-    """What was submitted, and when it ends."""
+    """What was submitted: when its work ends, and when all of it does."""
 
     transport: VirtualTransport
+    worked: float = 0.0
     ends: float = 0.0
+
+    def put_off(self, worked: float) -> None:
+        """Its work ends later than it seemed to."""
+        late = max(worked - self.worked, 0.0)
+        self.worked += late
+        self.ends += late
 
     def join(self) -> None:
         self.transport.now = max(self.transport.now, self.ends)
@@ -67,7 +80,7 @@ class Circle(NamedTuple):
 class Pending:
     """A request on its way; None: it starts when it is waited for."""
 
-    op: Message | ToHost | Cut
+    op: Message | ToHost | Cut | Handover
     circle: Circle
     ends: float | None
 
@@ -83,14 +96,14 @@ class VirtualTransport:
     def __init__(self, network: Network, rank: int = 0) -> None:
         self.network = network
         self.group = Group(rank, network.size)
-        self.ranks_per_host = network.ranks_per_host
+        self.hosts = network.members
         self.progress = Progress()
         self.payload_bytes = 0
         self.processor = 0.0  # seconds of the rank's, for exchanges
         self.overhead = 1.0  # times what is counted, that the queue works for longer
         hosts, local = network.hosts, network.ranks_per_host
         self._all = Circle.of(rank, network)
-        inside = replace(network, hosts=1)
+        inside = replace(network, hosts=1, one_hop_bytes=MOST)  # see `transport.gloo`
         # What all ranks of a host send at once goes through its one card.
         shared = network.inter.stretched(local)
         across = replace(network, ranks_per_host=1, inter=shared)
@@ -101,9 +114,12 @@ class VirtualTransport:
         self._until = 0.0  # then it goes on to something else than computing
         self._at: float | None = None  # the queue's time, while it is the queue's turn
         self._wire = 0.0  # busy until then
+        self._inner = 0.0  # and so are the links inside hosts
+        self._lanes = {"before": 0.0, "after": 0.0}  # busy until then
         self._last = WorkItem(self)
         self._windows: list[Window] = []
         self.busy: list[Interval] = []  # when the queue had an item
+        self.inside: list[Interval] = []  # when its other lanes had one; recent ones
         # When a third thread works, as a queue does (None: there is none).
         self.beside: list[Interval] | None = None
         self._worked: list[Interval] = []  # when its processor worked; recent ones
@@ -111,9 +127,40 @@ class VirtualTransport:
 
     # - What a transport does ----------------------------------------------------------
 
-    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> WorkItem:
-        before, now = self._last, self.now
-        windows = self._windows if now < before.ends else []
+    def submit(
+        self,
+        begin: Callable[[], None],
+        work: Callable[[], None],
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        settled: bool = False,
+    ) -> WorkItem:
+        ready = self.now if before is None else self._beside("before", before, self.now)
+        if settled:
+            ready = max(ready, self._lanes["after"])
+        item = self._work(begin, work, ready)
+        if after is not None:
+            item.ends = self._beside("after", after, item.worked)
+        return item
+
+    def _beside(self, lane: str, work: Callable[[], None], start: float) -> float:
+        """What is done inside hosts, see [Note: Lanes]; when it ends."""
+        windows, worked = self._windows, self._worked_for
+        self._windows, self._worked_for = [], 0.0
+        self._at = start = max(start, self._lanes[lane])
+        work()
+        self._lanes[lane] = ends = self._at
+        self._windows, self._worked_for, self._at = windows, worked, None
+        self.inside.append((start, ends))
+        return ends
+
+    def _work(
+        self, begin: Callable[[], None], work: Callable[[], None], now: float
+    ) -> WorkItem:
+        """An item's turn in the main lane, from when it is ready."""
+        before = self._last
+        windows = self._windows if now < before.worked else []
         window = next((w for w in windows if w.last >= now), None)
         if window is not None:
             start, _ = self.busy.pop()
@@ -125,12 +172,12 @@ class VirtualTransport:
             self._worked_for += worked
             self._yield_to(window, before, wire)
         else:
-            self._at = start = max(now, before.ends)
+            self._at = start = max(now, before.worked)
             begin()
-        self._at = max(self._at, before.ends)
+        self._at = max(self._at, before.worked)
         self._windows = []
         work()
-        self._last = WorkItem(self, self._at)
+        self._last = WorkItem(self, self._at, self._at)
         self.busy.append((start, self._at))
         self._at = None
         return self._last
@@ -139,11 +186,11 @@ class VirtualTransport:
         """The item that was waiting goes on later for the one that has begun."""
         assert self._at is not None
         if window is self._windows[-1]:
-            before.ends = max(before.ends, self._at)
+            before.put_off(self._at)
             self._wire = max(wire, self._wire)
         else:
             late = max(self._at, self._wire) - window.ends
-            before.ends += late
+            before.put_off(before.worked + late)
             self._wire = wire + late
 
     def sends(self, op: Op) -> int:
@@ -249,13 +296,15 @@ class VirtualTransport:
     def computed(self, start: float, seconds: float) -> float:
         """When the training thread ends what it begins to compute at `start`."""
         network, beside = self.network, self.beside
-        busy = self.busy if beside is None else union([*self.busy, *beside])
+        self.inside = [i for i in self.inside if i[1] > self.now]
+        others = [*self.inside, *(beside or ())]
+        busy = union([*self.busy, *others]) if others else self.busy
         if network.sharing == 1.0:
             return stretched(start, seconds, busy, network.interference)
         # Time only goes on.
         self._worked = [i for i in self._worked if i[1] > self.now]
-        others = [i for i in beside or () if i[1] > self.now]
-        taken = union([*self._worked, *others])
+        third = [i for i in beside or () if i[1] > self.now]
+        taken = union([*self._worked, *third])
         recent = [i for i in busy if i[1] > start]
         return held_up(
             start, seconds, recent, network.interference, taken, network.sharing
@@ -265,9 +314,12 @@ class VirtualTransport:
         """Put a request behind what is on the wire; when it will have been answered."""
         late = self.network.spread * self._worked_for  # the last of the ranks
         self._worked_for = 0.0
-        start = max(self.clock() + late, self._wire)
         group, network, _ = pending.circle
-        self._wire = start + cost.seconds(pending.op, group, network)
+        seconds = cost.seconds(pending.op, group, network)
+        if pending.circle is self._inside:
+            self._inner = max(self.clock() + late, self._inner) + seconds
+            return self._inner
+        self._wire = max(self.clock() + late, self._wire) + seconds
         return self._wire
 
     def _window(self, pending: Pending, ends: float) -> Window:

@@ -156,6 +156,7 @@ def network(
         str | None,
         Option(help="Of each host's link: emulated; under torchrun, nominal."),
     ] = None,
+    local_rate: options.LocalRate = None,
     seconds: Annotated[
         float, Option(help="To spend, about; very slow links need more.")
     ] = 60.0,
@@ -176,9 +177,8 @@ def network(
         if started is not None and hosts is not None:
             raise ValueError("torchrun has started the ranks: leave out --hosts")
         example = "say what to measure: --hosts 8 --rate 100mbit"
-        plan = Plan(
-            *options.layout(hosts, ranks_per_host, rate, example), seconds, device
-        )
+        there = options.layout(hosts, ranks_per_host, rate, example)
+        plan = Plan(*there, seconds, device, options.local_bits(local_rate))
         reports = started is None or started.rank == 0
         if reports and out is not None:
             check_file("--out", out)

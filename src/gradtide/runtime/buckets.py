@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtide.core.engine import Engine, InFlight
-from gradtide.core.payload import Collective, Payload
+from gradtide.core.payload import Collective, Payload, traits
 from gradtide.core.step import Bucket
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -129,7 +129,8 @@ class GradientBucket(Bucket):
     def launch(self, engine: Engine, hold: bool = False) -> None:
         """Send it on its way; the payload is the flow's until it is finished."""
         flow = self.collective.reduce(self.payload, engine.group)
-        self.flight = engine.launch(self.name, flow, hold)
+        over = traits(self.collective).hands_over(engine.group.size)
+        self.flight = engine.launch(self.name, flow, hold, hands_over=over)
 
     def finish(self, engine: Engine) -> None:
         """Wait for the mean, if an exchange is under way."""

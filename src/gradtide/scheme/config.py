@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
@@ -9,6 +10,7 @@ from gradtide.collectives import Auto, Dense
 from gradtide.collectives.levels import by_levels
 from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.fields import check_fields
+from gradtide.core.levels import Hosts, Members, alike, rows
 from gradtide.core.payload import Collective, layers, traits
 from gradtide.core.schedule import WFBP, Schedule
 from gradtide.fusion import BySize, Fusion
@@ -37,7 +39,8 @@ class Scheme:
             gets them. None, the default, leaves them as they are.
         levels: How many ranks share a host, and its link: they average densely among
             themselves, and only what a host has in common travels by the collective.
-            Ranks are numbered host by host. None, the default, has `replicate` find it
+            Where ranks are not numbered host by host it is the ranks of every host, as
+            many for each: ((0, 2), (1, 3)). None, the default, has `replicate` find it
             out. 1 exchanges among all ranks alike, wherever they are.
 
     Raises:
@@ -50,7 +53,7 @@ class Scheme:
     fusion: Fusion = BySize()  # noqa: RUF009
     schedule: Schedule = WFBP
     preconditioner: KFAC | None = None
-    levels: int | None = None
+    levels: int | tuple[tuple[int, ...], ...] | None = None
 
     @property
     def exchange(self) -> Collective:
@@ -75,10 +78,12 @@ def check(scheme: Scheme) -> Scheme:
             "WFBP or DEAR; a recipe takes a name: recipe('oktopk', schedule='dear')"
         )
     check_fields(scheme)
-    if scheme.levels is not None and scheme.levels < 1:
+    if isinstance(scheme.levels, int) and scheme.levels < 1:
         raise ValueError(
             f"levels={scheme.levels}: the number of ranks on each host, 1 or more"
         )
+    if isinstance(scheme.levels, tuple):
+        _check_hosts(sum(map(len, scheme.levels)), scheme.levels)
     outer, *wrapped = layers(scheme.collective)
     kfac = scheme.preconditioner is not None
     if any(traits(each).undecided for each in wrapped):
@@ -123,19 +128,38 @@ def knows_optimizer(scheme: Scheme) -> bool:
     )
 
 
-def with_levels(scheme: Scheme, size: int, local: int) -> Scheme:
-    """The scheme among `size` ranks, of which every host has `local`.
+def with_levels(scheme: Scheme, members: Members) -> Scheme:
+    """The scheme on hosts that have these ranks.
 
-    Raises ValueError where the scheme itself says otherwise, and that cannot be.
+    Hosts of unlike numbers are divided: 4 and 2 ranks are three hosts of 2. Where that
+    leaves every rank alone, there is a warning. Raises ValueError where the scheme
+    itself says otherwise, and that cannot be.
     """
+    size, found = sum(map(len, members)), alike(members)
     if scheme.levels is None:
-        return replace(scheme, levels=local) if 1 < local < size else scheme
-    if size % scheme.levels:
-        raise ValueError(
-            f"levels={scheme.levels}: {size} ranks cannot be on hosts of "
-            f"{scheme.levels} each; leave levels out, or use levels=1"
-        )
+        counts = [len(host) for host in members]
+        if found == 1 and 1 < max(counts) < size:
+            warnings.warn(
+                f"hosts of {', '.join(map(str, counts))} ranks: no number divides "
+                "these, so each rank sends over its host's link for itself; start "
+                "as many ranks on every host, or say levels=1 to have it so",
+                stacklevel=2,
+            )
+        whole = found in (1, size) or found == members[:1]
+        return scheme if whole else replace(scheme, levels=found)
+    _check_hosts(size, scheme.levels)
+    if isinstance(found, tuple) and scheme.levels == len(found[0]):
+        return replace(scheme, levels=found)
     return scheme
+
+
+def _check_hosts(size: int, hosts: Hosts) -> None:
+    try:
+        rows(size, hosts)
+    except ValueError as error:
+        raise ValueError(
+            f"levels={hosts}: {error}; leave levels out, or use levels=1"
+        ) from None
 
 
 def start(scheme: Scheme) -> Scheme:

@@ -66,7 +66,7 @@ def recipe(
     schedule: Schedule | str | None = None,
     warmup: int = 0,
     momentum_correction: bool = False,
-    levels: int | None = None,
+    levels: int | tuple[tuple[int, ...], ...] | None = None,
     **named: Any,
 ) -> Scheme:
     """Return the scheme of a recipe, with other hyper-parameters.

@@ -2,5 +2,6 @@
 
 from gradtide.core.transport import CommunicationError as CommunicationError
 from gradtide.core.transport import Transport as Transport
+from gradtide.transport.connect import Mesh as Mesh
 from gradtide.transport.connect import ProcessGroup as ProcessGroup
 from gradtide.transport.connect import connect as connect

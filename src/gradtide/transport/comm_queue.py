@@ -1,4 +1,4 @@
-"""A thread that runs work in the order of submission."""
+"""Threads that run work in the order of submission."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ STUCK = 2.0  # seconds to wait for a thread that nothing will wake, perhaps
 class WorkItem:
     """A piece of work and its outcome; the ticket that its submitter holds.
 
-    `begin` does what can be done without waiting, `work` the rest. `number` counts the
-    items of a queue: the same item has the same number on every rank. `late` is called
-    when somebody has waited for long: it says for how many more seconds to wait.
+    `begin` does what can be done without waiting, `work` the rest; `before` and `after`
+    are what other lanes do of it. `number` counts the items of a queue: the same item
+    has the same number on every rank. `late` is called when somebody has waited for
+    long: it says for how many more seconds to wait.
     """
 
     def __init__(
@@ -25,14 +26,21 @@ class WorkItem:
         begin: Callable[[], None],
         work: Callable[[], None],
         late: Callable[[], float],
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        settled: bool = False,
     ) -> None:
         self.number, self.begin, self.work, self._late = number, begin, work, late
+        self.before, self.after, self.settled = before, after, settled
         self.requests = 0  # that it has issued so far
+        self.ready = before is None  # for the main lane
         self.begun = False
         self.error: BaseException | None = None
         # A bare lock, not an Event: that takes four turns of Python's own lock.
-        self._working = threading.Lock()
+        self._working, self._preparing = threading.Lock(), threading.Lock()
         self._working.acquire()
+        if before is not None:
+            self._preparing.acquire()
 
     def join(self) -> None:
         patience = PATIENCE
@@ -42,14 +50,70 @@ class WorkItem:
         if self.error is not None:
             raise self.error
 
+    def await_ready(self) -> None:
+        """Wait for what is done before (in the main lane)."""
+        if not self.ready:
+            self._preparing.acquire()
+
+    def await_end(self) -> None:
+        """Wait until it is through, whatever came of it (in the main lane)."""
+        with self._working:
+            pass
+
+    def prepared(self) -> None:
+        """The main lane may have it."""
+        self.ready = True
+        self._preparing.release()
+
     def finish(self) -> None:
         """Let go of what the work held, and of those who wait."""
         self.begin = self.work = _nothing
+        self.before = self.after = None
         self._working.release()
 
 
+class _Lane:
+    """A daemon thread that takes items in order, once there are any.
+
+    A daemon: a rank that fails must be able to exit while a peer has it waiting.
+    """
+
+    def __init__(self, name: str, take: Callable[[WorkItem], None], none: WorkItem):
+        self.items: deque[WorkItem | None] = deque()
+        self.current = none  # the one that begins or works
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._take, self._waiting = take, SimpleQueue[None]()
+
+    def put(self, item: WorkItem | None) -> None:
+        """Append an item; None ends the thread."""
+        self.items.append(item)
+        self._waiting.put(None)
+        if self.thread.ident is None and item is not None:
+            self.thread.start()
+
+    def ended(self, seconds: float | None) -> bool:
+        """Whether the thread has ended, after so many seconds of waiting at most."""
+        if self.thread.ident is None or self.thread is threading.current_thread():
+            return True
+        self.thread.join(seconds)
+        return not self.thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            self._waiting.get()
+            item = self.items.popleft()
+            if item is None:
+                return
+            self._take(item)
+
+
 class CommQueue:
-    """The communication queue: it runs work items in order on a daemon thread.
+    """The communication queue: it runs work items in order on daemon threads.
+
+    [Note: Lanes] All work is done by the main lane, one item after the other. Where
+    items have something to do inside the host before or after that, two more lanes do
+    so, each in the same order: so links inside and between hosts are busy at the same
+    time, and a lane waits for an earlier one only, never the other way round.
 
     The first error ends the queue: what was submitted behind it never runs, because the
     peers may no longer agree on what comes next; all of it fails with that first error.
@@ -59,45 +123,74 @@ class CommQueue:
     def __init__(self, name: str) -> None:
         self.error: BaseException | None = None
         self.late: Callable[[], float] = lambda: PATIENCE
-        # The one that begins or works.
-        self.current = WorkItem(0, _nothing, _nothing, self._late)
         self.submitted = 0  # items so far
         self._closed = False
-        self._items: deque[WorkItem | None] = deque()
-        self._waiting: SimpleQueue[None] = SimpleQueue()  # one for each item
-        # A daemon: a rank that fails must be able to exit while a peer has it waiting.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        none = WorkItem(0, _nothing, _nothing, self._late)
+        self._before = _Lane(f"{name} before", self._prepare, none)
+        self._main = _Lane(name, self._run, none)
+        self._after = _Lane(f"{name} after", self._complete, none)
+        self._trailing: WorkItem | None = None  # the last that went to the last lane
+        self._main.thread.start()
 
-    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> WorkItem:
+    @property
+    def current(self) -> WorkItem:
+        """The item of this thread's lane, elsewhere that of the main lane."""
+        return self._lane.current
+
+    @property
+    def turn(self) -> tuple[str, int]:
+        """What two items that work or begin at the same time never have in common."""
+        lane = self._lane
+        return lane.thread.name, lane.current.number % 2
+
+    @property
+    def _lane(self) -> _Lane:
+        own = threading.current_thread()
+        others = (lane for lane in (self._before, self._after) if lane.thread is own)
+        return next(others, self._main)
+
+    def submit(
+        self,
+        begin: Callable[[], None],
+        work: Callable[[], None],
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        settled: bool = False,
+    ) -> WorkItem:
         self.submitted += 1
-        item = WorkItem(self.submitted, begin, work, self._late)
-        self._items.append(item)
-        self._waiting.put(None)
+        turns = begin, work, self._late, before, after, settled
+        item = WorkItem(self.submitted, *turns)
+        if before is not None:
+            self._before.put(item)
+        self._main.put(item)
         return item
 
     def begin_next(self) -> None:
-        """Begin the next item, if there is one.
+        """Begin the next item, if there is one that is ready.
 
-        The work of the current one calls this when all that is left of it is waiting.
+        The work of the main lane's item calls this when all that is left of it is
+        waiting; elsewhere it does nothing.
         """
-        item = self._items[0] if self._items else None
-        if item is not None and not item.begun and self.error is None:
+        items = self._main.items
+        item = items[0] if items and self._lane is self._main else None
+        if item is not None and item.ready and not item.begun and self.error is None:
             self._begin(item)
 
     def close(self, seconds: float | None = None) -> bool:
-        """Finish what was submitted and end the thread; returns whether that is done.
+        """Finish what was submitted and end the threads; returns whether that is done.
 
         This waits so many seconds at most, and never long for a queue that failed.
         """
         if not self._closed:
             self._closed = True
-            self._items.append(None)
-            self._waiting.put(None)
-        if self._thread is threading.current_thread():
-            return True
-        self._thread.join(STUCK if self.error is not None else seconds)
-        return not self._thread.is_alive()
+            self._before.put(None)
+            self._main.put(None)
+        seconds = STUCK if self.error is not None else seconds
+        ended = [lane.ended(seconds) for lane in (self._before, self._main)]
+        if all(ended):  # nothing more comes
+            self._after.put(None)
+        return all(ended) and self._after.ended(seconds)
 
     def _late(self) -> float:
         """Somebody waits for long. Raises what ended the queue, or ends it now."""
@@ -108,33 +201,54 @@ class CommQueue:
                 self.error = self.error or error
         raise self.error
 
-    def _run(self) -> None:
-        while True:
-            self._waiting.get()
-            item = self._items.popleft()
-            if item is None:
-                return
-            self._begin(item)
-            self.current = item
-            self.error = self.error or item.error
-            if self.error is None:
-                try:
-                    item.work()
-                except BaseException as error:  # the submitter's to handle, in join()
-                    self.error = self.error or error
-            item.error = self.error
-            item.finish()
+    def _prepare(self, item: WorkItem) -> None:
+        self._before.current = item
+        self._do(item.before)
+        item.prepared()
+
+    def _run(self, item: WorkItem) -> None:
+        if not item.ready:
+            self._main.current = item  # for who asks what is waited for
+            item.await_ready()
+        if item.settled and self._trailing is not None:
+            self._trailing.await_end()
+        self._begin(item)
+        self._main.current = item
+        self.error = self.error or item.error
+        self._do(item.work)
+        if item.after is None:
+            self._end(item)
+        else:
+            self._trailing = item
+            self._after.put(item)
+
+    def _complete(self, item: WorkItem) -> None:
+        self._after.current = item
+        self._do(item.after)
+        self._end(item)
+
+    def _do(self, work: Callable[[], None] | None) -> None:
+        """Run a part of an item, unless the queue has failed."""
+        if self.error is None and work is not None:
+            try:
+                work()
+            except BaseException as error:  # the submitter's to handle, in join()
+                self.error = self.error or error
+
+    def _end(self, item: WorkItem) -> None:
+        item.error = self.error
+        item.finish()
 
     def _begin(self, item: WorkItem) -> None:
         if item.begun or self.error is not None:
             return
         item.begun = True
-        working, self.current = self.current, item
+        working, self._main.current = self._main.current, item
         try:
             item.begin()
         except BaseException as error:  # raised when the item's turn comes
             item.error = error
-        self.current = working
+        self._main.current = working
 
 
 def _nothing() -> None: ...

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup as ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradtide.core.transport import Transport
 
+# Hosts and their ranks; or the groups of both that this rank is in.
+Mesh: TypeAlias = DeviceMesh | tuple[ProcessGroup, ProcessGroup]
 
-def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+
+def connect(
+    process_group: ProcessGroup | Mesh | None, device: torch.device
+) -> Transport:
     """Connect the ranks of a process group for tensors on one device.
 
     This is a collective call. The transport communicates on groups of its own, so that
@@ -19,7 +26,8 @@ def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Tr
     transport for GPU tensors warns, once in a process, that it has never been run.
 
     Args:
-        process_group: The ranks. None stands for all ranks, the default group.
+        process_group: The ranks. None stands for all ranks, the default group. A mesh
+            of two dimensions, or a pair of groups, says which ranks share a host.
         device: Where the tensors are. On a GPU they travel over NCCL if the group has
             that backend, and otherwise over Gloo, through host memory.
 
@@ -28,6 +36,7 @@ def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Tr
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
+        ValueError: The mesh has more than two dimensions.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -37,26 +46,53 @@ def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Tr
         )
     # Here, as no program that imports gradtide for its schemes alone needs them.
     from gradtide.transport.gloo import GlooTransport
-    from gradtide.transport.hosts import equal_runs, host_name
+    from gradtide.transport.hosts import hosts_of, whereabouts
 
-    parent = process_group or dist.group.WORLD
-    assert parent is not None
-    gloo = GlooTransport(_sibling(parent, "gloo"))
-    gloo.ranks_per_host = equal_runs(gloo.gather_objects(host_name()))
+    parent, by_hand = _members(process_group)
+    ranks = dist.get_process_group_ranks(parent)
+    if by_hand is not None:
+        ranks = sorted(rank for host in by_hand for rank in host)
+    gloo = GlooTransport(_sibling(parent, ranks, "gloo"))
+    if by_hand is None:
+        gloo.hosts = hosts_of(gloo.gather_objects(whereabouts()))
+    else:
+        gloo.hosts = tuple(tuple(map(ranks.index, host)) for host in by_hand)
     if device.type == "cpu":
         return gloo
     if device.type == "cuda" and "nccl" in _backends(parent):
         from gradtide.transport.nccl import NcclTransport
 
-        return NcclTransport(_sibling(parent, "nccl"), gloo)
+        return NcclTransport(_sibling(parent, ranks, "nccl"), gloo)
     from gradtide.transport.staged import StagedTransport
 
     return StagedTransport(gloo, device)
 
 
-def _sibling(parent: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-    """A new group of the parent's ranks, with the parent's timeout."""
-    ranks = dist.get_process_group_ranks(parent)
+def _members(
+    given: ProcessGroup | Mesh | None,
+) -> tuple[ProcessGroup, list[list[int]] | None]:
+    """A group to be like, and the ranks (of the world) of every host, if given."""
+    if isinstance(given, DeviceMesh):
+        if given.ndim > 2:
+            raise ValueError(
+                f"a mesh of {given.ndim} dimensions: pass the one or two over which "
+                "gradients are averaged, such as mesh['hosts', 'ranks']"
+            )
+        return given.get_group(0), given.mesh.tolist() if given.ndim == 2 else None
+    if isinstance(given, tuple):
+        between, inside = given
+        rows: list[Any] = [None] * between.size()
+        dist.all_gather_object(rows, dist.get_process_group_ranks(inside), between)
+        return between, rows
+    parent = given or dist.group.WORLD
+    assert parent is not None
+    return parent, None
+
+
+def _sibling(
+    parent: dist.ProcessGroup, ranks: list[int], backend: str
+) -> dist.ProcessGroup:
+    """A new group of some ranks, with the parent's timeout."""
     timeout = _timeout(parent)
     group = dist.new_group(
         ranks,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradtide.core import ops
+from gradtide.core.levels import Members, rows
 from gradtide.core.ops import Group, Op
 from gradtide.core.transport import CommunicationError, Progress
 from gradtide.transport import ring, rotation
@@ -34,11 +35,11 @@ class GlooTransport:
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self.group = Group(pg.rank(), pg.size())
-        self.ranks_per_host = 1
+        self.hosts: Members = rows(pg.size(), 1)
         self.progress = Progress()
         self.payload_bytes = 0
         self._pg = pg
-        self._scratches: dict[tuple[int, int], Tensor] = {}
+        self._scratches: dict[tuple[tuple[str, int], int], Tensor] = {}
         self._queue = CommQueue("gradtide")
         self.submit = self._queue.submit
         self._inquiry = Inquiry(pg, self._queue, self.progress)
@@ -52,7 +53,9 @@ class GlooTransport:
         # Also one that needs no messages here: it may elsewhere (a swap with itself).
         self._queue.current.requests += 1
         asked = _Asked(op, self.group, self._pg, self._queue.current)
-        self.payload_bytes += ops.crossing(op, self.group) * self._sends(asked)
+        # What crosses a link is asked for by one thread, what does not by others, too.
+        if not ops.is_inside(op):
+            self.payload_bytes += ops.crossing(op, self.group) * self._sends(asked)
         name = ops.name_of(op)
         try:
             return *self._start(asked), name
@@ -125,7 +128,7 @@ class GlooTransport:
         self, op: ops.ReduceScatter, asked: _Asked
     ) -> tuple[Tensor, Ring | Rotation]:
         parts = op.tensor.split_with_sizes(ops.part_sizes(op, asked.group))
-        way = rotation if self._in_one_hop(parts) else ring
+        way = rotation if self._in_one_hop(parts, asked.inside) else ring
         scratch = partial(self._scratch, op.tensor)
         begun = way.reduce_scatter(parts, asked.group, asked.messages, scratch)
         return parts[asked.group.rank], begun
@@ -139,7 +142,7 @@ class GlooTransport:
         own = parts[asked.group.rank]
         if own.data_ptr() != op.tensor.data_ptr():
             own.copy_(op.tensor.flatten())
-        way = rotation if self._in_one_hop(parts) else ring
+        way = rotation if self._in_one_hop(parts, asked.inside) else ring
         begun = way.all_gather(parts, asked.group, asked.messages)
         if op.into is None and op.sizes is None:
             out = out.view(asked.group.size, *op.tensor.shape)
@@ -169,8 +172,13 @@ class GlooTransport:
         group, messages = asked.group, asked.messages
         return _Rings(first, lambda: ring.all_gather(parts, group, messages))
 
-    def _in_one_hop(self, parts: Sequence[Tensor]) -> bool:
-        """Whether waiting P - 1 times would take longer than the bytes do."""
+    def _in_one_hop(self, parts: Sequence[Tensor], inside: bool) -> bool:
+        """Whether waiting P - 1 times would take longer than the bytes do.
+
+        Inside a host it always does: memory has no links that a ring keeps busy.
+        """
+        if inside:
+            return True
         most = max(part.numel() for part in parts) * parts[0].element_size()
         return self.group.size <= FEW and most <= HOP
 
@@ -192,11 +200,12 @@ class GlooTransport:
     def _scratch(self, like: Tensor, numel: int) -> Tensor:
         """Memory for a ring's arrivals, kept: fresh pages would cost another pass.
 
-        There are two turns of it, because a work item may begin while the one before it
-        is still arriving, and one for each request of an item, as some travel together.
+        There are two turns of it in each lane, because a work item may begin while the
+        one before it is still arriving, and one for each request of an item, as some
+        travel together.
         """
-        item, nbytes = self._queue.current, numel * like.element_size()
-        key = item.number % 2, item.requests
+        nbytes = numel * like.element_size()
+        key = self._queue.turn, self._queue.current.requests
         kept = self._scratches.get(key)
         if kept is None or kept.numel() < nbytes:
             kept = self._scratches[key] = torch.empty(nbytes, dtype=torch.uint8)
@@ -216,7 +225,7 @@ class _Asked:
     def __init__(
         self, op: Op, group: Group, pg: dist.ProcessGroup, item: WorkItem
     ) -> None:
-        self.some = isinstance(op, ops.Among)
+        self.some, self.inside = isinstance(op, ops.Among), ops.is_inside(op)
         ranks: Sequence[int] = range(group.size)
         if isinstance(op, ops.Among):
             group, ranks, op = ops.subgroup(op, group), op.ranks, op.op

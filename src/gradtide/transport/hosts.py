@@ -6,12 +6,25 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = "/proc/self/ns/net"
 
 
-def host_name() -> str:
+class Whereabouts(NamedTuple):
+    """What a rank knows of its host: its name, and which of the launcher's it is."""
+
+    name: str
+    launched: str | None
+
+
+def whereabouts() -> Whereabouts:
+    """Those of this process."""
+    return Whereabouts(_host_name(), _launched())
+
+
+def _host_name() -> str:
     """What is the same for all processes that reach each other without a network card.
 
     These are the processes of one network namespace of one machine: containers with
@@ -25,13 +38,29 @@ def host_name() -> str:
     return f"{place} {os.environ.get('GROUP_RANK', '')}"
 
 
-def equal_runs(names: Sequence[str]) -> int:
-    """How many ranks each host has, by their hosts' names in rank order.
+def _launched() -> str | None:
+    """The host as a launcher counts it, if it has put several ranks there."""
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    found = [os.environ.get(name, "") for name in names]
+    if not all(value.isascii() and value.isdecimal() for value in found):
+        return None
+    rank, place, local = map(int, found)
+    if local < 2 or place >= local:
+        return None
+    group = os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK"))
+    return group or f"from {rank - place}"
 
-    It is 1 where hosts have unlike numbers of ranks, or ranks take turns on them.
+
+def hosts_of(told: Sequence[Whereabouts]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every host, from what all say in rank order.
+
+    Where no two share a name, though a launcher has put several on every host (each in
+    a container, say), it is believed.
     """
-    local = names.count(names[0])
-    starts = range(0, len(names), local)
-    runs = [set(names[begin : begin + local]) for begin in starts]
-    alike = all(len(run) == 1 for run in runs) and len(set(names)) == len(runs)
-    return local if alike and len(names) % local == 0 else 1
+    keys: list[str | None] = [one.name for one in told]
+    if len(set(keys)) == len(told) and all(one.launched for one in told):
+        keys = [one.launched for one in told]
+    found: dict[str | None, list[int]] = {}
+    for rank, key in enumerate(keys):
+        found.setdefault(key, []).append(rank)
+    return tuple(map(tuple, found.values()))

@@ -38,7 +38,7 @@ class NcclTransport:
             "a rank dies, and its speed",
         )
         self.group = Group(pg.rank(), pg.size())
-        self.ranks_per_host = control.ranks_per_host
+        self.hosts = control.hosts
         self._sent = 0  # bytes over NCCL
         self._pg, self._control = pg, control
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -50,16 +50,26 @@ class NcclTransport:
     def payload_bytes(self) -> int:
         return self._sent + self._control.payload_bytes
 
-    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket:
+    def submit(
+        self,
+        begin: Callable[[], None],
+        work: Callable[[], None],
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        settled: bool = False,
+    ) -> Ticket:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            begin()
-            work()
+            # All on one stream: what is inside a host takes little time there.
+            for part in (before, begin, work, after):
+                if part is not None:
+                    part()
         return _StreamTicket(self._stream.record_event())
 
     def issue(self, op: Op) -> Any:
         asked, group, pg = ops.message_of(op), self.group, self._pg
-        assert not isinstance(asked, ops.Cut)
+        assert not isinstance(asked, ops.Cut | ops.Handover)
         if isinstance(op, ops.Among):
             group, pg = ops.subgroup(op, self.group), self._some(tuple(op.ranks))
         if not asked.tensor.is_cuda:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from gradtide.core.ops import AllGather, Among, Op, ToHost, message_of
 from gradtide.core.transport import Ticket
 from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
+
+Stage: TypeAlias = Callable[[], None]
 
 
 class StagedTransport:
@@ -29,7 +31,7 @@ class StagedTransport:
             "gradtide's transport of GPU tensors over Gloo, through host memory,",
             "the order of its streams and copies, and its speed",
         )
-        self.group, self.ranks_per_host = host.group, host.ranks_per_host
+        self.group, self.hosts = host.group, host.hosts
         self._host, self._device = host, device
         self._stream = torch.Stream(device)
         self.gather_objects, self.close = host.gather_objects, host.close
@@ -39,21 +41,36 @@ class StagedTransport:
     def payload_bytes(self) -> int:
         return self._host.payload_bytes
 
-    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket:
+    def submit(
+        self,
+        begin: Callable[[], None],
+        work: Callable[[], None],
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        settled: bool = False,
+    ) -> Ticket:
         filled = torch.accelerator.current_stream(self._device).record_event()
         done = torch.Event(self._device)
 
-        def start() -> None:
-            with self._stream:
-                self._stream.wait_event(filled)
-                begin()
+        def streamed(part: Callable[[], None], last: bool = False) -> Stage:
+            def run() -> None:
+                with self._stream:
+                    self._stream.wait_event(filled)
+                    part()
+                    if last:
+                        done.record(self._stream)
 
-        def run() -> None:
-            with self._stream:
-                work()
-                done.record(self._stream)
+            return run
 
-        return _StreamTicket(self._host.submit(start, run), done, self._device)
+        ticket = self._host.submit(
+            streamed(begin),
+            streamed(work, last=after is None),
+            before=before and streamed(before),
+            after=after and streamed(after, last=True),
+            settled=settled,
+        )
+        return _StreamTicket(ticket, done, self._device)
 
     def issue(self, op: Op) -> Any:
         if isinstance(op, ToHost):

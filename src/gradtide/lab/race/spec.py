@@ -24,6 +24,7 @@ class RaceSpec:
     seconds: float  # of training that each contestant has
     every: int = 20  # steps between two looks at the held-out loss
     seed: int = 0
+    local_rate: float | None = None  # of what a host's ranks send each other
 
     @property
     def size(self) -> int:

@@ -43,6 +43,7 @@ class Plan:
     rate: float | None = None
     seconds: float = 60.0
     device: str = "cpu"
+    local_rate: float | None = None  # emulated, of what a host's ranks send each other
 
     def __post_init__(self) -> None:
         if self.hosts * self.ranks_per_host < 2:
@@ -65,7 +66,8 @@ class Found:
 
 def emulated(plan: Plan, tell: Tell = silent) -> Found:
     """Measure an emulated cluster. LabError where a rank fails."""
-    cluster = Cluster(plan.hosts, plan.ranks_per_host, plan.rate)
+    place = plan.hosts, plan.ranks_per_host, plan.rate
+    cluster = Cluster(*place, local_rate=plan.local_rate)
     return on_every_rank(
         cluster, among, plan, passed_on, tell=tell, show=lambda rank, line: None
     )
