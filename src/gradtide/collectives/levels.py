@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.collectives._entries import Steps, wire_dtype
+from gradtide.collectives._entries import Steps
 from gradtide.core.ops import (
     AllGather,
     AllReduce,
@@ -34,6 +34,7 @@ from gradtide.core.ops import (
     ToHost,
 )
 from gradtide.core.payload import Collective, Payload, Traits, settled, traits
+from gradtide.wire import codec_of
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class TwoLevel(Traits):
     def dense(self) -> bool:  # type: ignore[override]
         return traits(self.collective).dense
 
+    @property
+    def residual(self) -> bool:
+        return traits(self.collective).residual
+
     def dense_next(self, state: dict[str, Tensor]) -> bool:
         return traits(self.collective).dense_next(state)
 
@@ -90,14 +95,14 @@ class TwoLevel(Traits):
     def _by_parts(self, payload: Payload, levels: _Levels) -> Flow:
         flat, own = payload.flat, levels.part(payload.flat)
         shard = _shard(payload, own)
-        dense = traits(self.collective).dense
-        if not dense:
+        residual = traits(self.collective).residual
+        if residual:
             # The parts of others are sums before anybody selects from them.
             wire = getattr(settled(self.collective), "wire", None)
-            payload.check_all_finite(wire_dtype(flat.dtype, wire))
+            payload.check_all_finite(codec_of(wire, flat.dtype).dtype)
         yield levels.inside(ReduceScatter(flat))
         own.div_(self.local)
-        if not dense:
+        if residual:
             _clear_others(flat, own)
         empty = False
         try:
@@ -105,7 +110,7 @@ class TwoLevel(Traits):
             mean = yield from _driven(flow, partial(_across, levels=levels))
             empty = mean.data_ptr() == own.data_ptr()
         finally:  # also of a flow that is closed at its cut
-            if not (dense or empty):
+            if residual and not empty:
                 own.mul_(self.local)
             payload.num_sent += shard.num_sent * self.local
             payload.nonfinite = payload.nonfinite + shard.nonfinite
