@@ -122,6 +122,8 @@ ELSEWHERE = {
     "transport/ring": "test_transport",
     "transport/rotation": "test_transport",
     "transport/staged": "core/test_unproven",  # the same
+    "wire/fast": "wire/test_blocks",
+    "wire/formats": "wire/test_blocks",
 }
 MODULES = {
     str(path.relative_to(ROOT).with_suffix("")): path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from gradtide.collectives import COLLECTIVES, Dense
 from gradtide.core.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.core.payload import Collective, Payload
 from gradtide.testing import DivergedError, check_law, lockstep
+from gradtide.wire import WIRES, keeps
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 SPARSE = [make for make in COLLECTIVES if hasattr(make, "density")]
@@ -24,6 +26,20 @@ def test_law(make: type[Collective], size: int) -> None:
     check_law(make(), size)
     if make in SPARSE:  # enough entries for none to be sent densely
         check_law(replace(make(), density=0.05), size, numel=400 * size, steps=10)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("make", [Dense, *SPARSE], ids=lambda c: c.__name__)
+def test_law_on_every_wire(make: Any, wire: Any, size: int) -> None:
+    """Exactly, up to the rounding of sums; parts end within a block, or are shorter."""
+    if make is not Dense:
+        collective = make(density=0.05, wire=wire)
+        check_law(collective, size, numel=333 * size, steps=6)
+    if keeps(wire):
+        check_law(Dense(wire), size, numel=333 * size, steps=6)
+        collective = make() if make is Dense else make(density=0.05)
+        check_law(replace(collective, wire=wire), size, numel=3 * size, steps=3)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

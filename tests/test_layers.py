@@ -13,7 +13,7 @@ import gradtide
 ROOT = Path(gradtide.__file__).parent
 LAYERS = (
     {"core"},
-    {"fusion", "selectors"},
+    {"fusion", "selectors", "wire"},
     {"collectives", "testing", "transport"},
     {"kfac"},
     {"scheme"},

@@ -383,7 +383,7 @@ def test_small_or_dense_buckets_travel_dense(size: int) -> None:
         ({"density": 1.5}, "at most 1"),
         ({"rebalance": 0}, "counts steps"),
         ({"refresh": -1}, "counts steps"),
-        ({"wire": "int8"}, "'bf16', 'fp16' or None"),
+        ({"wire": "int7"}, "'2bit', 'sign' or None"),
     ],
 )
 def test_refuses_what_makes_no_sense(arguments, message: str) -> None:

@@ -353,7 +353,7 @@ def test_boundaries_keep_a_least_length() -> None:
     [
         lambda: PartitionedTopK(0.0),
         lambda: PartitionedTopK(1.5),
-        lambda: PartitionedTopK(wire="int8"),
+        lambda: PartitionedTopK(wire="int7"),
         lambda: PartitionedTopK(partition=Even),
         lambda: PartitionedTopK(partition="even"),
         lambda: Dynamic(gain=0.0),

@@ -16,7 +16,9 @@ from gradtide.core.ops import Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact, Threshold
 from gradtide.testing import check_law, lockstep
+from gradtide.wire import codec_of
 
+FLOATS = codec_of(None, torch.float32)
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 
 
@@ -83,15 +85,15 @@ def test_traffic_and_when_the_bucket_is_dense() -> None:
     assert traffic == {"AllGather": size * (size - 1) * message, "rounds": 1}
     limit = 4 / (3 * size)
     for dense, density in ((False, limit * 0.99), (True, limit * 1.01)):
-        assert pays(n, kept(density, n), size, torch.float32) != dense
+        assert pays(n, kept(density, n), size, FLOATS) != dense
         traffic = check_law(
             TopK(density, Exact()), size, numel=n, steps=1, dtype=torch.float32,
             tolerance=1e-5,
         )  # fmt: skip
         assert ("ReduceScatter" in traffic) == dense
-    assert not pays(10, 1, 1, torch.float32)
-    assert pays(1000, 124, 8, torch.float32, "bf16")
-    assert not pays(1000, 125, 8, torch.float32, "bf16")
+    assert not pays(10, 1, 1, FLOATS)
+    assert pays(1000, 124, 8, codec_of("bf16", torch.float32))
+    assert not pays(1000, 125, 8, codec_of("bf16", torch.float32))
 
 
 def test_zeros_ties_and_one_element_a_rank() -> None:
@@ -160,7 +162,7 @@ def test_a_density_that_is_no_share_is_refused(density: float) -> None:
 
 def test_an_unknown_wire_is_refused() -> None:
     with pytest.raises(ValueError, match="bf16"):
-        TopK(wire="int8")  # type: ignore[arg-type]
+        TopK(wire="int7")  # type: ignore[arg-type]
 
 
 def test_a_bucket_that_does_not_pay_is_dense_with_the_same_wire() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradtide.collectives._entries import entry_words
 from gradtide.collectives.contrib.topkdsa import TopkDSA, tail_pays
 from gradtide.collectives.dense import Dense
-from gradtide.collectives.topka2a import TopKA2A, pays, widen
+from gradtide.collectives.topka2a import TopKA2A, pays
 from gradtide.core.ops import Cut, Group
 from gradtide.core.payload import Collective, Payload
 from gradtide.selectors import Exact, Selector, Threshold
@@ -278,15 +278,6 @@ def test_a_mean_that_is_dense_in_one_step_and_sparse_in_the_next() -> None:
             torch.testing.assert_close(mean, expected)
         tails.append(traffic["AllGather"])
     assert tails == [8 * 7 * 400, 8 * 7 * 120] * 2
-
-
-@pytest.mark.parametrize("n", [1, 7, 4096, 4097, 30_011])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_widening_in_place(n: int, dtype: torch.dtype) -> None:
-    wide = torch.empty(n, dtype=dtype)
-    values = gradients(1, n)[0].to(torch.bfloat16)
-    narrow = wide.view(torch.bfloat16)[-n:].copy_(values)
-    assert torch.equal(widen(wide, narrow), values.to(dtype))
 
 
 @pytest.mark.parametrize("make", BOTH)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,9 +20,8 @@ from gradtide.core.ops import AllGather, AllToAll, Group, ToHost
 from gradtide.core.payload import Traits
 from gradtide.selectors import Selector, Threshold
 from gradtide.selectors.kernels import index_dtype
+from gradtide.wire import WIRES, Codec, Wire, codec_of
 
-Wire: TypeAlias = Literal["bf16", "fp16"] | None
-WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK = 1 << 16
 ALIGN = 8  # bytes: every message begins where any dtype may be viewed
 
@@ -55,9 +54,9 @@ class Selecting(Traits):
             what densities do to a loss.
         select: The selector that finds the entries: `Threshold()` or `Exact()`. The
             default takes one pass over the bucket, where `Exact()` takes far longer.
-        wire: What values are cast to when they travel: "bf16", "fp16", or None. None is
-            the default because it rounds nothing. What a cast takes off goes to the
-            residual, unless a collective says otherwise.
+        wire: In what values travel: "bf16", "fp16", "int8", "e3m0", "2bit", "sign", or
+            None, see `Dense`. None is the default because it rounds nothing. What a
+            wire takes off goes to the residual.
 
     Raises:
         ValueError: A field is outside its range.
@@ -76,20 +75,14 @@ def kept(density: float, n: int) -> int:
     return max(1, round(density * n))
 
 
-def wire_dtype(dtype: torch.dtype, wire: Wire) -> torch.dtype:
-    """What values of `dtype` travel in: never wider than they are."""
-    narrow = WIRES.get(wire or "", dtype)
-    return narrow if narrow.itemsize < dtype.itemsize else dtype
-
-
 def entry_words(dtype: torch.dtype, wire: Wire) -> float:
     """Length of an entry, in values: one value, and an index of 16 bits."""
-    return 1 + 2 / wire_dtype(dtype, wire).itemsize
+    return 1 + 2 / codec_of(wire, dtype).width
 
 
-def length(count: int, span: int, dtype: torch.dtype) -> int:
+def length(count: int, span: int, codec: Codec) -> int:
     """Bytes of a message of `count` entries, with indices below `span`."""
-    nbytes = count * (dtype.itemsize + 2) + 4 * num_blocks(span)
+    nbytes = codec.nbytes(count) + 2 * count + 4 * num_blocks(span)
     return -(-nbytes // ALIGN) * ALIGN if count else 0
 
 
@@ -111,34 +104,45 @@ def decode(blocks: Tensor, halves: Tensor, dtype: torch.dtype) -> Tensor:
     return where
 
 
-def pack(entries: Entries, span: int, dtype: torch.dtype) -> Tensor:
-    """One message (uint8) of entries with sorted indices below `span`."""
+def pack(entries: Entries, span: int, codec: Codec) -> Tensor:
+    """One message (uint8) of entries with sorted indices below `span`.
+
+    The values are left with what the codec rounded off.
+    """
     where, values = entries
     count = len(where)
-    message = where.new_empty(length(count, span, dtype), dtype=torch.uint8)
+    message = where.new_empty(length(count, span, codec), dtype=torch.uint8)
     if count:
-        widths, blocks, halves = _fields(message, count, span, dtype)
-        widths.copy_(values)
+        coded, blocks, halves = _fields(message, count, span, codec)
+        codec.encode(values, coded)
         encode(where, span, blocks, halves)
     return message
 
 
-def unpack(message: Tensor, count: int, span: int, dtype: torch.dtype) -> Entries:
-    """The entries of a message of `pack`."""
+def unpack(
+    message: Tensor, count: int, span: int, codec: Codec, dtype: torch.dtype
+) -> Entries:
+    """The entries of a message of `pack`, values as `dtype`."""
+    values = message.new_empty(count, dtype=dtype)
     if not count:
-        empty = message.new_empty(0, dtype=torch.int32)
-        return empty, empty.to(dtype)
-    values, blocks, halves = _fields(message, count, span, dtype)
+        return message.new_empty(0, dtype=torch.int32), values
+    coded, blocks, halves = _fields(message, count, span, codec)
+    codec.decode(coded, values)
     return decode(blocks, halves, index_dtype(span)), values
 
 
 def unpack_all(
-    stream: Tensor, numbers: Sequence[int], spans: Sequence[int], dtype: torch.dtype
+    stream: Tensor,
+    numbers: Sequence[int],
+    spans: Sequence[int],
+    codec: Codec,
+    dtype: torch.dtype,
 ) -> list[Entries]:
     """The entries of messages that lie one after the other."""
-    sizes = [length(n, span, dtype) for n, span in zip(numbers, spans, strict=True)]
+    sizes = [length(n, span, codec) for n, span in zip(numbers, spans, strict=True)]
     parts = torch.split(stream, sizes)
-    return [unpack(*each, dtype) for each in zip(parts, numbers, spans, strict=True)]
+    rows = zip(parts, numbers, spans, strict=True)
+    return [unpack(*each, codec, dtype) for each in rows]
 
 
 def filled_up(entries: Entries, count: int) -> Entries:
@@ -179,37 +183,41 @@ def counts(where: Tensor, group: Group) -> Steps:
 
 
 def gather(
-    mine: Entries, numbers: Sequence[int], span: int, wire: Wire, group: Group
+    message: Tensor,
+    numbers: Sequence[int],
+    span: int,
+    codec: Codec,
+    dtype: torch.dtype,
+    group: Group,
 ) -> Steps:
-    """Everybody's entries, in rank order; `numbers` are how many each rank has."""
-    dtype = wire_dtype(mine[1].dtype, wire)
-    sizes = [length(n, span, dtype) for n in numbers]
-    message = pack(mine, span, dtype)
-    if not sum(sizes):
-        return [mine] * group.size
-    everything = yield AllGather(message, sizes)
-    return unpack_all(everything, numbers, [span] * group.size, dtype)
+    """Everybody's entries, in rank order, by this rank's message and the others'.
+
+    `numbers` are how many entries each rank has; values are returned as `dtype`.
+    """
+    sizes = [length(n, span, codec) for n in numbers]
+    everything = message
+    if sum(sizes):
+        everything = yield AllGather(message, sizes)
+    return unpack_all(everything, numbers, [span] * group.size, codec, dtype)
 
 
 def exchange(
-    rows: Sequence[Entries],
+    messages: Sequence[Tensor],
     numbers: Sequence[int],
-    spans: Sequence[int],
-    wire: Wire,
+    span: int,
+    codec: Codec,
+    dtype: torch.dtype,
     group: Group,
 ) -> Steps:
-    """Send `rows[r]` to rank r; returns the entries from every rank, in rank order.
+    """Send `messages[r]` to rank r; returns the entries from every rank, in rank order.
 
-    Indices are relative to the receiver's part, of `spans[r]` elements; `numbers[r]`
-    is how many entries rank r has for this one. This rank's own row does not travel
-    but is rounded as if it did.
+    Indices are relative to the receiver's part, here of `span` elements; `numbers[r]`
+    is how many entries rank r has for this one; values are returned as `dtype`. This
+    rank's own row does not travel but is rounded as if it did.
     """
-    dtype = wire_dtype(rows[0][1].dtype, wire)
-    own = spans[group.rank]
-    leaving = [pack(row, span, dtype) for row, span in zip(rows, spans, strict=True)]
-    recv = [length(n, own, dtype) for n in numbers]
-    arrived = yield AllToAll(torch.cat(leaving), list(map(len, leaving)), recv)
-    return unpack_all(arrived, numbers, [own] * group.size, dtype)
+    recv = [length(n, span, codec) for n in numbers]
+    arrived = yield AllToAll(torch.cat(list(messages)), list(map(len, messages)), recv)
+    return unpack_all(arrived, numbers, [span] * group.size, codec, dtype)
 
 
 def num_blocks(span: int) -> int:
@@ -218,14 +226,17 @@ def num_blocks(span: int) -> int:
 
 
 def _fields(
-    message: Tensor, count: int, span: int, dtype: torch.dtype
+    message: Tensor, count: int, span: int, codec: Codec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, block counts (int32) and lower halves (uint16): the wider come first."""
-    sizes = [4 * num_blocks(span), count * dtype.itemsize, 2 * count]
-    if dtype.itemsize > 4:
+    """Values (uint8), block counts (int32) and lower halves (uint16): wider ones first.
+
+    Values are wider than counts where they travel in double precision.
+    """
+    sizes = [4 * num_blocks(span), codec.nbytes(count), 2 * count]
+    if codec.width > 4:
         sizes[0], sizes[1] = sizes[1], sizes[0]
     first, second, third = accumulate(sizes)
     a, b, c = message[:first], message[first:second], message[second:third]
-    if dtype.itemsize > 4:
+    if codec.width > 4:
         a, b = b, a
-    return b.view(dtype), a.view(torch.int32), c.view(torch.uint16)
+    return b, a.view(torch.int32), c.view(torch.uint16)

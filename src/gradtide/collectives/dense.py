@@ -7,30 +7,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtide.collectives._entries import Wire, check, wire_dtype
+from gradtide.collectives._entries import Steps, check
 from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, ReduceScatter
 from gradtide.core.payload import Payload, Traits
+from gradtide.wire import Codec, Wire, codec_of, keeps, round_off
 
 
 @dataclass(frozen=True)
 class Dense(Traits):
-    """Average everything exactly, by a reduce-scatter and an all-gather.
+    """Average everything, by a reduce-scatter and an all-gather.
 
     The ring of both halves is by Patarasuk and Yuan (Bandwidth optimal all-reduce
-    algorithms for clusters of workstations, JPDC 2009).
+    algorithms for clusters of workstations, JPDC 2009). With `wire` parts go directly
+    to their owners, as in DeepSpeed's 1-bit all-reduce.
 
     Cost, with P ranks: two rounds of P - 1 messages. Of a bucket of n elements a rank
-    sends 2 n (P - 1) / P: for float32 8 n (P - 1) / P bytes, with `wire` half of that.
+    sends 2 n (P - 1) / P: for float32 8 n (P - 1) / P bytes, with `wire` half of that
+    (16 bits), a quarter ("int8"), an eighth ("e3m0") and less.
 
-    Residual: none. With `wire` every contribution is rounded once when it leaves, and
-    the mean once; sums are taken in the bucket's own dtype. What the casts take off is
-    lost, which is the one exception from the conservation law.
+    Residual: none for float32 and for wires of 16 bits. Contributions are rounded once
+    when they leave, and the mean once; sums are taken in the bucket's own dtype. What
+    the casts to 16 bits take off is lost, which is the one exception from the
+    conservation law. What narrower wires take off is kept: that of a contribution by
+    its sender, that of the mean by the owner of the part.
 
     Args:
-        wire: What values are cast to when they travel. "bf16" keeps the range of
-            float32 and 8 bits of precision; "fp16" keeps 11 bits, overflows above
-            65504, and loses very small values. None, the default, casts nothing,
-            because only that is exact. Values of at most 16 bits travel as they are.
+        wire: In what values travel. "bf16" keeps the range of float32 and 8 bits of
+            precision; "fp16" keeps 11 bits, overflows above 65504, and loses very small
+            values. "int8", "e3m0", "2bit" and "sign" have 8, 4, 2 and 1 bits, and a
+            scale for every 256 values. None, the default, changes nothing, because only
+            that is exact. Values of at most 16 bits are not cast.
 
     Raises:
         ValueError: `wire` is something else.
@@ -41,6 +47,10 @@ class Dense(Traits):
     dense = True
     depends_on = "length"
 
+    @property
+    def residual(self) -> bool:
+        return keeps(self.wire)
+
     def __post_init__(self) -> None:
         check("Dense", self.wire)
 
@@ -49,36 +59,71 @@ class Dense(Traits):
         if group.size == 1:
             yield Cut(x)
             return x
-        dtype = wire_dtype(x.dtype, self.wire)
-        part = yield from first_half(x, dtype, group)
+        codec = codec_of(self.wire, x.dtype)
+        mean = x
+        if codec.keeps:
+            payload.num_sent += len(x)
+            mean = payload.mean_buffer()
+        part = yield from first_half(x, mean, codec, payload, group)
         yield Cut(part)
-        return (yield from second_half(x, part, dtype))
+        return (yield from second_half(mean, part, codec, payload, group))
 
 
-def first_half(x: Tensor, dtype: torch.dtype, group: Group) -> Flow:
-    """This rank's part of the mean, every contribution rounded to `dtype` once.
+def first_half(
+    x: Tensor, mean: Tensor, codec: Codec, payload: Payload, group: Group
+) -> Steps:
+    """This rank's part of the mean of `x`, as the codec holds it: a part of `mean`.
 
-    Direct messages then instead of a ring, which would round the partial sums at every
-    hop. `x` is 1-D, its length a multiple of the group's size; the part is a view.
+    Both are 1-D, their length a multiple of the group's size. If they are the same
+    memory, what the codec rounds off is lost; else it is what stays in `x`, and the
+    non-finite guard is told of what is sent. The payload lends memory for messages.
+    Direct messages, instead of a ring, which would round partial sums at every hop.
     """
-    if dtype == x.dtype:
+    if codec.exact:
         whole: Tensor = yield ReduceScatter(x)
         return whole.div_(group.size)
-    rows = x.view(group.size, -1)
-    ones = [1] * group.size
-    received = yield AllToAll(rows.to(dtype), ones, ones)
-    part = rows[group.rank].copy_(received[0])
-    for row in received[1:]:
-        part.add_(row)
-    return part.div_(group.size)
+    rows, span = x.view(group.size, -1), x.numel() // group.size
+    own, part = rows[group.rank], mean.view(group.size, -1)[group.rank]
+    # Where all that is rounded off is kept, what stays here is not rounded.
+    sent = [int(r != group.rank or not codec.keeps) for r in range(group.size)]
+    messages = payload.message_buffer(sum(sent), codec.nbytes(span))
+    leaving = [row for row, there in zip(rows, sent, strict=True) if there]
+    lost = mean is x
+    for row, message in zip(leaving, messages, strict=True):
+        (codec.write if lost else codec.encode)(row, message)
+    if not lost:
+        payload.check_finite(codec.witness(messages, span))
+    if codec.keeps:
+        payload.check_finite(torch.stack(torch.aminmax(own)).to(codec.dtype))
+        part.copy_(own)
+        own.zero_()
+    received = yield AllToAll(messages, sent, sent)
+    if codec.keeps:
+        codec.add(received, part)
+    else:
+        codec.decode(received[0], part)
+        codec.add(received[1:], part)
+    part.div_(group.size)
+    if not lost:
+        # Before the cut: what is cut out of a part later is not in the residual's
+        # units.
+        own.add_(round_off(part, codec), alpha=group.size)
+    return part
 
 
-def second_half(x: Tensor, part: Tensor, dtype: torch.dtype) -> Flow:
-    """All parts of the mean, written to `x`."""
-    if dtype == x.dtype:
-        mean: Tensor = yield AllGather(part, into=x)
-        return mean
-    return x.copy_((yield AllGather(part.to(dtype))).flatten())
+def second_half(
+    mean: Tensor, part: Tensor, codec: Codec, payload: Payload, group: Group
+) -> Flow:
+    """All parts of the mean, written to `mean`, of which `part` is this rank's."""
+    if codec.exact:
+        whole: Tensor = yield AllGather(part, into=mean)
+        return whole
+    messages = payload.message_buffer(group.size, codec.nbytes(part.numel()))
+    codec.write(part, messages[group.rank])
+    yield AllGather(messages[group.rank], into=messages.flatten())
+    for message, row in zip(messages, mean.view(group.size, -1), strict=True):
+        codec.decode(message, row)
+    return mean
 
 
 def padded(values: Tensor, size: int) -> Tensor:
@@ -87,8 +132,25 @@ def padded(values: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, length - len(values)))
 
 
-def averaged(values: Tensor, wire: Wire, group: Group) -> Flow:
+def averaged(values: Tensor, group: Group) -> Flow:
     """The mean of `values` (1-D) over all ranks, by `Dense`."""
     x = padded(values, group.size)
-    mean = yield from Dense(wire).reduce(Payload(x, [x]), group)
+    mean = yield from Dense().reduce(Payload(x, [x]), group)
+    return mean[: len(values)]
+
+
+def averaged_at(
+    where: Tensor, values: Tensor, payload: Payload, codec: Codec, group: Group
+) -> Flow:
+    """The mean of all ranks' `values` (1-D), which they took from the same entries.
+
+    What the codec rounds off is given back to the payload.
+    """
+    x = padded(values, group.size)
+    mean = x if codec.exact else torch.empty_like(x)
+    part = yield from first_half(x, mean, codec, payload, group)
+    if mean is not x:
+        payload.add_residual(where, x[: len(values)])
+    yield Cut(part)
+    mean = yield from second_half(mean, part, codec, payload, group)
     return mean[: len(values)]

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradtide.collectives._entries import wire_dtype
 from gradtide.core.levels import Hosts, Levels, levels_of
 from gradtide.core.ops import AllGather, Flow, Group, Handover, ReduceScatter
 from gradtide.core.payload import Collective, Payload, Traits, settled, traits
+from gradtide.wire import codec_of
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class TwoLevel(Traits):
     def dense(self) -> bool:  # type: ignore[override]
         return traits(self.collective).dense
 
+    @property
+    def residual(self) -> bool:
+        return traits(self.collective).residual
+
     def dense_next(self, state: dict[str, Tensor]) -> bool:
         return traits(self.collective).dense_next(state)
 
@@ -80,14 +84,14 @@ class TwoLevel(Traits):
         flat = payload.flat
         own = _part(flat, levels)
         shard = _shard(payload, own)
-        dense = traits(self.collective).dense
-        if not dense:
+        residual = traits(self.collective).residual
+        if residual:
             # The parts of others are sums before anybody selects from them.
             wire = getattr(settled(self.collective), "wire", None)
-            payload.check_all_finite(wire_dtype(flat.dtype, wire))
+            payload.check_all_finite(codec_of(wire, flat.dtype).dtype)
         yield levels.inside(ReduceScatter(flat))
         own.div_(levels.local)
-        if not dense:
+        if residual:
             _clear_others(flat, own)
         yield Handover()
         empty = False
@@ -96,7 +100,7 @@ class TwoLevel(Traits):
             mean = yield from levels.between(flow)
             empty = mean.data_ptr() == own.data_ptr()
         finally:  # also of a flow that is closed at its cut
-            if not (dense or empty):
+            if residual and not empty:
                 own.mul_(levels.local)
             payload.num_sent += shard.num_sent * levels.local
             payload.nonfinite = payload.nonfinite + shard.nonfinite

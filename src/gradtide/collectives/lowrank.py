@@ -177,7 +177,7 @@ def project(
             w.addmm_(b, c.T, alpha=-1)
     else:
         payload.flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    told = yield from averaged(message, None, group)
+    told = yield from averaged(message, group)
     means = _split(told[:factors], shapes)
     mean = payload.mean_buffer()
     for w, b, c in zip(_oriented(mean, places, turned), bases, means, strict=True):

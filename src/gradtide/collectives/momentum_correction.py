@@ -81,6 +81,7 @@ class MomentumCorrection(Traits):
         if self.clip is None and not momentum and RESIDUAL not in payload.state:
             return (yield from self.collective.reduce(payload, group))
         self._offer(payload, group.size, momentum, share)
+        before = payload.num_sent
         flow = self.collective.reduce(payload, group)
         answer, result = None, None  # the result: as far as it is known
         try:
@@ -94,7 +95,9 @@ class MomentumCorrection(Traits):
         finally:
             # Also if it is closed at its cut (a skipped step): what is gone was sent.
             flow.close()
-            self._remember(payload, result is not None and _within(result, payload))
+            whole = payload.num_sent - before == len(payload.flat)
+            handed_out = result is not None and _within(result, payload)
+            self._remember(payload, handed_out, whole)
 
     def _offer(
         self, payload: Payload, size: int, momentum: float, share: float
@@ -113,8 +116,12 @@ class MomentumCorrection(Traits):
             torch.sub(flat, residual, out=velocity)
             residual.copy_(flat)
 
-    def _remember(self, payload: Payload, handed_out: bool) -> None:
-        """Remember the residual, and stop the velocity of what was taken out."""
+    def _remember(self, payload: Payload, handed_out: bool, whole: bool) -> None:
+        """Remember the residual, and stop the velocity of what was taken out.
+
+        Not where the `whole` bucket travelled, at the end of which only what a wire
+        rounded off may be left: the mean is the momentum then.
+        """
         velocity = payload.state.get(VELOCITY)
         if handed_out:
             payload.state[RESIDUAL].zero_()
@@ -123,7 +130,7 @@ class MomentumCorrection(Traits):
                 velocity.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             return
         residual = payload.state[RESIDUAL]
-        if velocity is not None:
+        if velocity is not None and not whole:
             # Until now it held what was offered; here, what of that is gone.
             torch.sub(residual, payload.flat, out=residual)
             gone = above(residual, 0.0, len(residual))

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from gradtide.collectives import _entries
 from gradtide.collectives._balance import could_pay, pays, recut, worth_moving
-from gradtide.collectives._entries import Selecting, Steps, kept, wire_dtype
+from gradtide.collectives._entries import Selecting, Steps, kept
 from gradtide.collectives._winners import add_up, rank_sums
 from gradtide.collectives.dense import Dense
 from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, ToHost
-from gradtide.core.payload import Payload, next_step, rounded_off
+from gradtide.core.payload import Payload, next_step
 from gradtide.selectors.kernels import above
+from gradtide.wire import Codec, codec_of, round_off
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class OkTopk(Selecting):
     Args:
         density: The share of a bucket's entries that a rank selects, see `Selecting`.
         select: The selector that finds the entries, see `Selecting`.
-        wire: What values are cast to when they travel, see `Selecting`. What a cast
-            takes off goes to the residual, that of the mean to its owner's; a value
+        wire: In what values travel, see `Selecting`. What that takes off goes to the
+            residual, that of the mean to its owner's; a value
             that the cast makes infinite arrives so.
         rebalance: Steps between new boundaries of regions, 1 or more. The default, 64,
             makes the additional round rare; a region that gets twice the average is cut
@@ -80,34 +81,35 @@ class OkTopk(Selecting):
             return (yield from Dense(self.wire).reduce(payload, group))
         step = next_step(state)
         where = self.select(payload.selection_scores, k, state)
-        values = flat.index_select(0, where)
-        narrow = values.to(wire_dtype(flat.dtype, self.wire))
-        payload.check_finite(narrow)
+        values, codec = flat.index_select(0, where), codec_of(self.wire, flat.dtype)
+        payload.check_finite(values.to(codec.dtype))
 
         if self._unbalanced(step, len(flat), state, group):
             yield from _balance(where, len(flat), state, group)
         bounds = state["bounds"].tolist()
-        arrived = yield from self._split(payload, where, narrow, bounds, group)
+        arrived = yield from _split(payload, where, values, bounds, codec, group)
         received = sum(len(part) for part, _ in arrived)
         sums = add_up(arrived, flat.dtype)
 
         fresh = step % self.refresh == 0
         numbers, won = yield from rank_sums(sums, received, k, fresh, state, group)
         part = sums[1].index_select(0, won).div_(group.size)
+        lost = None if codec.exact else round_off(part, codec)
         yield Cut(part)
 
+        if lost is not None:
+            # A mean that was rounded to zero is not delivered: all of it stays.
+            lost.mul_(group.size * (part != 0))
         winner = sums[0].index_select(0, won)
-        spread = yield from _spread(winner, part, numbers, bounds, narrow.dtype, group)
+        spread = yield from _spread(winner, part, numbers, bounds, codec, group)
         places = [
             at.to(where.dtype) + begin
             for (at, _), begin in zip(spread, bounds[:-1], strict=True)
         ]
         there = torch.cat([there for _, there in spread])
         mean = payload.sparse_mean(torch.cat(places), there)
-        _clear(payload, where, rounded_off(values, narrow), mean)
-        if narrow.dtype != flat.dtype:
-            heard = spread[group.rank][1].to(part.dtype)
-            lost = rounded_off(part, heard).mul_(group.size * (heard != 0))
+        _clear(payload, where, values, mean)
+        if lost is not None:
             payload.add_residual(places[group.rank], lost)
         return mean
 
@@ -123,31 +125,42 @@ class OkTopk(Selecting):
             or bool(state["skewed"])
         )
 
-    def _split(
-        self,
-        payload: Payload,
-        where: Tensor,
-        values: Tensor,
-        bounds: list[int],
-        group: Group,
-    ) -> Steps:
-        """Send every entry to the owner of its region; returns the entries for here."""
-        edges = torch.tensor(bounds, dtype=where.dtype, device=where.device)
-        leaving = torch.searchsorted(where, edges).diff()
-        ones = [1] * group.size
-        arriving = yield AllToAll(leaving, ones, ones)
-        bad = (~torch.isfinite(values)).count_nonzero()
-        known = yield ToHost(torch.cat([leaving, arriving, bad[None]]))
-        *both, num_bad = known.tolist()
-        if num_bad:
-            # There may be more than were selected; they must not come back every step.
-            payload.flat.nan_to_num_(0.0, 0.0, 0.0)
-        sizes, numbers = both[: group.size], both[group.size :]
-        pieces = zip(torch.split(where, sizes), bounds, strict=False)
-        inside = [at - begin for at, begin in pieces]
-        rows = list(zip(inside, torch.split(values, sizes), strict=True))
-        spans = _spans(bounds)
-        return (yield from _entries.exchange(rows, numbers, spans, self.wire, group))
+
+def _split(
+    payload: Payload,
+    where: Tensor,
+    values: Tensor,
+    bounds: list[int],
+    codec: Codec,
+    group: Group,
+) -> Steps:
+    """Send every entry to the owner of its region; returns the entries for here.
+
+    The values are left with what the codec rounded off.
+    """
+    edges = torch.tensor(bounds, dtype=where.dtype, device=where.device)
+    leaving = torch.searchsorted(where, edges).diff()
+    ones = [1] * group.size
+    arriving = yield AllToAll(leaving, ones, ones)
+    bad = (~torch.isfinite(values.to(codec.dtype))).count_nonzero()
+    known = yield ToHost(torch.cat([leaving, arriving, bad[None]]))
+    *both, num_bad = known.tolist()
+    if num_bad:
+        # There may be more than were selected; they must not come back every step.
+        payload.flat.nan_to_num_(0.0, 0.0, 0.0)
+    sizes, numbers = both[: group.size], both[group.size :]
+    pieces = zip(torch.split(where, sizes), bounds, strict=False)
+    inside = [at - begin for at, begin in pieces]
+    rows = zip(inside, torch.split(values, sizes), strict=True)
+    spans = _spans(bounds)
+    messages = [
+        _entries.pack(row, span, codec) for row, span in zip(rows, spans, strict=True)
+    ]
+    return (
+        yield from _entries.exchange(
+            messages, numbers, spans[group.rank], codec, values.dtype, group
+        )
+    )
 
 
 def _spans(bounds: list[int]) -> list[int]:
@@ -159,17 +172,17 @@ def _spread(
     part: Tensor,
     numbers: list[int],
     bounds: list[int],
-    dtype: torch.dtype,
+    codec: Codec,
     group: Group,
 ) -> Steps:
     """Everybody's winners, in rank order, relative to their regions."""
-    spans = _spans(bounds)
-    message = _entries.pack((where, part), spans[group.rank], dtype)
+    spans, dtype = _spans(bounds), part.dtype
+    message = _entries.pack((where, part), spans[group.rank], codec)
     lengths = [
-        _entries.length(*each, dtype) for each in zip(numbers, spans, strict=True)
+        _entries.length(*each, codec) for each in zip(numbers, spans, strict=True)
     ]
     stream = yield from _gather_even(message, lengths, group)
-    return _entries.unpack_all(stream, numbers, spans, dtype)
+    return _entries.unpack_all(stream, numbers, spans, codec, dtype)
 
 
 def _clear(payload: Payload, where: Tensor, rest: Tensor, mean: Tensor) -> None:

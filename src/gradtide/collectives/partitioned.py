@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtide.collectives._entries import Steps, Wire, check, kept, wire_dtype
+from gradtide.collectives._entries import Steps, check, kept
 from gradtide.collectives._indices import HEAD, gather_indices
-from gradtide.collectives.dense import Dense, first_half, padded, second_half
+from gradtide.collectives.dense import Dense, averaged_at
 from gradtide.collectives.partitions import Even, Partition, Plan, Report
-from gradtide.core.ops import Cut, Flow, Group
-from gradtide.core.payload import Payload, Traits, next_step, round_off
+from gradtide.core.ops import Flow, Group
+from gradtide.core.payload import Payload, Traits, next_step
 from gradtide.selectors.follow import estimate
 from gradtide.selectors.kernels import above, everything, index_dtype, top
+from gradtide.wire import Wire, codec_of
 
 SMALL = 4096  # elements: up to here torch.topk is as fast as a threshold
 SAMPLE = 256  # sampled entries above a threshold that is estimated afresh
@@ -51,9 +52,9 @@ class PartitionedTopK(Traits):
         partition: Who searches where, and for how many entries: `Even()`, `Dynamic()`
             or `ByNorm()`. The default is the one that learns nothing; the recipes
             "micro", "exdyna" and "deft" stand for the three.
-        wire: What values are cast to when they travel: "bf16", "fp16", or None. None is
-            the default because it rounds nothing. What a cast takes off goes to the
-            residual, that of the mean to the part's owner's.
+        wire: In what values travel: "bf16", "fp16", "int8", "e3m0", "2bit", "sign", or
+            None, see `Dense`. None is the default because it rounds nothing. What a
+            wire takes off goes to the residual, that of the mean to the part's owner's.
 
     Raises:
         ValueError: A field is outside its range.
@@ -75,19 +76,19 @@ class PartitionedTopK(Traits):
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         x, k = payload.flat, kept(self.density, len(payload.flat))
-        dtype = wire_dtype(x.dtype, self.wire)
-        if not pays(len(x), k, group.size, dtype.itemsize):
+        codec = codec_of(self.wire, x.dtype)
+        if not pays(len(x), k, group.size, codec.width):
             return (yield from Dense(self.wire).reduce(payload, group))
         turn = next_step(payload.state)
         plan = self.partition.plan(payload, k, group.size, turn)
-        payload.check_all_finite(dtype)
+        payload.check_all_finite(codec.dtype)
         scores = payload.selection_scores
         union = yield from self._agree(payload, scores, plan, turn, group)
         if scores is x:
-            values = payload.pop_entries(union, dtype)
+            values = payload.pop_entries(union, codec.dtype)
         else:
-            values = _take_due(payload, scores, union, plan, dtype)
-        mean = yield from _average_at(union, values, payload, dtype, group)
+            values = _take_due(payload, scores, union, plan, codec.dtype)
+        mean = yield from averaged_at(union, values, payload, codec, group)
         return payload.sparse_mean(union, mean)
 
     def _agree(
@@ -130,13 +131,13 @@ def _take_due(
     )
 
 
-def pays(n: int, k: int, size: int, itemsize: int = 4) -> bool:
+def pays(n: int, k: int, size: int, width: float = 4) -> bool:
     """Whether agreeing on k of n elements moves fewer bytes than sending all.
 
     What is saved, 2 (n - k) values, must be more than the indices (2 bytes each), a
     report and the alignment from every rank. One rank has nothing to save.
     """
-    return size > 1 and 2 * itemsize * (n - k) > 2 * k + size * (HEAD + 8)
+    return size > 1 and 2 * width * (n - k) > 2 * k + size * (HEAD + 8)
 
 
 def pick(x: Tensor, quota: int, threshold: float, seed: int) -> tuple[Tensor, float]:
@@ -190,22 +191,3 @@ def _next(size: Tensor, spare: int, threshold: float) -> float:
         return threshold
     move = 0.5 * slope * math.log(len(size) / spare)
     return threshold * math.exp(min(max(move, -1.0), 1.0))
-
-
-def _average_at(
-    where: Tensor, values: Tensor, payload: Payload, dtype: torch.dtype, group: Group
-) -> Flow:
-    """The mean of all ranks' `values` (1-D), which they took from `where`: as `Dense`.
-
-    What `dtype` takes off the mean is given back by the owner of the part.
-    """
-    x = padded(values, group.size)
-    part = yield from first_half(x, dtype, group)
-    if dtype != x.dtype:
-        rest = round_off(part, dtype)
-        begin = group.rank * len(part)
-        mine = where[begin : begin + len(part)]
-        payload.add_residual(mine, rest[: len(mine)] * group.size)
-    yield Cut(part)
-    mean = yield from second_half(x, part, dtype)
-    return mean[: len(where)]

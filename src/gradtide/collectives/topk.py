@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from gradtide.collectives import _entries
-from gradtide.collectives._entries import Selecting, Wire, kept, wire_dtype
+from gradtide.collectives._entries import Selecting, kept
 from gradtide.collectives.dense import Dense
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact
+from gradtide.wire import Codec, codec_of
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class TopK(Selecting):
     Args:
         density: The share of a bucket's entries that a rank selects, see `Selecting`.
         select: The selector that finds the entries, see `Selecting`.
-        wire: What values are cast to when they travel, see `Selecting`. What a cast
-            takes off goes to the residual.
+        wire: In what values travel, see `Selecting`. What that takes off goes to the
+            residual.
 
     Raises:
         ValueError: A field is outside its range.
@@ -45,26 +46,26 @@ class TopK(Selecting):
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         n, dtype = len(payload.flat), payload.flat.dtype
-        k = kept(self.density, n)
-        if not pays(n, k, group.size, dtype, self.wire):
+        k, codec = kept(self.density, n), codec_of(self.wire, dtype)
+        if not pays(n, k, group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))
         where = self.select(payload.selection_scores, k, payload.state)
-        values = payload.pop_entries(where, wire_dtype(dtype, self.wire))
+        values = payload.pop_entries(where, codec.dtype)
+        message = _entries.pack((where, values), n, codec)
+        payload.add_residual(where, values)
         if isinstance(self.select, Exact):
             numbers = [k] * group.size
         else:
             numbers = yield from _entries.counts(where, group)
-        mine = where, values
-        found = yield from _entries.gather(mine, numbers, n, self.wire, group)
+        found = yield from _entries.gather(message, numbers, n, codec, dtype, group)
         union, sums = _entries.summed(found, dtype)
         return payload.sparse_mean(union, sums.div_(group.size))
 
 
-def pays(n: int, k: int, size: int, dtype: torch.dtype, wire: Wire = None) -> bool:
+def pays(n: int, k: int, size: int, codec: Codec) -> bool:
     """Whether to gather k of n entries moves fewer bytes than a dense exchange.
 
-    (P - 1) messages of k entries against 2 n (P - 1) / P values, both in `wire`: up to
-    a density of 4 / (3 P) for float32, and 1 / P for a wire of 16 bits.
+    (P - 1) messages of k entries against 2 n (P - 1) / P values, both coded: up to a
+    density of 4 / (3 P) for float32, and 1 / P for a wire of 16 bits.
     """
-    narrow = wire_dtype(dtype, wire)
-    return size > 1 and _entries.length(k, n, narrow) * size < 2 * n * narrow.itemsize
+    return size > 1 and _entries.length(k, n, codec) * size < 2 * codec.nbytes(n)

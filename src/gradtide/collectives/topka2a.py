@@ -9,22 +9,16 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives import _entries
-from gradtide.collectives._entries import (
-    Selecting,
-    Steps,
-    Wire,
-    entry_words,
-    wire_dtype,
-)
-from gradtide.collectives.dense import Dense
-from gradtide.core.ops import AllGather, Cut, Flow, Group
-from gradtide.core.payload import Payload, round_off
+from gradtide.collectives._entries import Selecting, Steps, entry_words
+from gradtide.collectives.dense import Dense, second_half
+from gradtide.core.ops import Cut, Flow, Group
+from gradtide.core.payload import Payload
 from gradtide.selectors import Exact, Selector, largest
 from gradtide.selectors.kernels import index_dtype
+from gradtide.wire import Codec, Wire, codec_of, round_off
 
 PART = "part"  # begins the keys of what a selector remembers of a part
 MARGIN = 1.25  # candidates asked of a selector, for each entry that is sent
-STEP = 4096  # elements: what is left of a conversion in place is copied aside
 
 
 @dataclass(frozen=True)
@@ -47,9 +41,9 @@ class TopKA2A(Selecting):
         select: The selector that finds the entries. It is asked part by part, for a
             quarter more than are sent: the largest of these go, and zeros where it
             finds too few. See `Selecting`.
-        wire: What values are cast to when they travel, see `Selecting`. Every
-            contribution is rounded once and the mean once; what that takes off goes to
-            the residual of the sender and of the part's owner.
+        wire: In what values travel, see `Selecting`. Every contribution is rounded once
+            and the mean once; what that takes off goes to the residual of the sender
+            and of the part's owner.
 
     Raises:
         ValueError: A field is outside its range.
@@ -59,9 +53,10 @@ class TopKA2A(Selecting):
         kept = kept_of_part(payload.flat, self.density, self.wire, group)
         if not kept:
             return (yield from Dense(self.wire).reduce(payload, group))
+        codec = codec_of(self.wire, payload.flat.dtype)
         part = payload.mean_buffer().view(group.size, -1)[group.rank].zero_()
-        yield from collect(part, payload, kept, self.select, self.wire, group)
-        return (yield from spread(part, payload, self.wire, group))
+        yield from collect(part, payload, kept, self.select, codec, group)
+        return (yield from spread(part, payload, codec, group))
 
 
 # - Conditions of use -----------------------------------------------------------------
@@ -94,25 +89,31 @@ def collect(
     payload: Payload,
     kept: int,
     select: Selector,
-    wire: Wire,
+    codec: Codec,
     group: Group,
 ) -> Steps:
     """Add to `part` (zeros) the mean of what all ranks send of this rank's part."""
-    size, dtype = group.size, payload.flat.dtype
+    size = group.size
     found = largest_of_parts(
         payload.selection_scores.view(size, -1), kept, select, payload.state
     )
     where = in_whole(found, len(part), len(payload.flat))
-    values = payload.pop_entries(where, wire_dtype(dtype, wire))
+    values = payload.pop_entries(where, codec.dtype)
     lengths = [len(row) for row in found]
     rows = [
         _entries.filled_up(entries, kept)
         for entries in zip(found, torch.split(values, lengths), strict=True)
     ]
-    numbers, spans = [kept] * size, [len(part)] * size
-    received = yield from _entries.exchange(rows, numbers, spans, wire, group)
+    messages = [_entries.pack(row, len(part), codec) for row in rows]
+    if not codec.exact:
+        # Also what a wire without zeros made of those that rows were filled up with.
+        where = in_whole([idx for idx, _ in rows], len(part), len(payload.flat))
+        payload.add_residual(where, torch.cat([rest for _, rest in rows]))
+    received = yield from _entries.exchange(
+        messages, [kept] * size, len(part), codec, part.dtype, group
+    )
     for idx, row in received:
-        part.index_add_(0, idx, row.to(dtype))
+        part.index_add_(0, idx, row)
     part.div_(size)
 
 
@@ -146,33 +147,12 @@ def in_whole(rows: Sequence[Tensor], span: int, n: int) -> Tensor:
 # - The second half -------------------------------------------------------------------
 
 
-def spread(part: Tensor, payload: Payload, wire: Wire, group: Group) -> Flow:
+def spread(part: Tensor, payload: Payload, codec: Codec, group: Group) -> Flow:
     """Give every rank all parts of the mean; the result lies in the mean's memory."""
-    mean = payload.mean_buffer()
-    dtype = wire_dtype(mean.dtype, wire)
-    if dtype == mean.dtype:
-        yield Cut(part)
-        whole: Tensor = yield AllGather(part, into=mean)
-        return whole
-    # Before the cut: what is cut out of a part later is not in the residual's units.
-    rest = round_off(part, dtype)
-    payload.flat.view(group.size, -1)[group.rank].add_(rest, alpha=group.size)
+    if not codec.exact:
+        # Before the cut: what is cut out of a part later is not in the residual's
+        # units.
+        own = payload.flat.view(group.size, -1)[group.rank]
+        own.add_(round_off(part, codec), alpha=group.size)
     yield Cut(part)
-    narrow = mean.view(dtype)[-len(mean) :]
-    yield AllGather(part.to(dtype), into=narrow)
-    return widen(mean, narrow)
-
-
-def widen(wide: Tensor, narrow: Tensor) -> Tensor:
-    """`narrow`, as long and at the end of the same memory, converted in place.
-
-    From front to back, each time as far as what was read already has left room.
-    """
-    n, begin = len(wide), 0
-    a, b = wide.itemsize, narrow.itemsize
-    while n - begin > STEP:
-        end = (n * (a - b) + begin * b) // a
-        wide[begin:end] = narrow[begin:end]
-        begin = end
-    wide[begin:] = narrow[begin:].clone()
-    return wide
+    return (yield from second_half(payload.mean_buffer(), part, codec, payload, group))

@@ -10,7 +10,14 @@ from torch import Tensor
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.ops import Flow, Group
-from gradtide.core.payload import Collective, Payload, Traits, layers, next_step
+from gradtide.core.payload import (
+    Collective,
+    Payload,
+    Traits,
+    layers,
+    next_step,
+    traits,
+)
 
 STEP = "warmup.step"
 
@@ -24,7 +31,9 @@ class Warmup(Traits):
     a training gradients change fast, and what arrives late is wrong.
 
     Cost and residual: those of the collective with the density of the step. A dense
-    step sends what `Dense` sends, and delivers the residual as well.
+    step sends what `Dense` sends, and delivers the residual as well. The last of them
+    rounds nothing that would be kept: what comes next may exchange something else, such
+    as steps, and finds no residual.
 
     Around `MomentumCorrection` it sets the density of what that wraps; in dense steps
     the optimizer keeps its momentum.
@@ -61,10 +70,12 @@ class Warmup(Traits):
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         # A number of its own: what is inside may count, too.
-        density = self._density(next_step(payload.state, STEP))
-        collective = self.collective
+        step = next_step(payload.state, STEP)
+        density, collective = self._density(step), self.collective
         if density is not None:
             collective = _with_density(collective, density)
+        if density == 1 != self._density(step + 1) and traits(collective).residual:
+            collective = Dense()
         return (yield from collective.reduce(payload, group))
 
     def dense_next(self, state: dict[str, Tensor]) -> bool:

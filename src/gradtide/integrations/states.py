@@ -67,7 +67,7 @@ def load(replica: Replica, folder: str, step: int | None = None) -> None:
     state = check_ranks_agree(replica.engine.transport, prepare, remedy)
     if state:
         replica.load_state_dict(state)
-    elif group.rank == 0 and not traits(replica.scheme.collective).dense:
+    elif group.rank == 0 and traits(replica.scheme.collective).residual:
         warnings.warn(f"{folder} is not there: residuals begin at zero", stacklevel=2)
 
 

@@ -57,7 +57,7 @@ class Actions:
         self.buckets = buckets(trace, scheme, transport.network)
         self._used: Callable[[], object] | None = None
         inner = settled(scheme.collective)
-        self._ranks = 0 if traits(inner).dense else transport.group.size
+        self._ranks = transport.group.size if traits(inner).residual else 0
         if self._ranks:
             transport.overhead = self.device.overhead_of(type(inner).__name__)
         for bucket in self.buckets:

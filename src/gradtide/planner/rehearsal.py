@@ -34,6 +34,7 @@ from gradtide.scheme import Scheme, with_levels
 
 ENTRIES = 128  # that a rank has for every other, where a script is continued
 FEWEST = 8
+PART = 256  # elements for every rank: a multiple of what wires encode together
 FIRST = 64  # elements for every rank up to which a bucket is rehearsed as it is
 LONGEST = 1 << 15  # of a rank's part: indices in it take 16 bits, also if it is uneven
 MOST = 1 << 21  # elements of all flows together, as far as FEWEST allows
@@ -68,8 +69,9 @@ def _scripts(
     if own.depends_on == "shapes":
         return by_shapes(collective, numel, dtype, shapes, size)
     if own.depends_on == "length":
-        one, two = (by_shapes(collective, n, dtype, (), size) for n in (size, 2 * size))
-        return (_between(one[-1], two[-1], numel / size - 2, numel / (2 * size)),) * 2
+        part = PART * size
+        one, two = (by_shapes(collective, n, dtype, (), size) for n in (part, 2 * part))
+        return (_between(one[-1], two[-1], numel / part - 2, numel / (2 * part)),) * 2
     low, high = _rungs(collective, numel, size)
     found = by_numbers(collective, high, dtype, size)
     if low < high:

@@ -188,7 +188,7 @@ def _residuals(placement: Placement) -> dict[str, Tensor]:
         slot.name: torch.zeros_like(view) if bucket.residual_empty else view.clone()
         for bucket in placement.buckets
         # A dense exchange owes what a sparse one left to it, until it has run.
-        if not (bucket.residual_empty and traits(bucket.collective).dense)
+        if traits(bucket.collective).residual or not bucket.residual_empty
         for slot, view in zip(bucket.slots, bucket.views, strict=True)
     }
 

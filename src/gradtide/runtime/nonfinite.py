@@ -88,7 +88,7 @@ class NonFiniteGuard:
 
     def _sparse(self) -> Iterator[GradientBucket]:
         for bucket in self._placement.buckets:
-            if not traits(bucket.collective).dense:
+            if traits(bucket.collective).residual:
                 yield bucket
 
     def _search(self) -> str | None:

@@ -13,7 +13,9 @@ from gradtide.core.ops import Cut, Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact, Threshold
 from gradtide.testing import check_law, lockstep
+from gradtide.wire import codec_of
 
+FLOATS = codec_of(None, torch.float32)
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 LARGE = SMALL // 4 * 12  # elements: a tenth of them is too much for one hop
 
@@ -30,10 +32,8 @@ def test_law_in_two_halves(size: int) -> None:
     check_law(CLTk(0.1), size, numel=LARGE // size * size, steps=3)
 
 
-def test_contributions_lose_nothing_on_the_wire_and_the_mean_half_a_unit() -> None:
-    check_law(CLTk(0.1, wire="bf16"), 4, numel=LARGE, steps=3, tolerance=2.0**-8)
-    with pytest.raises(AssertionError):
-        check_law(CLTk(0.1, wire="bf16"), 4, numel=LARGE, steps=3, tolerance=1e-6)
+def test_nothing_is_lost_on_a_wire() -> None:
+    check_law(CLTk(0.1, wire="bf16"), 4, numel=LARGE, steps=3)
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -80,9 +80,9 @@ def test_traffic(numel: int) -> None:
     else:
         assert traffic["AllReduce"] == 2 * half
     # 4 k for the indices; 8 (P - 1) / P of the values.
-    assert pays(1000, 630, 8, torch.float32)
-    assert not pays(1000, 640, 8, torch.float32)
-    assert not pays(1000, 1, 1, torch.float32)
+    assert pays(1000, 630, 8, FLOATS)
+    assert not pays(1000, 640, 8, FLOATS)
+    assert not pays(1000, 1, 1, FLOATS)
 
 
 @pytest.mark.parametrize("size", [2, 5])

@@ -15,7 +15,9 @@ from gradtide.core.ops import Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact, Threshold
 from gradtide.testing import check_law, lockstep
+from gradtide.wire import codec_of
 
+FLOATS = codec_of(None, torch.float32)
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 
 
@@ -122,7 +124,7 @@ def test_everybody_takes_back_its_own_share_of_what_was_dropped() -> None:
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_traffic(size: int) -> None:
     n, k = 1000 * size, 10 * size
-    message = length(k, n, torch.float32)
+    message = length(k, n, FLOATS)
     core = 1 << (size.bit_length() - 1)
     expected = {"Swap": int(math.log2(core)) * core * message}
     expected["rounds"] = rounds(size)
@@ -136,10 +138,10 @@ def test_traffic(size: int) -> None:
 
 def test_dense_where_the_messages_are_not_shorter() -> None:
     # 1.5 log2(P) density words against 2 (P - 1) / P.
-    assert pays(100_000, 38_000, 8, torch.float32)
-    assert not pays(100_000, 39_500, 8, torch.float32)
+    assert pays(100_000, 38_000, 8, FLOATS)
+    assert not pays(100_000, 39_500, 8, FLOATS)
     assert [rounds(size) for size in SIZES[1:]] == [1, 3, 2, 4, 4, 3, 4]
-    assert not pays(100, 1, 1, torch.float32)
+    assert not pays(100, 1, 1, FLOATS)
     traffic = check_law(GTopK(0.5), 8)
     assert "Swap" not in traffic
 

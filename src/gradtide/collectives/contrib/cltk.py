@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from gradtide.collectives._entries import Selecting, Steps, Wire, kept, wire_dtype
+from gradtide.collectives._entries import Selecting, Steps, kept
 from gradtide.collectives.contrib.gtopk import at_most
-from gradtide.collectives.dense import Dense, averaged
+from gradtide.collectives.dense import Dense, averaged_at
 from gradtide.core.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.core.payload import Payload, next_step
 from gradtide.selectors.kernels import index_dtype
+from gradtide.wire import Codec, codec_of
 
 SMALL = 1 << 14  # bytes up to which an all-reduce in one hop beats two halves
 
@@ -35,9 +36,8 @@ class CLTk(Selecting):
     Args:
         density: The share of a bucket's entries that are chosen, see `Selecting`.
         select: The selector that finds the entries, see `Selecting`.
-        wire: What values are cast to when they travel, see `Selecting`. What a cast
-            takes off a contribution goes to the residual; what it takes off the mean is
-            lost.
+        wire: In what values travel, see `Selecting`. What it takes off goes to the
+            residual, that of the mean to the part's owner's.
 
     Raises:
         ValueError: A field is outside its range.
@@ -47,16 +47,17 @@ class CLTk(Selecting):
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         n, k = len(payload.flat), kept(self.density, len(payload.flat))
-        if not pays(n, k, group.size, payload.flat.dtype, self.wire):
+        codec = codec_of(self.wire, payload.flat.dtype)
+        if not pays(n, k, group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))
         small = k * payload.flat.itemsize <= SMALL
-        dtype = wire_dtype(payload.flat.dtype, None if small else self.wire)
+        dtype = payload.flat.dtype if small else codec.dtype
         where = yield from self._chosen(payload, k, dtype, group)
         values = payload.pop_entries(where, dtype)
         if small:
             mean = (yield AllReduce(values)).div_(group.size)
         else:
-            mean = yield from averaged(values, self.wire, group)
+            mean = yield from averaged_at(where, values, payload, codec, group)
         return payload.sparse_mean(where, mean)
 
     def _chosen(
@@ -78,8 +79,7 @@ class CLTk(Selecting):
         return torch.unique_consecutive((yield Broadcast(where, leader)))
 
 
-def pays(n: int, k: int, size: int, dtype: torch.dtype, wire: Wire = None) -> bool:
+def pays(n: int, k: int, size: int, codec: Codec) -> bool:
     """Whether indices and values of k entries are fewer bytes than n values."""
-    width = wire_dtype(dtype, wire).itemsize
-    twice = 2 * (size - 1) * width
+    twice = 2 * (size - 1) * codec.width
     return size > 1 and 4 * k * size + twice * k < twice * n

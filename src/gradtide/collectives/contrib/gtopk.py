@@ -9,17 +9,11 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives import _entries
-from gradtide.collectives._entries import (
-    Entries,
-    Selecting,
-    Steps,
-    Wire,
-    kept,
-    wire_dtype,
-)
+from gradtide.collectives._entries import Entries, Selecting, Steps, filled_up, kept
 from gradtide.collectives.dense import Dense
 from gradtide.core.ops import AllToAll, Flow, Group, Swap
-from gradtide.core.payload import Payload, rounded_off
+from gradtide.core.payload import Payload
+from gradtide.wire import Codec, codec_of, round_off
 
 
 @dataclass(frozen=True)
@@ -44,8 +38,8 @@ class GTopK(Selecting):
     Args:
         density: The share of a bucket's entries that a rank selects, see `Selecting`.
         select: The selector that finds the entries, see `Selecting`.
-        wire: What values are cast to when they travel, see `Selecting`. What a cast
-            takes off goes to the residual; a sum that is too large for the cast is cut
+        wire: In what values travel, see `Selecting`. What that takes off goes to the
+            residual; a sum that is too large for the cast is cut
             to the largest number there is.
 
     Raises:
@@ -58,24 +52,26 @@ class GTopK(Selecting):
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         n, k = len(payload.flat), kept(self.density, len(payload.flat))
-        if not pays(n, k, group.size, payload.flat.dtype, self.wire):
+        codec = codec_of(self.wire, payload.flat.dtype)
+        if not pays(n, k, group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))
-        x, dtype = payload.selection_scores, wire_dtype(payload.flat.dtype, self.wire)
+        x = payload.selection_scores
         where = at_most(k, self.select(x, k, payload.state), x)
-        own = where, payload.pop_entries(where, dtype)
-        merging = _Merging(payload, k, dtype, own, [own])
+        own = filled_up((where, payload.pop_entries(where, codec.dtype)), k)
+        if not codec.exact:
+            payload.add_residual(own[0], round_off(own[1], codec))
+        merging = _Merging(payload, k, codec, own, [own])
         where, sums = yield from _all_merged(merging, group)
         return payload.sparse_mean(where, sums / group.size)
 
 
-def pays(n: int, k: int, size: int, dtype: torch.dtype, wire: Wire = None) -> bool:
+def pays(n: int, k: int, size: int, codec: Codec) -> bool:
     """Whether the messages in a row are shorter than those of a dense exchange.
 
-    `rounds` messages of k entries against 2 n (P - 1) / P values, both in `wire`.
+    `rounds` messages of k entries against 2 n (P - 1) / P values, both coded.
     """
-    narrow = wire_dtype(dtype, wire)
-    dense = 2 * n * (size - 1) * narrow.itemsize
-    return size > 1 and rounds(size) * _entries.length(k, n, narrow) * size < dense
+    dense = 2 * (size - 1) * codec.nbytes(n)
+    return size > 1 and rounds(size) * _entries.length(k, n, codec) * size < dense
 
 
 def rounds(size: int) -> int:
@@ -104,23 +100,28 @@ def largest(values: Tensor, k: int) -> Tensor:
 
 @dataclass
 class _Merging:
-    """A partial sum of some ranks' entries, and what this rank has at stake in it."""
+    """A partial sum of some ranks' entries, and what this rank has at stake in it.
+
+    It has k entries, as the codec holds them: zeros at the last index, or what the
+    codec made of them, make up for those that are missing.
+    """
 
     payload: Payload
     k: int
-    dtype: torch.dtype  # that travels
+    codec: Codec
     total: Entries
     stakes: list[Entries]
 
     def message(self) -> Tensor:
         """The sum, as k entries."""
-        entries = _entries.filled_up(self.total, self.k)
-        return _entries.pack(entries, len(self.payload.flat), self.dtype)
+        where, values = self.total
+        return _entries.pack(
+            (where, values.clone()), len(self.payload.flat), self.codec
+        )
 
     def read(self, message: Tensor) -> Entries:
         flat = self.payload.flat
-        where, values = _entries.unpack(message, self.k, len(flat), self.dtype)
-        return where, values.to(flat.dtype)
+        return _entries.unpack(message, self.k, len(flat), self.codec, flat.dtype)
 
     def merge(self, theirs: Entries, first: bool, keeper: bool) -> None:
         """Add `theirs` (in front of the own sum if not `first`), and keep k entries.
@@ -130,14 +131,14 @@ class _Merging:
         pair = (self.total, theirs) if first else (theirs, self.total)
         where, sums = _entries.summed(pair, self.payload.flat.dtype)
         keep = largest(sums, self.k)
-        where, sums = where[keep], sums[keep]
-        self._settle(where)
-        self.total = where, sums
-        if self.dtype != sums.dtype:
-            narrow = _fitting(sums, self.dtype).to(sums.dtype)
+        self._settle(where[keep])
+        where, sums = self.total = filled_up((where[keep], sums[keep]), self.k)
+        if not self.codec.exact:
+            narrow = _fitting(sums, self.codec.dtype)
+            rest = (sums - narrow).nan_to_num_(0.0, 0.0, 0.0)
+            rest += round_off(narrow, self.codec)
             self.total = where, narrow
             if keeper:
-                rest = rounded_off(sums, narrow)
                 self.payload.add_residual(where, rest)
                 # Whoever has a stake in this sum has one in the rest, too.
                 self.stakes.append((where, -rest))
@@ -172,17 +173,18 @@ def _all_merged(merging: _Merging, group: Group) -> Steps:
             keeper = rank % (2 * distance) == 0
             merging.merge(merging.read(message), rank < peer, keeper)
         distance *= 2
+    total = merging.total
     if core < size:
         message = yield _handed(merging.message(), group, rank + core, rank - core)
         if rank >= core:
-            return _distinct(*merging.read(message))
-    return merging.total
+            total = merging.read(message)
+    return _entries.summed([total], merging.payload.flat.dtype)
 
 
 def _fitting(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums as `dtype`; what is finite stays so, as the largest number at most."""
+    """Sums, of which what is finite stays so as `dtype`: the largest number at most."""
     most = torch.finfo(dtype).max
-    return torch.where(sums.isinf(), sums, sums.clamp(-most, most)).to(dtype)
+    return torch.where(sums.isinf(), sums, sums.clamp(-most, most))
 
 
 def _core(size: int) -> int:
@@ -195,10 +197,3 @@ def _handed(message: Tensor, group: Group, to: int, source: int) -> AllToAll:
     send = [len(message) * (r == to) for r in range(group.size)]
     recv = [len(message) * (r == source) for r in range(group.size)]
     return AllToAll(message[: sum(send)], send, recv)
-
-
-def _distinct(where: Tensor, values: Tensor) -> Entries:
-    """Entries without those that were added to make a message as long as others."""
-    new = torch.ones_like(where, dtype=torch.bool)
-    new[1:] = where[1:] != where[:-1]
-    return where[new], values[new]

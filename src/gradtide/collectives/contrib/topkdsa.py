@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from gradtide.collectives import _entries
-from gradtide.collectives._entries import Selecting, entry_words, wire_dtype
+from gradtide.collectives._entries import Selecting, entry_words
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.topka2a import collect, in_whole, kept_of_part, spread
 from gradtide.core.ops import Cut, Flow, Group
-from gradtide.core.payload import Payload, round_off
+from gradtide.core.payload import Payload
+from gradtide.wire import codec_of, round_off
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class TopkDSA(Selecting):
     Args:
         density: The share of a bucket's entries that a rank selects, see `Selecting`.
         select: The selector that finds the entries, see `Selecting`.
-        wire: What values are cast to when they travel, see `Selecting`. Every
-            contribution is rounded once and the mean once; what that takes off goes to
-            the residual of the sender and of the part's owner.
+        wire: In what values travel, see `Selecting`. Every contribution is rounded once
+            and the mean once; what that takes off goes to the residual of the sender
+            and of the part's owner.
 
     Raises:
         ValueError: A field is outside its range.
@@ -47,20 +48,21 @@ class TopkDSA(Selecting):
         if not kept:
             return (yield from Dense(wire).reduce(payload, group))
         span = len(flat) // group.size
-        part = flat.new_zeros(span)
-        yield from collect(part, payload, kept, self.select, wire, group)
+        part, codec = flat.new_zeros(span), codec_of(wire, flat.dtype)
+        yield from collect(part, payload, kept, self.select, codec, group)
         where = part.nonzero().squeeze(1)
         numbers = yield from _entries.counts(where, group)
         if not tail_pays(sum(numbers), len(flat), entry=entry_words(flat.dtype, wire)):
-            return (yield from spread(part, payload, wire, group))
+            return (yield from spread(part, payload, codec, group))
         values = part[where]
-        narrow = wire_dtype(flat.dtype, wire)
-        if narrow != flat.dtype:
-            rest = round_off(values, narrow)
+        if not codec.exact:
+            rest = round_off(values, codec)
             payload.add_residual(where + group.rank * span, rest * group.size)
         yield Cut(values)
-        mine = where.to(torch.int32), values
-        found = yield from _entries.gather(mine, numbers, span, wire, group)
+        message = _entries.pack((where.to(torch.int32), values), span, codec)
+        found = yield from _entries.gather(
+            message, numbers, span, codec, flat.dtype, group
+        )
         everywhere = in_whole([idx for idx, _ in found], span, len(flat))
         return payload.sparse_mean(everywhere, torch.cat([row for _, row in found]))
 

@@ -26,6 +26,7 @@ from gradtide.profile.selection.measure import (
     measure,
 )
 from gradtide.selectors import SELECTORS
+from gradtide.wire import codec_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def sparse_bytes(n: int, count: float, ranks: int) -> float:
 
     The plainest of the sparse exchanges, and with many ranks the longest.
     """
-    return (ranks - 1) * length(round(count), n, torch.float32)
+    return (ranks - 1) * length(round(count), n, codec_of(None, torch.float32))
 
 
 def dense_seconds(n: int, ranks: int, rate: float) -> float:

@@ -1,0 +1,135 @@
+"""Wires: in how many bits values travel; nothing of buckets or ranks.
+
+This file has the contract, casts, and the names. What the names of less than 16 bits
+stand for is loaded when it is used:
+
+formats.py  what a block of values becomes: codes, and numbers that scale them
+blocks.py   messages of blocks
+fast.py     the same, compiled
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+Wire: TypeAlias = Literal["bf16", "fp16", "int8", "e3m0", "2bit", "sign"] | None
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WIRES = (*CASTS, "int8", "e3m0", "2bit", "sign")
+
+
+class Codec(Protocol):
+    """How values travel: as a message (uint8) whose length their number decides.
+
+    A codec is a projection: what was decoded once is encoded without loss.
+    """
+
+    @property
+    def exact(self) -> bool:
+        """Nothing is ever rounded."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What values have to be finite in, to arrive finite."""
+
+    @property
+    def width(self) -> float:
+        """Bytes of a value in a long message."""
+
+    @property
+    def keeps(self) -> bool:
+        """What a dense exchange rounds off is a residual, and not lost."""
+
+    def nbytes(self, count: int) -> int:
+        """The length of a message of `count` values."""
+
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        """Write `values` (1-D, contiguous) to `message`; what that does not hold stays.
+
+        In `values` is then what was rounded off. It is zero for values that are not
+        finite: they, and those that share a block with them, arrive as NaN or infinite.
+        """
+
+    def write(self, values: Tensor, message: Tensor) -> None:
+        """`encode` without a look at what stays: `values` may be anything then."""
+
+    def witness(self, messages: Tensor, count: int) -> Tensor:
+        """Numbers that are not all finite if anything in messages (rows) is not."""
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """Write the values of a message to `out` (1-D, contiguous)."""
+
+    def add(self, messages: Tensor, out: Tensor) -> None:
+        """Add the values of messages (rows), one after the other, to `out`."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Values in a dtype, which is `exact` if it is their own."""
+
+    dtype: torch.dtype
+    exact: bool = False
+
+    keeps = False
+
+    @property
+    def width(self) -> float:
+        return self.dtype.itemsize
+
+    def nbytes(self, count: int) -> int:
+        return count * self.dtype.itemsize
+
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        self.write(values, message)
+        if values.dtype == self.dtype:
+            values.zero_()
+        else:
+            values.sub_(message.view(self.dtype))
+            values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def write(self, values: Tensor, message: Tensor) -> None:
+        message.view(self.dtype).copy_(values)
+
+    def witness(self, messages: Tensor, count: int) -> Tensor:
+        return messages.view(self.dtype)
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        out.copy_(message.view(self.dtype))
+
+    def add(self, messages: Tensor, out: Tensor) -> None:
+        for row in messages.view(self.dtype):
+            out.add_(row)
+
+
+def round_off(values: Tensor, codec: Codec) -> Tensor:
+    """Round `values` (1-D) in place to what a codec holds; returns what that takes."""
+    rest = values.clone()
+    message = values.new_empty(codec.nbytes(len(values)), dtype=torch.uint8)
+    codec.encode(rest, message)
+    codec.decode(message, values)
+    return rest
+
+
+@cache
+def codec_of(wire: Wire, dtype: torch.dtype) -> Codec:
+    """How values of `dtype` travel: never wider than they are."""
+    own: Codec = Cast(dtype, exact=True)
+    if wire is None:
+        return own
+    if wire in CASTS:
+        found: Codec = Cast(CASTS[wire])
+    else:
+        # Here: most trainings do without.
+        from gradtide.wire.blocks import Blockwise
+
+        found = Blockwise(wire)
+    return found if found.width < own.width else own
+
+
+def keeps(wire: Wire) -> bool:
+    """Whether a dense exchange keeps what a wire rounds off."""
+    return wire is not None and wire not in CASTS

@@ -1,0 +1,193 @@
+"""Messages of blocks: the levels of all of them, then their codes, packed.
+
+[Note: planes] A byte has 8 / bits codes. They are those of elements that lie a plane
+apart, not side by side: neighbours go to neighbouring bytes, so that a vector of
+elements becomes a vector of bytes. A block of 256 elements has 8 / bits planes; a
+shorter one, at the end of a message, as many shorter ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtide.wire.formats import BLOCK, FORMATS, TINY, Format
+
+CHUNK = 64  # blocks whose temporaries stay in a core's cache
+ALIGN = 4  # bytes: levels may be viewed wherever a message begins
+COMPILED = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """Blocks of 256 values, each in a format with levels of its own.
+
+    Levels are found, and sums taken, in single precision; in the values' own, if that
+    is wider.
+    """
+
+    name: str
+
+    exact = False
+    dtype = torch.float32
+    keeps = True
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.name]
+
+    @property
+    def width(self) -> float:
+        return self.format.bits / 8 + 4 * self.format.num_levels / BLOCK
+
+    def nbytes(self, count: int) -> int:
+        blocks, short = divmod(count, BLOCK)
+        codes = blocks * self._plane + -(-short * self._plane // BLOCK)
+        codes = -(-codes // ALIGN) * ALIGN
+        return 4 * self.format.num_levels * (blocks + (short > 0)) + codes
+
+    @property
+    def _plane(self) -> int:
+        """Bytes of a block, which are the elements of a plane."""
+        return BLOCK * self.format.bits // 8
+
+    # - The contract -------------------------------------------------------------------
+
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        kernel = _compiled(values)
+        if values.is_meta:
+            values.zero_()  # one pass, for who counts them
+        elif kernel is not None:
+            kernel.encode(*self._kind, values.numpy(), message.numpy())
+        elif values.itemsize < 4:
+            wide = values.float()
+            self.encode(wide, message)
+            values.copy_(wide)
+        else:
+            for x, count, levels, codes in self._blocks(values, message):
+                self._encode(x, count, levels, codes)
+
+    write = encode
+
+    def witness(self, messages: Tensor, count: int) -> Tensor:
+        levels = self.format.num_levels * -(-count // BLOCK)
+        return messages.view(torch.float32)[..., :levels]
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        kernel = _compiled(out)
+        if out.is_meta:
+            out.zero_()
+        elif kernel is not None:
+            kernel.add(*self._kind, message[None].numpy(), out.numpy(), True)
+        elif out.itemsize < 4:
+            wide = out.float()
+            self.decode(message, wide)
+            # The product of a scale could be just above the largest number there is.
+            most = torch.finfo(out.dtype).max
+            out.copy_(wide.clamp_(-most, most))
+        else:
+            out.zero_()
+            self.add(message[None], out)
+
+    def add(self, messages: Tensor, out: Tensor) -> None:
+        kernel = _compiled(out)
+        if out.is_meta:
+            out.add_(out)
+        elif kernel is not None:
+            kernel.add(*self._kind, messages.numpy(), out.numpy(), False)
+        elif out.itemsize < 4:
+            wide = out.float()
+            self.add(messages, wide)
+            out.copy_(wide)
+        else:
+            for message in messages:
+                for x, _, levels, codes in self._blocks(out, message):
+                    self._add(x, levels, codes)
+
+    # - Where no kernel is -------------------------------------------------------------
+
+    @property
+    def _kind(self) -> tuple[int, int, int]:
+        return self.format.kind, self._plane, self.format.num_levels
+
+    def _blocks(
+        self, values: Tensor, message: Tensor
+    ) -> Iterator[tuple[Tensor, int, Tensor, Tensor]]:
+        """Views, some blocks at a time: of values [blocks, elements], the number of
+        elements, levels [blocks, levels], and codes [blocks, bytes]."""
+        if not values.numel():
+            return
+        whole, short = divmod(values.numel(), BLOCK)
+        width, plane = self.format.num_levels, self._plane
+        blocks = whole + (short > 0)
+        levels = message[: 4 * width * blocks].view(torch.float32).view(-1, width)
+        codes = message[4 * width * blocks :]
+        size = CHUNK if values.device.type == "cpu" else max(whole, 1)
+        for begin in range(0, whole, size):
+            end = min(begin + size, whole)
+            yield (
+                values[begin * BLOCK : end * BLOCK].view(-1, BLOCK),
+                BLOCK,
+                levels[begin:end],
+                codes[begin * plane : end * plane].view(-1, plane),
+            )
+        if short:
+            room = -(-short * plane // BLOCK)
+            ending = codes[whole * plane : whole * plane + room]
+            yield values[whole * BLOCK :][None], short, levels[whole:], ending[None]
+
+    def _encode(self, x: Tensor, count: int, levels: Tensor, codes: Tensor) -> None:
+        per = 8 // self.format.bits
+        padding = codes.shape[1] * per - count
+        narrow = torch.nn.functional.pad(x.to(torch.float32), (0, padding))
+        most = narrow.abs().amax(1)
+        finite = most.isfinite()
+        usual = finite & (most >= TINY)
+        # Any magnitude will do where levels are not found by it.
+        narrow = torch.where(usual[:, None], narrow, narrow.new_ones(()))
+        found = self.format.fit(narrow, torch.where(usual, most, 1.0), count)
+        usual &= found[:, -1] >= TINY
+        code = self.format.code(narrow, found)
+        code = torch.where(usual[:, None], code, code.new_zeros(()))
+        nothing = torch.where(finite, 0.0, torch.nan)[:, None]
+        levels.copy_(torch.where(usual[:, None], found, nothing))
+        planes = code.view(len(x), per, -1)
+        packed = planes[:, 0].clone()
+        for p in range(1, per):
+            packed |= planes[:, p] << (p * self.format.bits)
+        codes.copy_(packed.to(torch.uint8))
+        heard = self.format.value(code, levels)[:, :count]
+        stays = torch.where(x.to(torch.float32).isfinite(), x, x.new_zeros(()))
+        x.copy_(torch.where(finite[:, None], x - heard, stays))
+
+    def _add(self, x: Tensor, levels: Tensor, codes: Tensor) -> None:
+        bits = self.format.bits
+        wide = codes.to(torch.int32)
+        planes = [(wide >> at) & ((1 << bits) - 1) for at in range(0, 8, bits)]
+        heard = self.format.value(torch.cat(planes, 1), levels)
+        x.add_(heard[:, : x.shape[1]])
+
+
+def _compiled(x: Tensor) -> Any:
+    """The compiled kernels, if there are any for such a tensor."""
+    return _kernels() if x.device.type == "cpu" and x.dtype in COMPILED else None
+
+
+@cache
+def _kernels() -> Any:
+    try:
+        from gradtide.wire import fast
+    except ImportError:
+        warnings.warn(
+            "numba is not installed: values are encoded by torch, which takes some ten "
+            'times as long. pip install "gradtide[fast]"',
+            stacklevel=2,
+        )
+        return None
+    return fast
