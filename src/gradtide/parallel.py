@@ -29,7 +29,7 @@ from gradtide.replica import Replica, link
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.validation import owners
 from gradtide.scheme import Scheme, as_scheme
-from gradtide.transport import ProcessGroup
+from gradtide.transport import ProcessGroup, group_of
 
 Recipe: TypeAlias = "str | Scheme"
 
@@ -447,16 +447,11 @@ class _NoReducer:
 
 def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | None:
     """The ranks that train together; None if torch.distributed is not initialised."""
-    if mesh is None:
-        return group or dist.group.WORLD
-    if group is not None:
+    if mesh is not None and group is not None:
         raise RuntimeError(  # as DDP
             "Cannot specify both process_group and device_mesh arguments."
         )
-    if mesh.ndim != 1:
-        raise ValueError(f"{mesh}: only a mesh of one dimension; pass mesh['dp']")
-    found: ProcessGroup = mesh.get_group(mesh_dim=0)
-    return found
+    return group_of(mesh) or group or dist.group.WORLD
 
 
 def _only(device_ids: Sequence[Any] | None, device_type: str) -> list[int] | None:

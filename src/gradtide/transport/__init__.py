@@ -2,5 +2,8 @@
 
 from gradtide.core.transport import CommunicationError as CommunicationError
 from gradtide.core.transport import Transport as Transport
+from gradtide.transport.connect import DeviceMesh as DeviceMesh
 from gradtide.transport.connect import ProcessGroup as ProcessGroup
 from gradtide.transport.connect import connect as connect
+from gradtide.transport.connect import group_of as group_of
+from gradtide.transport.connect import members as members

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup as ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 from gradtide.core.transport import Transport
 
@@ -54,9 +55,35 @@ def connect(process_group: dist.ProcessGroup | None, device: torch.device) -> Tr
     return StagedTransport(gloo, device)
 
 
+def group_of(
+    ranks: dist.ProcessGroup | DeviceMesh | None,
+) -> dist.ProcessGroup | None:
+    """The process group of a mesh of one dimension; a process group is one already.
+
+    Raises:
+        ValueError: The mesh has several dimensions.
+    """
+    if not isinstance(ranks, DeviceMesh):
+        return ranks
+    if ranks.ndim != 1:
+        raise ValueError(
+            f"{ranks} has {ranks.ndim} dimensions: pass the one over which gradients "
+            "are to be averaged, such as mesh['outer']"
+        )
+    found: dist.ProcessGroup = ranks.get_group()
+    return found
+
+
+def members(process_group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks of a group, by their numbers in the default group."""
+    parent = process_group or dist.group.WORLD
+    assert parent is not None
+    return dist.get_process_group_ranks(parent)
+
+
 def _sibling(parent: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """A new group of the parent's ranks, with the parent's timeout."""
-    ranks = dist.get_process_group_ranks(parent)
+    ranks = members(parent)
     timeout = _timeout(parent)
     group = dist.new_group(
         ranks,
