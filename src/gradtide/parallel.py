@@ -29,7 +29,7 @@ from gradtide.replica import Replica, link
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.validation import owners
 from gradtide.scheme import Scheme, as_scheme
-from gradtide.transport import ProcessGroup
+from gradtide.transport import Mesh, ProcessGroup
 
 Recipe: TypeAlias = "str | Scheme"
 
@@ -445,18 +445,15 @@ class _NoReducer:
         return False
 
 
-def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | None:
+def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | Mesh | None:
     """The ranks that train together; None if torch.distributed is not initialised."""
-    if mesh is None:
-        return group or dist.group.WORLD
-    if group is not None:
+    if mesh is not None and group is not None:
         raise RuntimeError(  # as DDP
             "Cannot specify both process_group and device_mesh arguments."
         )
-    if mesh.ndim != 1:
-        raise ValueError(f"{mesh}: only a mesh of one dimension; pass mesh['dp']")
-    found: ProcessGroup = mesh.get_group(mesh_dim=0)
-    return found
+    if mesh is not None and mesh.ndim == 1:
+        return mesh.get_group()  # type: ignore[no-any-return]
+    return mesh or group or dist.group.WORLD
 
 
 def _only(device_ids: Sequence[Any] | None, device_type: str) -> list[int] | None:

@@ -37,8 +37,8 @@ from gradtide.runtime.validation import (
     describe,
     is_joinable,
     validate,
-    validate_collective,
     validate_optimizer,
+    validate_scheme,
 )
 from gradtide.scheme import (
     Scheme,
@@ -48,7 +48,7 @@ from gradtide.scheme import (
     undecided,
     with_levels,
 )
-from gradtide.transport import Mesh, ProcessGroup, Transport, connect
+from gradtide.transport import Mesh, ProcessGroup, Transport, connect, members
 
 if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
     from gradtide.kfac.preconditioner import Preconditioner
@@ -87,10 +87,13 @@ def replicate(
             a recipe's name ("dear"), a constructor call as text ("oktopk(0.01)"), or a
             `Scheme`. The default exchanges exact means during backward, as
             DistributedDataParallel does.
-        process_group: The ranks that train together. None stands for all ranks, the
-            default group. A `DeviceMesh` of two dimensions, hosts and the ranks of
-            each, also says which ranks share a host, and so does a pair of groups: that
-            of the ranks with this rank's place on every host, and that of its host.
+        process_group: The ranks that train together, or a DeviceMesh of one dimension.
+            None stands for all ranks, the default group. A mesh of two dimensions,
+            hosts and the ranks of each, also says which ranks share a host, and so does
+            a pair of groups: that of the ranks with this rank's place on every host,
+            and that of its host. For a model that FSDP2 or tensor parallelism has
+            sharded these are the ranks that have the same part of it (`mesh["outer"]`),
+            and each rank averages what it has.
         buffers: With "broadcast" every training forward begins with rank 0's buffers
             (running statistics of norms), as in DistributedDataParallel. With "local"
             every rank keeps its own, which saves that exchange.
@@ -135,8 +138,8 @@ def link(
 
     def prepare() -> tuple[Scheme, Signature]:
         chosen = _placed(scheme, transport)
-        validate(model, buffers, check_every)
-        validate_collective(model, chosen.collective, chosen.schedule)
+        validate(model, buffers, check_every, members(process_group))
+        validate_scheme(model, chosen)
         if optimizer is not None:
             validate_optimizer(model, optimizer, chosen.schedule)
             momentum_of(optimizer, chosen)
@@ -567,7 +570,7 @@ class Replica:
 
         def prepare() -> tuple[Scheme, Signature]:
             chosen = _placed(scheme, self.engine.transport)
-            validate_collective(self.model, chosen.collective, chosen.schedule)
+            validate_scheme(self.model, chosen)
             if self._unknown:
                 return chosen, {"scheme": repr(chosen)}
             if undecided(chosen) is not None:
@@ -634,7 +637,9 @@ class Replica:
                 "backward"
             )
 
-    def state_dict(self, *, world_size: int | None = None) -> StateDict:
+    def state_dict(
+        self, *, world_size: int | None = None, shards: int | None = None
+    ) -> StateDict:
         """Return what this rank needs to go on as if the run had not stopped. Local.
 
         Save it on every rank, beside the states of model and optimizer. It holds the
@@ -647,6 +652,8 @@ class Replica:
             world_size: The number of ranks of a checkpoint that is to be read with
                 torch.distributed.checkpoint: load into what is returned for it. None
                 stands for the present number, and is right for saving.
+            shards: The number of parts that each of these had of a sharded model, as
+                `world_size`: the ranks of a host, where FSDP2 shards inside hosts.
 
         Returns:
             A dictionary of tensors, strings and dictionaries of these.
@@ -662,17 +669,20 @@ class Replica:
                 "call it after optimizer.step()"
             )
         group = self.engine.transport.group
-        size = group.size if world_size is None else world_size
         training = self._training
-        if size == group.size:
+        now = group.size, training.placement.shards.number[1]
+        size, parts = world_size or now[0], shards or now[1]
+        if (size, parts) == now:
             saved = state.save(
                 training.placement, self.scheme, group, training.num_steps
             )
             if training.steps is not None:  # every rank's optimizer has its own
                 own = self.optimizer.state_dict()["state"]
-                saved[f"rank{group.rank}"]["optimizer"] = packed(own)
+                saved[state.own_key(training.placement, group)]["optimizer"] = packed(
+                    own
+                )
         else:
-            saved = state.blank(training.placement, group, size)
+            saved = state.blank(training.placement, group, size, parts)
         if self._training.preconditioning is not None:
             self._training.preconditioning.save(saved, group)
         if self.tuning is not None:

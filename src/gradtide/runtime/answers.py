@@ -14,6 +14,7 @@ from gradtide.runtime.deferred_grads import DeferredGrad, Scale
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
+from gradtide.transport.shards import Spread
 
 if TYPE_CHECKING:
     from gradtide.runtime.preconditioning import Preconditioning
@@ -104,13 +105,19 @@ class Answers:
 
     # - For clipping -------------------------------------------------------------------
 
-    def total(self, grads: Sequence[Tensor | None]) -> float | None:
-        """The square of the norm of all, which may be known where no single one is."""
+    def total(self, grads: Sequence[Tensor | None]) -> dict[Spread, float] | None:
+        """The square of the norm of all, which may be known where no single one is.
+
+        It is that of what this rank has of them, by how their parameters are divided.
+        """
         if any(not isinstance(grad, DeferredGrad) for grad in grads):
             return None
         if not self._known() or any(map(_changed, grads)):
             return None
-        return sum(self._tally.totals.values())
+        squares: dict[Spread, float] = {}
+        for bucket, square in self._tally.totals.items():
+            squares[bucket.spread] = squares.get(bucket.spread, 0.0) + square
+        return squares
 
     def _known(self) -> bool:
         """Whether the ranks have sent norms, and these are still right."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Broadcast
+from gradtide.transport.shards import local
 
 MESSAGE_BYTES = 25_000_000  # more => a larger copy, fewer start-ups
 
@@ -20,6 +21,7 @@ def synchronize(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> N
     Models that were built from one seed are equal already: of 440 MB that a link of 50
     Mb/s takes minutes for, 16 bytes of each tensor are compared.
     """
+    tensors = [local(tensor) for tensor in tensors]
     everyone = engine.transport.gather_objects([digest(tensor) for tensor in tensors])
     told = zip(tensors, zip(*everyone, strict=True), strict=True)
     differing = [tensor for tensor, found in told if len(set(found)) > 1]

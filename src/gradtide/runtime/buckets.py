@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradtide.core.engine import Engine, InFlight
 from gradtide.core.payload import Collective, Payload, traits
 from gradtide.core.step import Bucket
+from gradtide.transport.shards import Spread, like, local, spread
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 LARGE = 1 << 16  # elements: from here on a copy takes longer than a call from Python
@@ -34,9 +35,24 @@ class Slot:
     used: bool = True  # by some rank, in the last exchange
     wanted: bool = False  # its gradient was still there at the deferred step
 
+    @property
+    def local(self) -> Tensor:
+        """What this rank has of the parameter: all of it, unless it is sharded."""
+        return local(self.param)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """What this rank has of the gradient in `.grad`."""
+        grad = self.param.grad
+        return None if grad is None else local(grad)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.param.grad = None if value is None else like(self.param, value)
+
     def of(self, flat: Tensor) -> Tensor:
         """This parameter's part of a flat tensor, in the parameter's memory format."""
-        p = self.param
+        p = self.local
         piece = flat[self.begin : self.begin + p.numel()]
         last = FORMATS.get(p.dim())
         if last is not None and p.is_contiguous(memory_format=last):
@@ -52,6 +68,7 @@ class GradientBucket(Bucket):
     def __init__(self, slots: list[Slot], flat: Tensor, collective: Collective) -> None:
         super().__init__("", len(slots))
         self.slots, self.collective = slots, collective
+        self.spread: Spread = spread(slots[0].param)  # of all of them
         self.views: Sequence[Tensor] = [slot.of(flat) for slot in slots]
         self.payload = Payload(flat, self.views)
         self.residual_empty = True
@@ -74,11 +91,11 @@ class GradientBucket(Bucket):
         It is in the processor's cache still, and the next one gets the same memory: to
         wait for the bucket to be full costs another pass over memory, and fresh pages.
         """
-        grad, view = slot.param.grad, slot.of(self.payload.flat)
+        grad, view = slot.grad, slot.of(self.payload.flat)
         if grad is None:
             return
         _check(slot, grad, view)
-        slot.param.grad = None
+        slot.grad = None
         if grad.data_ptr() != view.data_ptr():
             fresh = self.residual_empty and not slot.copied
             (view.copy_ if fresh else view.add_)(grad)
@@ -91,17 +108,17 @@ class GradientBucket(Bucket):
         for slot, view in zip(self.slots, self.views, strict=True):
             if slot.copied:
                 continue
-            grad = slot.param.grad
+            grad = slot.grad
             if slot.arrived and grad is not None:
                 _check(slot, grad, view)
-                slot.param.grad = None
+                slot.grad = None
                 # A gradient that was accumulated in the buffer itself is there already.
                 if grad.data_ptr() != view.data_ptr():
                     views.append(view)
                     grads.append(grad)
                 continue
             if grad is not None and self.mean is not None and lives_in(grad, self.mean):
-                slot.param.grad = grad.clone()  # it stays what it is, if nobody used it
+                slot.grad = grad.clone()  # it stays what it is, if nobody used it
             if self.residual_empty:
                 view.zero_()
         self.put(views, grads)
@@ -169,7 +186,7 @@ class GradientBucket(Bucket):
     def expose(self) -> None:
         """Make the delivered mean the `.grad` of its parameters."""
         for slot, gradient in self.delivered():
-            slot.param.grad = gradient
+            slot.grad = gradient
 
     # - Buckets that are cut anew ------------------------------------------------------
 
@@ -189,9 +206,9 @@ class GradientBucket(Bucket):
                 view.copy_(left)
             elif not moved and old.residual_empty and not self.residual_empty:
                 # What is there was handed out as the mean, and may be a gradient still.
-                grad = slot.param.grad
+                grad = slot.grad
                 if grad is not None and grad.data_ptr() == view.data_ptr():
-                    slot.param.grad = grad.clone()
+                    slot.grad = grad.clone()
                 view.zero_()
         if same:
             self.payload.state.update(self._remembered(before))

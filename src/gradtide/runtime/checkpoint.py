@@ -5,6 +5,11 @@ common to all is the order that the buckets follow. A rank's own entries are und
 own key, so that `torch.distributed.checkpoint`, which takes equal keys for replicas,
 saves those of every rank.
 
+[Note: parts] The ranks that have the parts of one sharded model are one here: the
+residual of a parameter is sharded as the parameter is, under a key that they have in
+common, so that it can be read into other parts. What algorithms and optimizers remember
+is of a part as a whole, and has the part's number in its key.
+
 Nothing is loaded that all ranks did not agree on: every rank reads its state (`read`),
 all compare what must be common, and only then anything changes (`load`).
 """
@@ -26,6 +31,7 @@ from gradtide.core.payload import traits
 from gradtide.runtime.buckets import GradientBucket
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.validation import Signature
+from gradtide.transport.shards import like, local
 
 StateDict: TypeAlias = dict[str, Any]
 DAMAGE = LookupError, TypeError, AttributeError, RuntimeError
@@ -37,6 +43,7 @@ class Saved:
     """A state that this rank has read, and found to fit."""
 
     size: int
+    parts: int
     scheme: str
     step: int | None  # None: of a version that did not count
     order: Sequence[str] | None
@@ -50,6 +57,7 @@ class Saved:
         order = None if self.order is None else repr(self.order).encode()
         return {
             "the state's world_size": self.size,
+            "the state's shards": self.parts,
             "the state's step": self.step,
             "the state's scheme": self.scheme,
             "the state's order": "none" if order is None else sha256(order).hexdigest(),
@@ -68,26 +76,37 @@ def save(placement: Placement, scheme: object, group: Group, step: int) -> State
         }
         for here in (True, False)
     )
-    return {
+    saved: StateDict = {
         "scheme": repr(scheme),
         "world_size": group.size,
+        "shards": placement.shards.number[1],
         "step": step,
         "order": [slot.name for slot in ready] if placement.ordered else None,
-        f"rank{group.rank}": {
-            "remainders": _residuals(placement),
-            "algorithm": packed((host, device)),
-        },
+        f"rank{group.rank}": {"remainders": _residuals(placement)},
     }
+    own = saved.setdefault(own_key(placement, group), {})
+    own["algorithm"] = packed((host, device))
+    return saved
 
 
-def blank(placement: Placement, group: Group, size: int) -> StateDict:
-    """What this rank of `group` has to read of a checkpoint of `size` other ranks."""
-    like = _residuals(placement)
+def own_key(placement: Placement, group: Group) -> str:
+    """Where this rank, and no other, has what it remembers; see [Note: parts]."""
+    number, count = placement.shards.number
+    return f"rank{group.rank}" + f".part{number}" * (count > 1)
+
+
+def blank(placement: Placement, group: Group, size: int, parts: int) -> StateDict:
+    """What this rank of `group` has to read of a checkpoint of `size` other ranks.
+
+    Each of them had one of so many parts.
+    """
+    empty = {n: torch.zeros_like(r) for n, r in _residuals(placement).items()}
     ranks = {
-        f"rank{rank}": {"remainders": {n: torch.zeros_like(r) for n, r in like.items()}}
+        f"rank{rank}": {"remainders": {n: r.clone() for n, r in empty.items()}}
         for rank in range(group.rank, size, group.size)
     }
-    return {"scheme": "", "world_size": size, "step": 0, "order": None, **ranks}
+    common = {"scheme": "", "world_size": size, "shards": parts, "step": 0}
+    return {**common, "order": None, **ranks}
 
 
 @contextmanager
@@ -122,13 +141,16 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
             f"{group.size} ranks now and {size} then, rank {group.rank} needs those of "
             f"{', '.join(keys[:9])} in one dictionary"
         )
-    own = state[keys[0]] if size == group.size else {}
+    parts = int(state.get("shards", 1))
+    alike = (size, parts) == (group.size, placement.shards.number[1])
+    own = state[own_key(placement, group)] if alike else {}
     sums: dict[str, Tensor] = {}
     for key in keys:
         for name, residual in state[key]["remainders"].items():
             sums[name] = sums[name] + residual if name in sums else residual
     found = Saved(
         size,
+        parts,
         str(state["scheme"]),
         None if state.get("step") is None else int(state["step"]),
         None if state["order"] is None else list(state["order"]),
@@ -144,7 +166,8 @@ def load(placement: Placement, scheme: object, group: Group, saved: Saved) -> No
     """Go on from a state that all ranks have read and agreed on.
 
     With another number of ranks each takes over the residuals of some, so that their
-    sum is kept, and the algorithms start anew; so they do under another scheme.
+    sum is kept, and the algorithms start anew; so they do under another scheme, and
+    with another number of parts.
     """
     if saved.order is not None:
         placement.resume(saved.order)
@@ -154,8 +177,8 @@ def load(placement: Placement, scheme: object, group: Group, saved: Saved) -> No
             residual = saved.residuals.get(slot.name)
             if residual is not None:
                 bucket.begin_residual()  # on all ranks, whoever has a residual
-                view.copy_(residual)
-    if saved.size == group.size and saved.scheme == repr(scheme):
+                view.copy_(local(residual))
+    if saved.algorithms and saved.scheme == repr(scheme):
         for bucket in placement.buckets:
             host, there = (one.get(_names(bucket), {}) for one in saved.algorithms)
             device = bucket.payload.flat.device
@@ -185,7 +208,10 @@ def unpacked(piece: bytes) -> Any:
 def _residuals(placement: Placement) -> dict[str, Tensor]:
     """Copies of the residuals by parameter; none where there never is one."""
     return {
-        slot.name: torch.zeros_like(view) if bucket.residual_empty else view.clone()
+        slot.name: like(
+            slot.param,
+            torch.zeros_like(view) if bucket.residual_empty else view.clone(),
+        )
         for bucket in placement.buckets
         # A dense exchange owes what a sparse one left to it, until it has run.
         if traits(bucket.collective).residual or not bucket.residual_empty
@@ -199,7 +225,7 @@ def _names(bucket: GradientBucket) -> str:
 
 
 def _check(placement: Placement, saved: Saved) -> None:
-    shapes = {slot.name: slot.param.shape for slot in placement.slots}
+    shapes = {slot.name: slot.local.shape for slot in placement.slots}
     if saved.order is not None and sorted(saved.order) != sorted(shapes):
         odd = sorted(set(saved.order) ^ set(shapes)) or sorted(saved.order)
         raise ValueError(
@@ -212,12 +238,14 @@ def _check(placement: Placement, saved: Saved) -> None:
                 f"the state holds what was left of {name}, which this model does not "
                 "have or does not train: build the model that was saved"
             )
-        if residual.shape != shapes[name]:
+        own = local(residual)
+        if own.shape != shapes[name]:
             raise ValueError(
-                f"the state's residual of {name} has shape {tuple(residual.shape)}, "
-                f"the parameter {tuple(shapes[name])}: build the model that was saved"
+                f"the state's residual of {name} has shape {tuple(own.shape)}, the "
+                f"parameter {tuple(shapes[name])}: build the model that was saved, and "
+                "read it with torch.distributed.checkpoint if it is sharded otherwise"
             )
-        if not residual.isfinite().all():
+        if not own.isfinite().all():
             raise ValueError(
                 f"the state's residual of {name} is not finite: load an earlier state"
             )

@@ -13,7 +13,7 @@ program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gradtide.runtime.broadcast import digest
 from gradtide.runtime.parameters import shared_parameters
 from gradtide.transport import Transport
+from gradtide.transport.shards import Shards, local
 
 WORD = 31  # bits of a checksum that one entry of the all-reduce carries
 COLUMNS = 64  # sums of each tensor; more: slower for small ones
@@ -44,8 +45,11 @@ class ParameterCheck:
     equally often, whatever their optimizers did. With `every` 0 nothing is compared.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport, every: int) -> None:
+    def __init__(
+        self, model: nn.Module, transport: Transport, every: int, shards: Shards
+    ) -> None:
         self._model, self._transport, self._every = model, transport, every
+        self._shards = shards
         self._steps = 0
         self._asked = False  # the all-reduce under way carries checksums
         self._differ = False
@@ -75,7 +79,8 @@ class ParameterCheck:
         if self._asked:
             row = list(islice(words, 2 * self._transport.group.size))
             told = set(zip(row[::2], row[1::2], strict=True))
-            self._differ = len(told - {(ABSTAINS, ABSTAINS)}) > 1
+            differ = len(told - {(ABSTAINS, ABSTAINS)}) > 1
+            self._differ = self._shards.anywhere(differ)
             self._asked = False
 
     def refuse(self) -> None:
@@ -83,28 +88,41 @@ class ParameterCheck:
         if self._differ:
             self._differ = False
             own = {name: digest(p) for name, p in self._named()}
-            compare(self._transport, own, "", CAUSES)
+            compare(self._transport, own, "", CAUSES, self._shards)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        return shared_parameters(self._model)
+        return ((name, local(p)) for name, p in shared_parameters(self._model))
 
 
 def compare(
-    transport: Transport, own: Mapping[str, bytes], moment: str, causes: str
+    transport: Transport,
+    own: Mapping[str, bytes],
+    moment: str,
+    causes: str,
+    shards: Shards,
 ) -> None:
     """Raise RuntimeError, on every rank, for the first digest in which ranks differ.
 
-    All ranks call it at the same point, with the same names.
+    All ranks call it at the same point, with the same names; those with other parts of
+    the parameters, too, and they raise as well.
     """
     everyone = transport.gather_objects(dict(own))
-    for name in own:
+    difference = _difference(everyone, own)
+    if shards.anywhere(difference is not None):
+        where = difference or "another part of a parameter differs between ranks"
+        raise RuntimeError(f"{where}{moment}: {causes}")
+
+
+def _difference(
+    everyone: Sequence[Mapping[str, bytes]], names: Iterable[str]
+) -> str | None:
+    """The first digest in which ranks differ, and which; None if they are alike."""
+    for name in names:
         found = [theirs.get(name) for theirs in everyone]
         odd = [rank for rank, value in enumerate(found) if value != found[0]]
         if odd:
-            ranks = f"0 and {', '.join(map(str, odd))}"
-            raise RuntimeError(
-                f"{name} differs between ranks {ranks}{moment}: {causes}"
-            )
+            return f"{name} differs between ranks 0 and {', '.join(map(str, odd))}"
+    return None
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:

@@ -1,46 +1,67 @@
-"""Clipping by the 2-norm of all gradients, deferred ones too."""
+"""Clipping by the 2-norm of all gradients, deferred ones and those of shards too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from gradtide.transport.shards import Shards, Spread
+
 
 def clip(
-    grads: Sequence[Tensor],
-    square: float | None,
+    grads: Sequence[tuple[Spread, Tensor]],
+    known: Mapping[Spread, float] | None,
+    shards: Shards,
     max_norm: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
     """Scale gradients to a 2-norm of at most `max_norm`; returns the norm before.
 
-    `square` is the square of that norm, if it is known.
+    Of each gradient there is what this rank has, with how its parameter is divided. The
+    squares of the norms of all that are divided alike may be `known`.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for grad in grads:
-        kinds.setdefault((grad.dtype, grad.device), []).append(grad)
-    where = grads[0].device if grads else torch.device("cpu")
-    if square is None:
-        squares = [_square(members).to(where) for members in kinds.values()]
-        own = torch.stack(squares).sum() if squares else torch.zeros(())
-    else:
-        own = torch.tensor(square, dtype=torch.float64, device=where)
+    kinds = _kinds(grad for _, grad in grads)
+    where = grads[0][1].device if grads else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=where)
+    for spread in shards.spreads:
+        if known is None:
+            own = _square([grad for other, grad in grads if other == spread], where)
+        else:
+            own = torch.tensor(
+                known.get(spread, 0.0), dtype=torch.float64, device=where
+            )
+        total += shards.total(own, spread)
     double = any(dtype in (torch.float64, torch.complex128) for dtype, _ in kinds)
-    total = own.sqrt().to(torch.float64 if double else torch.float32)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"the norm of the averaged gradients is {total.item()}")
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    norm = total.sqrt().to(torch.float64 if double else torch.float32)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(f"the norm of the averaged gradients is {norm.item()}")
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # Only the host's value is free to read.
     if factor.is_cuda or float(factor) != 1.0:
         for (_, device), members in kinds.items():
             torch._foreach_mul_(members, factor.to(device))
-    return total
+    return norm
 
 
-def _square(grads: list[Tensor]) -> Tensor:
-    """The square of the 2-norm of gradients of one dtype and device."""
-    half = grads[0].dtype in (torch.float16, torch.bfloat16)
-    norms = torch._foreach_norm(grads, 2, torch.float32 if half else None)
-    return torch.stack(norms).double().square().sum()
+def _kinds(
+    grads: Iterable[Tensor],
+) -> Mapping[tuple[torch.dtype, torch.device], list[Tensor]]:
+    """Gradients by dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault((grad.dtype, grad.device), []).append(grad)
+    return kinds
+
+
+def _square(grads: list[Tensor], where: torch.device) -> Tensor:
+    """The square of the 2-norm of gradients, in float64."""
+    squares = []
+    for (dtype, _), members in _kinds(grads).items():
+        half = dtype in (torch.float16, torch.bfloat16)
+        norms = torch._foreach_norm(members, 2, torch.float32 if half else None)
+        squares.append(torch.stack(norms).double().square().sum().to(where))
+    if not squares:
+        return torch.zeros((), dtype=torch.float64, device=where)
+    return torch.stack(squares).sum()

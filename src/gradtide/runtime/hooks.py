@@ -21,6 +21,7 @@ from gradtide.runtime.deferred_step import closes
 from gradtide.runtime.join import Event
 from gradtide.runtime.parameters import shared_buffers
 from gradtide.runtime.training import Training
+from gradtide.transport.shards import is_sharded, local, settle
 
 
 class Hooks:
@@ -90,12 +91,15 @@ class Hooks:
         """
         training = self._training
         placement, step, steps = training.placement, training.step, training.steps
-        place, large, due = placement.places[p], p.numel() >= LARGE, Stage.DUE
+        place, due, sharded = placement.places[p], Stage.DUE, is_sharded(p)
+        large = local(p).numel() >= LARGE
 
         def take(_: nn.Parameter) -> None:
             if training.no_sync_active:
                 training.kept.add(place)
                 return
+            if sharded:
+                settle(p)
             if not step.open:  # the backward did not start at the model's own output
                 training.begin()
             slot, bucket = place.slot, place.bucket

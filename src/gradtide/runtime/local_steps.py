@@ -63,6 +63,7 @@ from gradtide.runtime.checksum import compare
 from gradtide.runtime.nonfinite import NonFiniteGuard, is_finite
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.probing import Traits, probe
+from gradtide.transport.shards import local
 
 # The share of what momentum will make of a gradient that is sent with it.
 AHEAD = 0.25
@@ -113,9 +114,10 @@ class LocalSteps:
         if before or not self.on:
             return
         # No gradient may live in a bucket any more: the residuals of steps do.
-        for p, place in self._placement.places.items():
-            if p.grad is not None and lives_in(p.grad, place.bucket.payload.flat):
-                p.grad = p.grad.clone()
+        for place in self._placement.places.values():
+            grad = place.slot.grad
+            if grad is not None and lives_in(grad, place.bucket.payload.flat):
+                place.slot.grad = grad.clone()
 
     # - A step -------------------------------------------------------------------------
 
@@ -125,9 +127,9 @@ class LocalSteps:
         A rank that has none marks one of its own: a GradScaler skips everywhere then.
         """
         grads = {
-            slot.name: slot.param.grad
+            slot.name: grad
             for slot in self._placement.slots
-            if slot.param.grad is not None and slot.param.numel()
+            if (grad := slot.grad) is not None and grad.numel()
         }
         culprit = _not_finite(grads)
         rank, size = self._engine.group
@@ -136,7 +138,7 @@ class LocalSteps:
         flags[rank] = culprit is not None
         flags[-1] = self._passes > PASSES and self._moved_outside()
         *counts, moved = self._engine.ask("finite", AllReduce(flags))().tolist()
-        if moved:
+        if self._placement.shards.anywhere(moved):
             self._compare(f"after {self._passes} backward passes without step()")
         self._guard.update(counts, culprit)
         if self._guard.ranks and culprit is None:
@@ -174,7 +176,7 @@ class LocalSteps:
 
     def stepped(self) -> None:
         """The optimizer has made its step; RuntimeError if ranks began it unlike."""
-        if self._moved_on().item():
+        if self._placement.shards.anywhere(self._moved_on().item()):
             self._compare("as step() begins")
 
     def _compare(self, moment: str) -> None:
@@ -184,7 +186,8 @@ class LocalSteps:
             for bucket in self._placement.buckets
             for slot, _, before, _ in self._rows(bucket)
         }
-        compare(self._engine.transport, own, f" {moment}", OUTSIDE)
+        shards = self._placement.shards
+        compare(self._engine.transport, own, f" {moment}", OUTSIDE, shards)
 
     def _widen(self) -> None:
         """Have the optimizer expect a rank's own gradients, see [Note: gain]."""
@@ -217,8 +220,9 @@ class LocalSteps:
         """Move what the step changed from the module to the bucket's residual."""
         bucket.begin_residual()
         for slot, view, before, step in self._rows(bucket):
-            torch.sub(slot.param, before, out=step)
-            slot.param.copy_(before)
+            own = slot.local
+            torch.sub(own, before, out=step)
+            own.copy_(before)
             more = 1 + self._ahead.get(slot.param, 0.0)
             view.add_(step, alpha=self._weight(slot.param) * more)
         weighed = any(self._mean(slot.param) is not None for slot in bucket.slots)
@@ -245,7 +249,8 @@ class LocalSteps:
     def _mean(self, p: Tensor) -> Tensor | None:
         """The optimizer's mean of gradients, see [Note: weighed]."""
         traits, memory = self._known(p)
-        return None if traits.mean is None else memory.get(traits.mean)
+        mean = None if traits.mean is None else memory.get(traits.mean)
+        return None if mean is None else local(mean)
 
     def _rows(
         self, bucket: GradientBucket
@@ -266,7 +271,7 @@ class LocalSteps:
 
 
 def _params(bucket: GradientBucket) -> list[Tensor]:
-    return [slot.param for slot in bucket.slots]
+    return [slot.local for slot in bucket.slots]
 
 
 def _memory(bucket: GradientBucket) -> list[Tensor]:

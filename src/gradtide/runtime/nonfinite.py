@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -40,6 +41,9 @@ class NonFiniteGuard:
 
     def update(self, flags: list[int], culprit: str | None = None) -> None:
         """Take the sum of all ranks' flags, and the parameter if this rank knows it."""
+        shards = self._placement.shards
+        if flags and shards:  # all parts of a parameter are dealt with alike
+            flags = shards.everywhere(torch.tensor(flags)).tolist()
         self.ranks = [rank for rank, flag in enumerate(flags) if flag]
         self._culprit = culprit
 
@@ -51,7 +55,8 @@ class NonFiniteGuard:
         """
         if not self.ranks:
             return
-        means = [bucket.mean for bucket in self._sparse() if bucket.mean is not None]
+        found = (bucket.mean for bucket in self._sparse())
+        means = [mean for mean in found if mean is not None and len(mean)]
         self._culprit = self._search()
         if all(is_finite(mean) for mean in means):
             for mean in means[:1]:

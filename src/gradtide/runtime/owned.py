@@ -96,7 +96,7 @@ def _pieces(
     if begin is None:
         return [part, *(part[:0] for _ in bucket.slots[1:])]
     ends = [
-        (slot.begin - begin, slot.begin - begin + slot.param.numel())
+        (slot.begin - begin, slot.begin - begin + slot.local.numel())
         for slot in bucket.slots
     ]
     return [part[max(first, 0) : max(last, 0)] for first, last in ends]

@@ -24,9 +24,10 @@ from gradtide.fusion import Fusion, Trace
 from gradtide.runtime.buckets import GradientBucket, Place, Slot
 from gradtide.runtime.parameters import averaged
 from gradtide.scheme import Scheme
+from gradtide.transport.shards import Shards, Spread, local, spread
 
 Named: TypeAlias = tuple[str, nn.Parameter]
-Kind: TypeAlias = tuple[torch.dtype, torch.device]
+Kind: TypeAlias = tuple[torch.dtype, torch.device, Spread]
 
 
 class Placement:
@@ -41,7 +42,9 @@ class Placement:
         self.ordered = False  # the buckets follow the real order
         self.called: set[nn.Module] = set()
         self._memory: dict[Kind, Tensor] = {}
-        self._lay_out(averaged(model)[::-1], scheme)
+        named = averaged(model)
+        self.shards = Shards(p for _, p in named)
+        self._lay_out(named[::-1], scheme)
 
     @property
     def slots(self) -> Iterator[Slot]:
@@ -140,7 +143,9 @@ def lay_out(
     """
     kinds: dict[Kind, list[tuple[int, Named]]] = {}
     for position, (name, p) in enumerate(ready):
-        kinds.setdefault((p.dtype, p.device), []).append((position, (name, p)))
+        kinds.setdefault((p.dtype, p.device, spread(p)), []).append(
+            (position, (name, p))
+        )
     memory = {} if memory is None else memory
     buckets = [
         bucket
@@ -161,9 +166,9 @@ def _cut(
     kind: Kind,
     memory: dict[Kind, Tensor],
 ) -> list[GradientBucket]:
-    """The buckets of one dtype and device, as slices of one flat buffer."""
-    dtype, device = kind
-    padded = [-(-p.numel() // size) * size for _, (_, p) in members]
+    """The buckets of one kind, as slices of one flat buffer."""
+    dtype, device, _ = kind
+    padded = [-(-local(p).numel() // size) * size for _, (_, p) in members]
     cuts = fusion(Trace([n * dtype.itemsize for n in padded]), lambda _: 0.0)
     covered = [0, *(cut.stop for cut in cuts)]
     in_turn = all(a < b for a, b in pairwise(covered))

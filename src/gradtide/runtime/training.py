@@ -33,6 +33,7 @@ from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
 from gradtide.runtime.updates import Updates
 from gradtide.scheme import Scheme
+from gradtide.transport.shards import local, settle, spread
 
 if TYPE_CHECKING:
     from gradtide.runtime.local_steps import LocalSteps
@@ -66,7 +67,9 @@ class Training:
         self._deferred = False  # the last step's update was
         self.placement = Placement(model, scheme, engine.group.size)
         self.guard = NonFiniteGuard(self.placement, engine.transport)
-        self.check = ParameterCheck(model, engine.transport, check_every)
+        self.check = ParameterCheck(
+            model, engine.transport, check_every, self.placement.shards
+        )
         self.tally = Tally(engine, self.placement, self.guard, self.check)
         self.step = Step(self, scheme.schedule)
         self.momentum = momentum_of(optimizer, scheme)
@@ -109,7 +112,8 @@ class Training:
             self.num_skipped += 1
             self._untaken = False
         if self.step.begin(self.no_sync_active):
-            after_backward(self._end)
+            # Behind what others have called then: FSDP2 may have gradients till then.
+            after_backward(lambda: after_backward(self._end))
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -117,7 +121,8 @@ class Training:
         arrived = any(slot.arrived for slot in self.placement.slots)
         for place in self.kept if arrived else ():
             # Nothing of this backward, but of one inside no_sync(): it leaves now.
-            place.slot.arrived |= place.slot.param.grad is not None
+            settle(place.slot.param)
+            place.slot.arrived |= place.slot.grad is not None
         self.kept.clear()
         self.step.end(arrived)
         self.num_exchanges += arrived
@@ -184,10 +189,11 @@ class Training:
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale gradients to a total 2-norm of at most `max_norm`."""
         self.tally.wished |= self.step.schedule.update == "forward"
-        found = [p.grad for p in self.placement.places]
-        grads = [grad for grad in found if grad is not None]
-        square = self.answers.total(found)
-        return clip(grads, square, max_norm, error_if_nonfinite)
+        found = {p: p.grad for p in self.placement.places}
+        grads = [(spread(p), local(g)) for p, g in found.items() if g is not None]
+        squares = self.answers.total([*found.values()])
+        shards = self.placement.shards
+        return clip(grads, squares, shards, max_norm, error_if_nonfinite)
 
     def moment(self) -> str | None:
         """Where a step stands; None between a step and the next backward."""
@@ -346,7 +352,7 @@ def _is_there(grad: Tensor) -> bool:
     """Whether a gradient is not zero, as far as is known without having it."""
     if isinstance(grad, DeferredGrad) and grad.value is None:
         return not grad.zeroed
-    return bool(grad.any())
+    return bool(local(grad).any())
 
 
 def momentum_of(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:

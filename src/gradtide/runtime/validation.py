@@ -6,7 +6,7 @@ exchanged. A `SetupGuard` checks at every step what was added since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,29 +20,44 @@ from gradtide.core.payload import Collective, traits
 from gradtide.core.schedule import Schedule
 from gradtide.runtime.deferred_step import holds
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
+from gradtide.scheme import Scheme, undecided
 from gradtide.transport import Transport
+from gradtide.transport.shards import (
+    described,
+    is_sharded,
+    local,
+    refusal,
+    unmanaged,
+    unsharded,
+)
 
 Signature: TypeAlias = Mapping[str, Any]
 T = TypeVar("T")
 
-# Where torch's own ways to exchange gradients are defined: DistributedDataParallel,
-# replicate(), fully_shard() and FullyShardedDataParallel, as classes of a module.
+# Where torch's own ways to average gradients are defined: DistributedDataParallel,
+# replicate() and FullyShardedDataParallel, as classes of a module. What fully_shard()
+# does is seen in the parameters.
 EXCHANGING = (
     "torch.nn.parallel.distributed",
-    "torch.distributed.fsdp",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed._composable",
 )
 
 
-def validate(model: nn.Module, buffers: str, check_every: int) -> None:
-    """Raise ValueError, naming the remedy, for what cannot be replicated."""
+def validate(
+    model: nn.Module, buffers: str, check_every: int, ranks: Sequence[int]
+) -> None:
+    """Raise ValueError, naming the remedy, for what cannot be replicated.
+
+    `ranks` are to do it, by their numbers in the default group.
+    """
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__module__.startswith(EXCHANGING):
                 raise ValueError(
                     f"{name or 'the model'} is a {kind.__name__} of torch's "
                     f"({kind.__module__}), which exchanges gradients itself: pass the "
-                    "plain module"
+                    "plain module, or one that fully_shard() has sharded"
                 )
         if getattr(module, "sparse", False) is True:
             raise ValueError(
@@ -62,13 +77,24 @@ def validate(model: nn.Module, buffers: str, check_every: int) -> None:
             raise ValueError(
                 f"{name} is on the meta device: materialise the model first"
             )
-        if type(p.data) is not torch.Tensor:
+        reason = refusal(p, ranks)
+        if reason is not None:
+            raise ValueError(f"{name} {reason}")
+        if type(local(p).data) is not torch.Tensor:
             raise ValueError(
-                f"{name} is a {type(p.data).__name__}: gradtide replicates plain "
-                "tensors, not models that are sharded by FSDP or tensor parallelism"
+                f"{name} is a {type(local(p).data).__name__}: gradtide replicates "
+                "plain tensors, and DTensors of these"
             )
         if _replicated(p):
             raise ValueError(f"{name} is replicated already: call sync.remove() first")
+    left = unmanaged(model)
+    if left is not None:
+        raise ValueError(
+            f"{left} is not sharded by fully_shard(), as others are, or is whole at "
+            "the moment: each rank inside would have a gradient of its own. Call "
+            "fully_shard() on the model itself, too, without ignored_params, and "
+            "model.reshard() before replicate(); or freeze it"
+        )
     if buffers not in ("broadcast", "local"):
         raise ValueError(f"buffers={buffers!r}: use 'broadcast' or 'local'")
     if type(check_every) is not int or check_every < 0:
@@ -86,7 +112,29 @@ def owners(p: Tensor) -> Iterator[Any]:
             yield owner
 
 
-def validate_collective(
+def validate_scheme(model: nn.Module, scheme: Scheme) -> None:
+    """Raise ValueError, naming the remedy, for what a scheme cannot do with a model."""
+    _validate_collective(model, scheme.collective, scheme.schedule)
+    sharded = next((name for name, p in averaged(model) if is_sharded(p)), None)
+    if sharded is None:
+        return
+    reasons = {
+        "K-FAC, which has to have whole layers: leave the preconditioner out": (
+            scheme.preconditioner is not None
+        ),
+        "'auto', by which each group of ranks would choose for itself: choose with "
+        "`gradtide plan`": undecided(scheme) is not None,
+        "a schedule that updates in the next forward, where others read parameters "
+        "first: use 'wfbp', or one that updates at step()": (
+            scheme.schedule.update == "forward"
+        ),
+    }
+    for reason, true in reasons.items():
+        if true:
+            raise ValueError(f"{sharded} is sharded, which does not go with {reason}")
+
+
+def _validate_collective(
     model: nn.Module, collective: Collective, schedule: Schedule
 ) -> None:
     """Raise ValueError, naming the remedy, for numbers that a scheme cannot exchange.
@@ -111,6 +159,11 @@ def validate_optimizer(
 ) -> None:
     """Raise ValueError, naming the remedy, for steps that a schedule cannot make."""
     _refuse_wrapper(optimizer)
+    if is_joinable(optimizer) and any(is_sharded(p) for _, p in averaged(model)):
+        raise ValueError(
+            f"{type(optimizer).__name__} divides parameters among ranks, and these are "
+            "sharded already: use a plain optimizer, whose state is sharded as they are"
+        )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = averaged(model)
     left_out = [name for name, p in named if id(p) not in stepped]
@@ -249,8 +302,9 @@ class SetupGuard:
         """RuntimeError, with the name of a parameter that came later."""
         if self._signs() == self._last:
             return
+        whole = unsharded(self._model)
         for name, p in self._trainable():
-            if p not in self._known and not _replicated(p):
+            if p not in self._known and not _replicated(p) and id(p) not in whole:
                 raise RuntimeError(
                     f"{name} was added or unfrozen after replicate(), or replaces "
                     "another, so no bucket has it and it would not be averaged: call "
@@ -315,12 +369,9 @@ def check_ranks_agree(
 def describe(model: nn.Module, scheme: object, check_every: int) -> Signature:
     """A rank's signature: its scheme, then every parameter and buffer."""
 
-    def text(tensor: Tensor) -> str:
-        return f"{tuple(tensor.shape)} {tensor.dtype}"
-
     named = {"scheme": repr(scheme), "check_every": str(check_every)}
     for name, p in shared_parameters(model):
-        named[f"parameter {name}"] = text(p) + " frozen" * (not p.requires_grad)
+        named[f"parameter {name}"] = described(p) + " frozen" * (not p.requires_grad)
     for name, buffer in shared_buffers(model):
-        named[f"buffer {name}"] = text(buffer)
+        named[f"buffer {name}"] = described(buffer)
     return named

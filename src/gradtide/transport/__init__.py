@@ -5,3 +5,4 @@ from gradtide.core.transport import Transport as Transport
 from gradtide.transport.connect import Mesh as Mesh
 from gradtide.transport.connect import ProcessGroup as ProcessGroup
 from gradtide.transport.connect import connect as connect
+from gradtide.transport.connect import members as members

@@ -89,6 +89,18 @@ def _members(
     return parent, None
 
 
+def members(given: ProcessGroup | Mesh | None) -> list[int]:
+    """The ranks that train together, by their numbers in the default group.
+
+    Of a pair of groups these are the ranks that share one with this rank.
+    """
+    if isinstance(given, DeviceMesh):
+        found: list[int] = given.mesh.flatten().tolist()
+        return found
+    groups = given if isinstance(given, tuple) else (given or dist.group.WORLD,)
+    return sorted({r for group in groups for r in dist.get_process_group_ranks(group)})
+
+
 def _sibling(
     parent: dist.ProcessGroup, ranks: list[int], backend: str
 ) -> dist.ProcessGroup:

@@ -1,0 +1,203 @@
+"""A parameter's local tensor: what this rank has of one that is sharded.
+
+Parameters that FSDP2 or tensor parallelism has sharded are DTensors: each rank of a
+mesh has a part. gradtide averages over other ranks than those, so that to it a
+parameter is its local tensor. Only this module knows more: of which kind a parameter
+and its gradient are, who has the other parts, and how numbers are added up over all.
+
+[Note: shards] Numbers are added up over one dimension of the mesh after the other, by
+the mesh's own groups: all that are in a mesh call at the same point of their programs,
+as they do for the parameters themselves. They are gathered and added up in the order of
+ranks, so that the sum has the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# Over which dimensions of a mesh a tensor is divided: the names of their groups.
+Spread: TypeAlias = tuple[str, ...]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; torch's module of these need not be loaded."""
+    return hasattr(type(tensor), "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: all of it, unless it is sharded.
+
+    Not by `to_local()`, which makes a new view of each parameter, and a node where
+    gradients are recorded.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    held: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    return held if type(held) is Tensor else _arrived(held)
+
+
+def _arrived(held: Any) -> Tensor:
+    """A local tensor that another class stands for until it has arrived."""
+    own: Tensor = held.wait() if hasattr(held, "wait") else held
+    return own
+
+
+def like(tensor: Tensor, part: Tensor) -> Tensor:
+    """`part` as this rank's part of one that is sharded as `tensor` is."""
+    if not is_sharded(tensor):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    spec: Any = tensor._spec  # type: ignore[attr-defined]
+    whole: Tensor = DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def settle(p: nn.Parameter) -> None:
+    """Have the gradient of a parameter sharded as the parameter is.
+
+    What tensor parallelism adds up later is partial when autograd is done with it. All
+    ranks of the mesh call this at the same point.
+    """
+    grad: Any = p.grad
+    if grad is not None and is_sharded(p) and grad.placements != _placements(p):
+        p.grad = grad.redistribute(placements=_placements(p))
+
+
+def described(tensor: Tensor) -> str:
+    """What ranks that have the same part of a tensor have in common."""
+    text = f"{tuple(tensor.shape)} {tensor.dtype}"
+    if not is_sharded(tensor):
+        return text
+    mesh, placements = _mesh(tensor), _placements(tensor)
+    return (
+        f"{text}, part {tuple(mesh.get_coordinate())} of {tuple(mesh.shape)} by "
+        f"{placements}, {tuple(local(tensor).shape)}"
+    )
+
+
+def refusal(p: Tensor, ranks: Iterable[int]) -> str | None:
+    """Why a parameter's parts cannot be averaged over some ranks; None if they can."""
+    if not is_sharded(p):
+        return None
+    mesh, ours = _mesh(p), set(ranks)
+    if any(placement.is_partial() for placement in _placements(p)):
+        return "is a sum that is not finished (Partial): redistribute() it before"
+    shared = ours & set(mesh.mesh.flatten().tolist())
+    if len(shared) > 1:
+        return (
+            f"is sharded or replicated by torch over {_dimensions(mesh)}, and ranks "
+            f"{sorted(shared)} of it are to average it: their parts differ. Build a "
+            "mesh of two dimensions, as init_device_mesh(type, (hosts, ranks), "
+            "mesh_dim_names=('outer', 'inner')), shard over mesh['inner'] alone, and "
+            "pass process_group=mesh.get_group('outer')"
+        )
+    if type(local(p).detach()) is not Tensor:
+        return f"is sharded, and its parts are of {type(local(p)).__name__}"
+    return None
+
+
+def unmanaged(model: nn.Module) -> str | None:
+    """The trainable parameter that FSDP2 leaves out while it shards others.
+
+    Each rank would have its own gradient for it, and nobody averages them.
+    """
+    groups = list(_fsdp_groups(model))
+    if not groups:
+        return None
+    managed = {id(one.sharded_param) for group in groups for one in group.fsdp_params}
+    named = model.named_parameters()
+    left = (n for n, p in named if p.requires_grad and id(p) not in managed)
+    return next(left, None)
+
+
+def unsharded(model: nn.Module) -> set[int]:
+    """The ids of what FSDP2 puts in the place of parameters while they are whole."""
+    found = (one for group in _fsdp_groups(model) for one in group.fsdp_params)
+    return {id(getattr(one, "_unsharded_param", None)) for one in found}
+
+
+def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """What FSDP2 gathers at once, of every module that it shards."""
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        if state is not None:
+            yield from state()._fsdp_param_groups
+
+
+class Shards:
+    """Who has the other parts of some parameters, see [Note: shards]."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.spreads: list[Spread] = []  # in an order that all ranks have
+        self._groups: dict[str, tuple[dist.ProcessGroup, str]] = {}
+        for p in params:
+            if spread(p) not in self.spreads:
+                self.spreads.append(spread(p))
+            for name, group, _ in _axes(p):
+                self._groups.setdefault(name, (group, _mesh(p).device_type))
+
+    def __bool__(self) -> bool:
+        """Whether anything is sharded."""
+        return bool(self._groups)
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """This rank's number among all that have parts, and how many these are."""
+        number, count = 0, 1
+        for group, _ in self._groups.values():
+            number = number * group.size() + group.rank()
+            count *= group.size()
+        return number, count
+
+    def everywhere(self, numbers: Tensor) -> Tensor:
+        """Numbers added up over all ranks that have parts of anything."""
+        return self.total(numbers, tuple(self._groups))
+
+    def anywhere(self, true: bool) -> bool:
+        """Whether something is true on any of these ranks."""
+        return bool(self.everywhere(torch.tensor(int(true))) if self else true)
+
+    def total(self, numbers: Tensor, spread: Spread) -> Tensor:
+        """Numbers added up over the parts of what is divided in one way."""
+        for name in spread:
+            group, device = self._groups[name]
+            own = numbers.to(device)
+            found = [torch.empty_like(own) for _ in range(group.size())]
+            dist.all_gather(found, own, group=group)
+            numbers = torch.stack(found).sum(0).to(numbers.device)
+        return numbers
+
+
+def spread(tensor: Tensor) -> Spread:
+    """Over which dimensions of its mesh a tensor is divided; none if it is whole."""
+    return tuple(name for name, _, divided in _axes(tensor) if divided)
+
+
+def _axes(tensor: Tensor) -> Iterator[tuple[str, Any, bool]]:
+    """The dimensions of a tensor's mesh: group's name, group, whether it is divided."""
+    if not is_sharded(tensor):
+        return
+    mesh = _mesh(tensor)
+    for i, placement in enumerate(_placements(tensor)):
+        group = mesh.get_group(i)
+        yield group.group_name, group, not placement.is_replicate()
+
+
+def _mesh(tensor: Any) -> Any:
+    return tensor.device_mesh
+
+
+def _placements(tensor: Any) -> Sequence[Any]:
+    placements: Sequence[Any] = tensor.placements
+    return placements
+
+
+def _dimensions(mesh: Any) -> str:
+    names = mesh.mesh_dim_names
+    return f"the mesh {names}" if names else f"a mesh of {tuple(mesh.shape)}"
