@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as Torchs
 from torch.optim import Optimizer
 
 from gradtide.collectives import Dense
+from gradtide.core.compilation import leave_out
 from gradtide.core.payload import traits
 from gradtide.replica import Replica, link
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
@@ -119,6 +120,7 @@ class DistributedDataParallel(Torchs):
         scheme: Recipe | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
+        leave_out(DistributedDataParallel.forward)
         # torch's own constructor is passed over: it would make a Reducer.
         super(Torchs, self).__init__()
         Joinable.__init__(self)
@@ -234,31 +236,47 @@ class DistributedDataParallel(Torchs):
             What the module returns.
         """
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            if self.device_ids:
-                device = torch.device(self.device_type, self.device_ids[0])
-                moved = self.to_kwargs(inputs, kwargs, device.index)  # type: ignore[no-untyped-call]
-                (inputs,), (kwargs,) = moved
-            training = torch.is_grad_enabled()
-            if self._replica is None and training and averaged(self.module):
-                self._link(None, [])
-            if self._replica is None:
-                return self.module(*inputs, **kwargs)
-            if self._replica.wrapper is None:
-                raise RuntimeError(
-                    "the module was wrapped anew, or replica.remove() was called: use "
-                    "the new wrapper, or the module itself"
-                )
-            if self.require_forward_param_sync and self.broadcast_buffers:
-                self._replica.send_buffers()
-            if training:
-                self._sync(self.require_backward_grad_sync, self._replica)
+            inputs, kwargs, exchanging = self._before_forward(inputs, kwargs)
             output = self.module(*inputs, **kwargs)
-            if training:  # a module may have changed its mind, as Lightning's does
-                self._sync(self.require_backward_grad_sync, self._replica)
-            self.require_forward_param_sync = (
-                training and self.require_backward_grad_sync
-            )
+            if exchanging:
+                self._after_forward()
             return output
+
+    def _enter(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+        """Begin a forward.
+
+        Returns the inputs, and whether gradients of them may be exchanged.
+        """
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved = self.to_kwargs(inputs, kwargs, device.index)  # type: ignore[no-untyped-call]
+            (inputs,), (kwargs,) = moved
+        training = torch.is_grad_enabled()
+        if self._replica is None and training and averaged(self.module):
+            self._link(None, [])
+        if self._replica is None:
+            return inputs, kwargs, False
+        if self._replica.wrapper is None:
+            raise RuntimeError(
+                "the module was wrapped anew, or replica.remove() was called: use "
+                "the new wrapper, or the module itself"
+            )
+        if self.require_forward_param_sync and self.broadcast_buffers:
+            self._replica.send_buffers()
+        if training:
+            self._sync(self.require_backward_grad_sync, self._replica)
+        return inputs, kwargs, True
+
+    def _leave(self) -> None:
+        """End a forward."""
+        training = torch.is_grad_enabled()
+        if training:  # a module may have changed its mind, as Lightning's does
+            self._sync(self.require_backward_grad_sync, self.replica)
+        self.require_forward_param_sync = training and self.require_backward_grad_sync
+
+    # See [Note: compiled]: torch.compile begins at the module, and not here.
+    _before_forward = torch._disable_dynamo(_enter)
+    _after_forward = torch._disable_dynamo(_leave)
 
     def _sync(self, exchange: bool, replica: Replica) -> None:
         """Have the next backward exchange, or not; as DDP, the forward decides.

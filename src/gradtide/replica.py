@@ -300,6 +300,7 @@ class Replica:
         after = self._training
         after.num_steps, after.num_skipped = before.num_steps, before.num_skipped
         after.num_exchanges = before.num_exchanges
+        after.placement.compiled = before.placement.compiled
         if before.joining is not None:
             before.joining.follow(after)
 

@@ -10,14 +10,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from gradtide.core.compilation import leave_out
+
 
 class Hook:
-    """A hook on a module that no copy of the module has: there it does nothing."""
+    """A hook on a module that no copy of the module has: there it does nothing.
 
-    def __init__(self, call: Callable[..., object]) -> None:
-        self._call = call
+    Where torch.compile traces through the module, the hook vanishes, see
+    `core.compilation`. One that is `needed` in every forward breaks the graph instead,
+    and torch tells that text as the reason.
+    """
+
+    def __init__(
+        self, call: Callable[..., object], needed: str | None = None
+    ) -> None:
+        leave_out(type(self).__call__)
+        self._call = torch.compiler.disable(call, reason=needed)
+        self._vanishes = needed is None
 
     def __call__(self, *args: Any) -> Any:
+        if self._vanishes and torch.compiler.is_dynamo_compiling():
+            return None
         return self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook, before_backward, in_backward
+from gradtide.core.compilation import Compilations
 from gradtide.core.step import Stage
 from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
@@ -43,13 +44,15 @@ class Hooks:
         self._model, self._optimizer, self._training = model, optimizer, training
         self._buffers, self._stepped, self._owner = buffers, stepped, owner
         self._buffered = _buffered(model)
+        self._compilations = Compilations(self._before_compilation)
         self._handles: list[Any] = []
         self._update_handles: list[Any] = []  # of what depends on the schedule
         keep = self._handles.append
         for p in training.placement.places:
             hook = self._gradient_hook(p)
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        keep(model.register_forward_pre_hook(Hook(lambda *_: self._before_forward())))
+        before = Hook(lambda *_: self._before_forward(), needed=self._needed())
+        keep(model.register_forward_pre_hook(before))
         # A gradient hook alone could not tell the backward's end from that of a nested
         # one (re-entrant activation checkpointing runs backwards inside backward).
         look = Hook(lambda *a: before_backward(a[-1], training.begin))
@@ -62,8 +65,10 @@ class Hooks:
         for handle in self._update_handles:
             handle.remove()
         training, self._update_handles = self._training, []
+        self._compilations.remove()
         if training.step.schedule.update != "forward":
             return
+        self._compilations.watch()
 
         def flush(*_: Any) -> None:
             training.flush()
@@ -80,6 +85,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Leave module and optimizer as they were."""
+        self._compilations.remove()
         for handle in (*self._handles, *self._update_handles):
             handle.remove()
         self._handles, self._update_handles = [], []
@@ -125,12 +131,26 @@ class Hooks:
     def _before_read(self, module: nn.Module) -> None:
         """A module is about to run: what it reads must be up to date."""
         training, placement = self._training, self._training.placement
-        if placement.recorded is not None:
-            placement.called.add(module)
+        if placement.see(module):
             return
         for bucket in placement.reads.get(module, ()):
             training.step.apply(bucket)
         training.updates.rest([module])
+
+    def _before_compilation(self) -> None:
+        """Something is about to be traced, which may read what is due."""
+        self._training.flush()
+        self._training.placement.compile()
+
+    def _needed(self) -> str | None:
+        """Why something has to be done in every forward of the model, if so."""
+        if self._buffers and self._buffered:
+            return (
+                "gradtide sends buffers before every forward of the model: compile it "
+                "by model.compile(), or before replicate() and pass what was compiled, "
+                "or use buffers='local'"
+            )
+        return None
 
     def _before_forward(self) -> None:
         training = self._training
@@ -172,6 +192,8 @@ class Hooks:
         changed = None
         if closes(args, kwargs) and self._apart():
             changed = _evaluated(args, kwargs)
+        if self._training.step.schedule.update == "forward":
+            self._compilations.watch()
         self._training.stepping()
         return changed
 

@@ -40,7 +40,12 @@ class Placement:
         self.readers: dict[GradientBucket, list[nn.Module]] = {}
         self.recorded: list[str] | None = []  # of a step under way; None: known
         self.ordered = False  # the buckets follow the real order
-        self.called: set[nn.Module] = set()
+        self.called: set[nn.Module] = set()  # modules whose hooks were
+        self.compiled = False  # something was, and hooks of modules in it are not
+        self.learning = False  # in this step it is seen anew whose hooks are called
+        self._outdated = False  # something was compiled since that was seen
+        self._seen: set[nn.Module] = set()  # called in this step
+        self.unread: set[GradientBucket] = set()  # no hook is called before they are
         self._memory: dict[Kind, Tensor] = {}
         named = averaged(model)
         self.shards = Shards(p for _, p in named)
@@ -67,6 +72,29 @@ class Placement:
         """
         self.follow(order)
         self._record_modules()
+
+    def see(self, module: nn.Module) -> bool:
+        """A module's hook is called; returns whether this is all there is to do."""
+        if self.recorded is not None:
+            self.called.add(module)
+        elif self.learning:
+            self._seen.add(module)
+        return self.recorded is not None or self.learning
+
+    def compile(self) -> None:
+        """Something is compiled: hooks of modules in it are called no more."""
+        self.compiled = True
+        self._outdated = self.recorded is None
+
+    def learn(self) -> None:
+        """A step is over: with the next find out, if need be, whose hooks are called.
+
+        This is a rank's own affair: the others may compile at another time.
+        """
+        if self.learning and self._seen:
+            self.called, self._seen, self.learning = self._seen, set(), False
+            self._find_reads()
+        self.learning, self._outdated = self.learning or self._outdated, False
 
     def _record_modules(self) -> None:
         if self._scheme.schedule.update == "forward" and not self.called:
@@ -103,11 +131,12 @@ class Placement:
         """Which buckets a module needs before it runs.
 
         The parameters of a module whose forward was never called (an attention's output
-        projection, say) are read by the nearest module above it that was; and by the
-        module itself, should it be called after all.
+        projection, say, or part of compiled code) are read by the nearest module above
+        it that was; and by the module itself, should it be called after all.
         """
         modules = dict(self._model.named_modules(remove_duplicate=False))
         reads: dict[nn.Module, set[GradientBucket]] = {}
+        self.unread = set()
         for name, module in modules.items():
             own = [p for p in module.parameters(recurse=False) if p in self.places]
             buckets = {self.places[p].bucket for p in own}
@@ -115,6 +144,8 @@ class Placement:
             while modules[name] not in self.called and name:
                 name = name.rpartition(".")[0]
             reads.setdefault(modules[name], set()).update(buckets)
+            if self.compiled and modules[name] not in self.called:
+                self.unread |= buckets
         last_first = {bucket: -i for i, bucket in enumerate(self.buckets)}
         self.reads = {
             module: sorted(buckets, key=last_first.__getitem__)

@@ -156,21 +156,25 @@ class Updates:
 
         Returns the buckets that cannot be watched, to be updated at once.
         """
+        placement = self._placement
+        placement.learn()
         if not self._kinds:
-            self._kinds = {b: self._kinds_of(b) for b in self._placement.buckets}
-        now = self._unwatchable()
-        for bucket in self._placement.buckets:
+            self._kinds = {b: self._kinds_of(b) for b in placement.buckets}
+        now = placement.unread | self._shared()
+        if placement.learning:
+            now.update(placement.buckets)
+        for bucket in placement.buckets:
             for p, _, due in self._kinds[bucket]:
                 p.__class__ = due
         # Under the hook's old key: to register it anew costs more than to leave it on.
-        for module in self._placement.reads:
+        for module in self._hooks if placement.learning else placement.reads:
             entry = self._hooks.get(module)
             if entry is not None:  # not if the user added the module since
                 hooks, key = entry
                 hooks[key] = self._hook
                 if len(hooks) > 1:
                     hooks.move_to_end(key, last=False)
-        return now
+        return [bucket for bucket in reversed(placement.buckets) if bucket in now]
 
     def _kinds_of(
         self, bucket: GradientBucket
@@ -178,7 +182,7 @@ class Updates:
         params = [slot.param for slot in bucket.slots]
         return [(p, type(p), due) for p in params if (due := self._due.kind(p))]
 
-    def _unwatchable(self) -> list[GradientBucket]:
+    def _shared(self) -> set[GradientBucket]:
         """Buckets of parameters that are read past their class, see [Note: aliases]."""
         places = self._placement.places
         found = self._aliases.find() + self._due.rigid(places)
@@ -192,8 +196,7 @@ class Updates:
                 "in the next forward: let go of it before step(), or keep a copy",
                 stacklevel=2,
             )
-        buckets = {places[p].bucket for p in found}
-        return [b for b in reversed(self._placement.buckets) if b in buckets]
+        return {places[p].bucket for p in found}
 
     def apply(self, bucket: GradientBucket) -> None:
         """Carry out the noted step for the parameters of a bucket."""
@@ -235,8 +238,14 @@ class Updates:
         )
 
     def rest(self, modules: Iterable[nn.Module]) -> None:
-        """Watch these modules no longer, see [Note: watch]."""
+        """Watch these modules no longer, see [Note: watch].
+
+        One whose hook was never called costs nothing, and may be in compiled code, which
+        is compiled anew when a module in it has another number of hooks.
+        """
+        called = self._placement.called
         for module in modules:
             entry = self._hooks.get(module)
-            if entry is not None:  # not if the module is a copy
+            # Not if the module is a copy.
+            if entry is not None and module in called:
                 entry[0].pop(entry[1], None)

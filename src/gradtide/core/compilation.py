@@ -1,0 +1,79 @@
+"""What gradtide must know of torch.compile.
+
+[Note: compiled] Where torch.compile traces through a module, the module's hooks are
+traced as well, and would become part of the graph, or break it. Those of gradtide
+vanish there (`core.autograd.Hook`). At the border of a compiled region, which is a
+module that was compiled by `module.compile()` or is called by code that was not, hooks
+are called as always, outside the graph. So what compiled code reads is made ready at
+its border.
+
+Which modules those are can be seen when they run, until something is compiled anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+
+@cache
+def leave_out(function: Function) -> None:
+    """Have torch.compile begin no graph at a function, but trace through it in one."""
+    from torch._dynamo.eval_frame import skip_code  # optimizers have imported it
+
+    skip_code(function.__code__)
+
+
+class Compilations:
+    """Calls a method before torch.compile begins to trace anything, in any graph.
+
+    Nothing is kept alive by it. torch._dynamo.reset() forgets it, so `watch` is called
+    again and again.
+    """
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._before = weakref.WeakMethod(before)
+
+    def watch(self) -> None:
+        """Look from now on."""
+        if self._begins not in (known := _callbacks()):
+            known.append(self._begins)
+
+    def remove(self) -> None:
+        """Look no longer."""
+        if self._begins in (known := _callbacks()):
+            known.remove(self._begins)
+
+    def _begins(self, args: Any) -> None:
+        before = self._before()
+        if before is not None and args.callback_trigger.name == "DYNAMO":
+            with _uncompiled():
+                before()
+
+
+def _callbacks() -> list[Any]:
+    from torch._dynamo.callback import callback_handler
+
+    known: list[Any] = callback_handler.start_callbacks
+    return known
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Have code run as it does without torch.compile.
+
+    Optimizers ask whether they are compiled, and compute with other numbers then.
+    """
+    compiling = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = compiling
