@@ -195,6 +195,10 @@ def test_ray_trains_with_two_workers(tmp_path: Path) -> None:
     example = ROOT / "examples/ray_train.py"
     assert len(example.read_text().splitlines()) <= 40
     # Ray leaves results, and a token, in the home directory.
-    there = environment(HOME=str(tmp_path), RAY_USAGE_STATS_ENABLED="0")
+    there = environment(
+        HOME=str(tmp_path),
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_raylet_start_wait_time_s="120",  # on a busy machine
+    )
     (out,) = at_once(([sys.executable, str(example)], there))
     assert 0 < eval(out.splitlines()[-1])["loss"] < 8
