@@ -23,6 +23,7 @@ LAYERS = (
     {"parallel"},
     {"lab", "integrations"},
     {"profile", "simulate"},
+    {"doctor"},
     {"cli", "__init__"},
     {"__main__"},
 )

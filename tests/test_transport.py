@@ -157,7 +157,9 @@ def _disjoint() -> None:
     if not odd:
         reporter = transports[0]._inquiry.reporter
         said = reporter.explain("probe", RuntimeError("lost"), None)
-        assert "all ranks noticed" in said
+        assert "all ranks noticed; see the first" in said
+        said = reporter.explain("probe", RuntimeError("lost"), 1 - rank)
+        assert f"all ranks noticed, rank {1 - rank} too" in said
     dist.barrier()
     if odd and rank == 0:
         for transport in transports:

@@ -18,6 +18,7 @@ import typer
 from typer import Option
 
 import gradtide
+from gradtide.doctor.cli import doctor
 from gradtide.lab import options
 from gradtide.lab.cli import app as lab
 from gradtide.lab.extras import require
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.add_typer(lab, name="lab")
 app.add_typer(profile, name="profile")
 app.command()(simulate)
+app.command()(doctor)
 
 Schemes = Annotated[
     str, Option(help="Which, with commas between: `gradtide schemes` lists them.")

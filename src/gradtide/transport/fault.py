@@ -73,7 +73,7 @@ class FailureReporter:
             ranks = ", ".join(map(str, [peer] if peer in silent else silent))
             missing = f"rank {ranks} does not respond (dead, stalled, or ended early)"
             if not silent:
-                missing = known or "all ranks noticed; see the first rank's error"
+                missing = known or f"all ranks noticed{_link(peer)}"
         text = str(error).strip().splitlines()[0]
         rank, step = self._group.rank, self._progress.steps + 1
         return f"rank {rank}: {request} failed in step {step}: {missing} ({text})"
@@ -121,6 +121,16 @@ class FailureReporter:
 
     def _has(self, word: str, rank: int) -> bool:
         return bool(self._store.check([f"{word}/{rank}"]))
+
+
+def _link(peer: int | None) -> str:
+    """What is left to say where everybody lives: which link it was, if known."""
+    if peer is None:
+        return "; see the first rank's error"
+    return (
+        f", rank {peer} too, with which the exchange was: the link to it was down, or "
+        "another's before; see the first rank's error"
+    )
 
 
 def own_store(pg: dist.ProcessGroup) -> Store:

@@ -1,0 +1,1 @@
+"""Whether training would work here: reach, names, versions, limits, and the network."""

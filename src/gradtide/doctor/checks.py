@@ -1,0 +1,248 @@
+"""What is wrong, and what is only unwise: pure functions of what the ranks found.
+
+A failure is what no training would survive. A warning is what costs time, or misleads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from gradtide.doctor.addresses import VARIABLE, loops, outward
+from gradtide.doctor.facts import SHARED, Facts
+from gradtide.doctor.hosts import Host, by, hosts, parted, ranks_of
+from gradtide.doctor.pairs import Heard
+from gradtide.transport.hosts import equal_runs
+
+Level: TypeAlias = Literal["failure", "warning"]
+
+STRICT = ("gradtide", "torch")  # these must be alike; of Python, the minor version
+LATE = 1.0  # seconds between two clocks that confuse
+FILES = 64  # that a rank opens beside a connection or two to each other rank
+SMALL = 1 << 28  # bytes of shared memory
+SLOW = 0.5  # of the typical rate between hosts: what stands out
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to put right, and how."""
+
+    level: Level
+    words: str
+
+
+def alone(own: Facts) -> list[Finding]:
+    """What a process can see of itself."""
+    found = [*_limits([own]), *_threads([own])]
+    if own.error:
+        return [Finding("failure", own.error), *found]
+    if loops(own.address):
+        words = (
+            f"Gloo listens at {own.address} ({own.why}), where no other host gets to: "
+            f"before several hosts train, export {VARIABLE}={_instead(own)}"
+        )
+        found.append(Finding("warning", words))
+    return found
+
+
+def together(everybody: Sequence[Facts]) -> list[Finding]:
+    """What is seen when all ranks' facts lie side by side."""
+    return [
+        *_told_alike(everybody),
+        *_versions(everybody),
+        *_addresses(everybody),
+        *_backends(everybody),
+        *_layout(everybody),
+        *_limits(everybody),
+        *_threads(everybody),
+    ]
+
+
+def _told_alike(everybody: Sequence[Facts]) -> Iterator[Finding]:
+    sizes = by(everybody, lambda each: str(each.size))
+    if len(sizes) > 1:
+        yield Finding("failure", f"WORLD_SIZE differs: {parted(sizes)}")
+    names = {name for each in everybody for name in each.variables}
+    for name in sorted(names):
+        values = by(everybody, _value(name))
+        if len(values) > 1:
+            yield Finding("warning", f"{name} differs: {parted(values)}")
+
+
+def _versions(everybody: Sequence[Facts]) -> Iterator[Finding]:
+    for name in everybody[0].versions:
+        found = by(everybody, _version(name))
+        if len(found) > 1:
+            minor = {version.rpartition(".")[0] for version in found}
+            strict = name in STRICT or (name == "python" and len(minor) > 1)
+            words = f"{name} differs: {parted(found)}: install the same everywhere"
+            yield Finding("failure" if strict else "warning", words)
+
+
+def _value(name: str) -> Callable[[Facts], str]:
+    return lambda each: each.variables.get(name, "not set")
+
+
+def _version(name: str) -> Callable[[Facts], str]:
+    return lambda each: each.versions.get(name, "none")
+
+
+def _addresses(everybody: Sequence[Facts]) -> Iterator[Finding]:
+    there = hosts(everybody)
+    by_rank = {each.rank: each for each in everybody}
+    several = len({each.network for each in everybody}) > 1
+    for host in there:
+        own = by_rank[host.head]
+        if own.error:
+            yield Finding("failure", f"{host}: {own.error}")
+        elif several and loops(own.address):
+            yield Finding(
+                "failure",
+                f"{host}: Gloo listens at {own.address} ({own.why}), where no other "
+                f"host gets to: export {VARIABLE}={_instead(own)}",
+            )
+        addresses = by(
+            [by_rank[rank] for rank in host.ranks], lambda each: each.address
+        )
+        if len(addresses) > 1:
+            words = f"{host}: its ranks use different addresses: {parted(addresses)}"
+            yield Finding("warning", words)
+    heads = [by_rank[host.head] for host in there if not by_rank[host.head].error]
+    for address, own_heads in by(heads, lambda each: each.address).items():
+        places = {each.network for each in own_heads}
+        if len(places) > 1 and not loops(address):
+            names = ", ".join(f"host of rank {each.rank}" for each in own_heads)
+            yield Finding(
+                "failure",
+                f"{address} ({own_heads[0].interface}) is the address of several hosts "
+                f"({names}): export {VARIABLE}={_instead(own_heads[0])}",
+            )
+
+
+def _instead(own: Facts) -> str:
+    """Another interface to name, with its address."""
+    others = outward(own.interfaces)
+    others.pop(own.interface, None)
+    if not others:
+        return "the interface that leads to the others (this host seems to have none)"
+    return " or ".join(f"{name} ({at})" for name, at in sorted(others.items()))
+
+
+def _backends(everybody: Sequence[Facts]) -> Iterator[Finding]:
+    backends = by(everybody, lambda each: each.backend)
+    if len(backends) > 1:
+        yield Finding(
+            "failure",
+            f"some ranks see GPUs and some do not: {parted(backends)}: name a backend "
+            "in init_process_group(), or mend the drivers",
+        )
+    for host in hosts(everybody):
+        gpus = min(each.gpus for each in everybody if each.rank in host.ranks)
+        if 0 < gpus < len(host.ranks):
+            words = f"{host}: {len(host.ranks)} ranks share {gpus} GPUs"
+            yield Finding("warning", words)
+
+
+def _layout(everybody: Sequence[Facts]) -> Iterator[Finding]:
+    there = hosts(everybody)
+    several = len(there) > 1 and any(len(host.ranks) > 1 for host in there)
+    if several and equal_runs([each.host for each in everybody]) == 1:
+        words = "; ".join(f"{host}: {ranks_of(host.ranks)}" for host in there)
+        yield Finding(
+            "warning",
+            "hosts have unlike numbers of ranks, or ranks take turns on them "
+            f"({words}): all will average with all, and a host's link carries more "
+            "than it must. Start equally many on each, host by host (srun "
+            "--distribution=block)",
+        )
+    for each in everybody:
+        own = next(host for host in there if each.rank in host.ranks)
+        if each.local_size not in (None, len(own.ranks)):
+            words = (
+                f"LOCAL_WORLD_SIZE is {each.local_size} on rank {each.rank}, but "
+                f"{own} has {len(own.ranks)} ranks"
+            )
+            yield Finding("warning", words)
+            return
+
+
+def _limits(everybody: Sequence[Facts]) -> Iterator[Finding]:
+    few = [e for e in everybody if e.files is not None and e.files < FILES + 2 * e.size]
+    if few:
+        yield Finding(
+            "failure",
+            f"rank {few[0].rank} may open {few[0].files} files, too few for a "
+            f"connection to each of {few[0].size} ranks: ulimit -n 65536",
+        )
+    small = [e for e in everybody if e.shared is not None and e.shared < SMALL]
+    if small:
+        yield Finding(
+            "warning",
+            f"rank {small[0].rank} has {small[0].shared / 1e6:.0f} MB of {SHARED}: "  # type: ignore[operator]
+            "DataLoader workers may die of a bus error (docker run --shm-size 8g; "
+            "in Kubernetes, an emptyDir with medium: Memory)",
+        )
+
+
+def _threads(everybody: Sequence[Facts]) -> Iterator[Finding]:
+    for own in by(everybody, lambda each: each.machine).values():
+        threads, cores = sum(each.threads for each in own), max(e.cores for e in own)
+        if threads > max(cores, len(own)):
+            per = max(cores // len(own), 1)
+            yield Finding(
+                "warning",
+                f"{len(own)} ranks on the machine of rank {own[0].rank} compute with "
+                f"{threads} threads on {cores} cores: export OMP_NUM_THREADS={per}",
+            )
+            return
+
+
+def reached(
+    there: Sequence[Host], heard: Mapping[int, Mapping[int, Heard]]
+) -> list[Finding]:
+    """Who does not reach whom, and clocks; `heard` by who asked, and whom."""
+    own = {rank: host for host in there for rank in host.ranks}
+    found, ahead = [], {}
+    for asker, answers in sorted(heard.items()):
+        for other, told in sorted(answers.items()):
+            if told.error:
+                ends = f"rank {asker} on {own[asker]}", f"rank {other} on {own[other]}"
+                found.append(
+                    Finding(
+                        "failure", f"{ends[0]} does not reach {ends[1]}: {told.error}"
+                    )
+                )
+            elif other == there[0].head and own[asker] is not there[0]:
+                ahead[own[asker].number] = -told.clock
+    late = {number: off for number, off in ahead.items() if abs(off) > LATE}
+    if late:
+        number, off = max(late.items(), key=lambda item: abs(item[1]))
+        found.append(
+            Finding(
+                "warning",
+                f"the clock of {there[number]} is {off:+.1f} s off that of host 0: "
+                "training does not mind, but logs and TLS do",
+            )
+        )
+    return found
+
+
+def slow(
+    there: Sequence[Host], rates: Mapping[tuple[int, int], float]
+) -> list[Finding]:
+    """Links that are much slower than the typical one; rates by numbers of hosts."""
+    if len(rates) < 3:
+        return []
+    typical = sorted(rates.values())[len(rates) // 2]
+    worst = min(rates, key=lambda pair: rates[pair])
+    if rates[worst] >= SLOW * typical:
+        return []
+    sender, receiver = (str(there[number]) for number in worst)
+    return [
+        Finding(
+            "warning",
+            f"from {sender} to {receiver} data takes {typical / rates[worst]:.1f} "
+            "times as long as on the typical link: all ranks wait for the slowest",
+        )
+    ]

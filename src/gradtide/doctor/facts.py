@@ -1,0 +1,124 @@
+"""What a rank knows of itself: versions, limits, processors, addresses, backend."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+import gradtide
+from gradtide.doctor.addresses import chosen, interfaces
+from gradtide.doctor.place import Place
+from gradtide.transport.hosts import BOOT, host_name
+
+SHARED = "/dev/shm"
+# What decides how the ranks of a job talk; it has to be the same for all.
+ALIKE = (
+    "GLOO_DEVICE_TRANSPORT",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "TORCH_GLOO_LAZY_INIT",
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank's; all of it is known without asking another."""
+
+    rank: int
+    size: int  # the number of ranks, as this one was told
+    local_size: int | None
+    host: str  # what is the same for ranks that average among themselves first
+    network: str  # and for those that reach each other without a network card
+    machine: str  # what is the same for ranks that share processors
+    name: str
+    address: str  # at which Gloo listens
+    interface: str
+    why: str
+    error: str  # why there is no address
+    interfaces: dict[str, str]
+    versions: dict[str, str]
+    cores: int
+    threads: int
+    omp: str  # OMP_NUM_THREADS
+    files: int | None  # that this process may open; None: not known, or no limit
+    shared: int | None  # bytes of shared memory, by which loaders pass batches on
+    gpus: int
+    backend: str  # that init_process_group() would take
+    variables: dict[str, str]
+
+
+def facts(place: Place | None) -> Facts:
+    """This process's; as the one rank there is, where no launcher has started it."""
+    there = interfaces()
+    own = chosen(there)
+    boot = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Facts(
+        rank=place.rank if place else 0,
+        size=place.size if place else 1,
+        local_size=place.local_size if place else None,
+        host=host_name(),
+        network=host_name().rpartition(" ")[0],  # whichever torchrun started it
+        machine=boot,
+        name=socket.gethostname(),
+        address=own.address,
+        interface=own.interface,
+        why=own.why,
+        error=own.error,
+        interfaces=there,
+        versions=versions(),
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        omp=os.environ.get("OMP_NUM_THREADS", ""),
+        files=_files(),
+        shared=_shared(),
+        gpus=gpus,
+        backend="nccl" if gpus and dist.is_nccl_available() else "gloo",
+        variables={name: os.environ[name] for name in ALIKE if name in os.environ},
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of what has to be alike on all ranks, or had better be."""
+    return {
+        "gradtide": gradtide.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+    }
+
+
+def loaded(found: Any) -> Facts:
+    """A rank's facts as JSON has them."""
+    return Facts(**found)
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1
+
+
+def _files() -> int | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _shared() -> int | None:
+    if not Path(SHARED).is_dir():
+        return None
+    found = os.statvfs(SHARED)
+    return found.f_blocks * found.f_frsize

@@ -1,0 +1,200 @@
+"""What was found, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gradtide.doctor.facts import Facts
+from gradtide.doctor.hosts import parted
+from gradtide.doctor.run import Found
+from gradtide.lab import tables
+from gradtide.planner.network import Network
+
+FORMAT, VERSION = "gradtide doctor", 1
+MOST = 16  # rows of a table
+LINK = "one TCP stream, all hosts at once; a fabric that only NCCL uses is not measured"
+
+
+def show(found: Found) -> Group:
+    """The report; ends with the verdict."""
+    lines: list[RenderableType] = [Text(_head(found)), _hosts(found)]
+    if found.round_trips or found.inside:
+        lines.append(_links(found))
+    lines += [Text(line) for line in _rest(found)]
+    for finding in found.findings:
+        style = "bold red" if finding.level == "failure" else "yellow"
+        lines.append(Text(f"{finding.level}: {finding.words}", style=style))
+    if found.advice:
+        lines.append(Text(f"advice: {found.advice}"))
+    return Group(*lines, Text(verdict(found), style="bold"))
+
+
+def verdict(found: Found) -> str:
+    """The last line."""
+    failures = sum(finding.level == "failure" for finding in found.findings)
+    warnings = len(found.findings) - failures
+    noted = f", {warnings} warning{'s' if warnings != 1 else ''}" if warnings else ""
+    if failures:
+        several = "s" if failures > 1 else ""
+        return f"Training would fail here: {failures} failure{several}{noted}."
+    if found.place is None:
+        return f"Nothing is wrong with this process alone{noted}."
+    return f"Training can start: {found.place.size} ranks{noted}."
+
+
+def _head(found: Found) -> str:
+    if found.place is None:
+        return "one process, started by no launcher"
+    place = found.place
+    return (
+        f"{place.size} rank{'s' if place.size > 1 else ''} on {len(found.hosts)} "
+        f"host{'s' if len(found.hosts) != 1 else ''}, as {place.launcher} says; they "
+        f"meet at {place.address}:{place.port}"
+    )
+
+
+def _hosts(found: Found) -> RenderableType:
+    grid = tables.grid(
+        "host",
+        "ranks",
+        tables.name("Gloo's address"),
+        tables.name("interface"),
+        "why",
+        *map(tables.number, ("cores", "threads", "GPUs")),
+        padding=(0, 1, 0, 0),
+    )
+    by_rank = {each.rank: each for each in found.everybody}
+    for host in found.hosts[:MOST]:
+        own = [by_rank[rank] for rank in host.ranks]
+        threads = sum(each.threads for each in own)
+        ranks = parted({"": own}).removeprefix(" on rank").removeprefix("s").strip()
+        cells = (own[0].cores, threads, max(each.gpus for each in own))
+        grid.add_row(
+            f"{host.number} {host.name}",
+            ranks,
+            own[0].address or "none",
+            own[0].interface,
+            own[0].why,
+            *map(str, cells),
+        )
+    return grid
+
+
+def _links(found: Found) -> RenderableType:
+    grid = tables.grid(
+        tables.name("link"), *map(tables.number, ("round trip ms", "Mbit/s", "clock s"))
+    )
+    pairs = sorted(found.round_trips, key=lambda pair: -found.round_trips[pair])
+    slowest = sorted(found.rates, key=lambda pair: found.rates[pair])
+    shown = dict.fromkeys([*slowest[: MOST // 2], *pairs])
+    for pair in sorted(list(shown)[:MOST]):
+        trip, rate = found.round_trips.get(pair), found.rates.get(pair)
+        clock = found.clocks.get(pair[0]) if pair[1] == 0 else None
+        name = f"host {pair[0]} to host {pair[1]}"
+        grid.add_row(name, _milliseconds(trip), _megabits(rate), _signed(clock))
+    for number, (trip, rate) in sorted(found.inside.items())[:MOST]:
+        grid.add_row(f"within host {number}", _milliseconds(trip), _megabits(rate), "")
+    grid.caption = LINK
+    return grid
+
+
+def _rest(found: Found) -> list[str]:
+    """What fits into lines."""
+    first = found.everybody[:1]
+    lines = [
+        f"{', '.join(f'{name} {v}' for name, v in own.versions.items())}; "
+        f"backend {own.backend}, as init_process_group() would choose it{_gpu(own)}; "
+        f"OMP_NUM_THREADS {own.omp or 'not set'}; {own.files or 'any number of'} files"
+        for own in first
+    ]
+    if found.rates:
+        rates = list(found.rates.values())
+        lines.append(
+            f"between hosts: {_megabits(min(rates))} Mbit/s on the slowest of "
+            f"{len(rates)} links, {_megabits(median(rates))} on the typical one"
+        )
+    if found.tried is not None and not found.tried.error:
+        lines.append(f"Gloo works: an all-reduce among all ranks{_levels(found)}")
+        if found.tried.network is not None:
+            lines.append(_network(found.tried.network))
+    elif found.failed and found.place is not None and found.tried is None:
+        lines.append("Gloo was not tried, nor the network measured")
+    return lines
+
+
+def _levels(found: Found) -> str:
+    assert found.tried is not None
+    levels = found.tried.levels
+    if levels > 1 and len(found.hosts) > 1:
+        return f"; the {levels} ranks of a host average among themselves first"
+    return "" if len(found.hosts) == 1 else "; all average with all, without levels"
+
+
+def _network(network: Network) -> str:
+    ring = network.inter.ring
+    rate = f"{8e-6 / ring.beta:.4g} Mbit/s" if ring.beta else "no limit"
+    where = "between hosts" if network.hosts > 1 else "on this host"
+    return f"over Gloo {where}: {rate}, {1e3 * ring.alpha:.3g} ms to start a message"
+
+
+def _gpu(own: Facts) -> str:
+    return f" ({own.gpus} GPUs)" if own.gpus else " (no GPU is seen)"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{1e3 * value:.3g}"
+
+
+def _megabits(value: float | None) -> str:
+    return f"{value / 1e6:.4g}" if value else ""
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3f}"
+
+
+def dumps(found: Found) -> str:
+    """The report as JSON: seconds, bits/s; hosts by their numbers."""
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "verdict": verdict(found),
+        "failed": found.failed,
+        "launcher": found.place and found.place.launcher,
+        "findings": [asdict(finding) for finding in found.findings],
+        "hosts": [asdict(host) for host in found.hosts],
+        "ranks": [asdict(each) for each in found.everybody],
+        "links": _as_list(found),
+        "within_hosts": [
+            {"host": number, "round_trip": trip, "rate": rate or None}
+            for number, (trip, rate) in sorted(found.inside.items())
+        ],
+        "clocks": {str(number): off for number, off in sorted(found.clocks.items())},
+        "gloo": found.tried
+        and {
+            "error": found.tried.error or None,
+            "levels": found.tried.levels,
+            "network": found.tried.network and asdict(found.tried.network),
+        },
+        "advice": found.advice or None,
+        "predicted_steps": found.gain and found.gain.steps,
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _as_list(found: Found) -> Sequence[dict[str, object]]:
+    return [
+        {
+            "from": sender,
+            "to": receiver,
+            "round_trip": trip,
+            "rate": found.rates.get((sender, receiver)),
+        }
+        for (sender, receiver), trip in sorted(found.round_trips.items())
+    ]

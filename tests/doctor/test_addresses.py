@@ -1,0 +1,62 @@
+"""The address that Gloo takes: the same as Gloo itself."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from gradtide.doctor import addresses
+from gradtide.doctor.addresses import VARIABLE, chosen, interfaces, loops, outward
+
+THERE = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "docker0": "172.17.0.1"}
+
+
+def stands_for(monkeypatch: pytest.MonkeyPatch, *found: str) -> None:
+    """Let the host's own name stand for these addresses."""
+
+    def resolve(*_: Any, **__: Any) -> list[Any]:
+        if not found:
+            raise OSError("unknown")
+        return [(None, None, None, None, (address, 0)) for address in found]
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+def test_interfaces_of_this_machine() -> None:
+    assert interfaces()["lo"] == "127.0.0.1"
+
+
+def test_an_interface_that_is_named_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "eth0")
+    found = chosen(THERE)
+    assert (found.address, found.interface, found.why) == ("10.0.0.2", "eth0", VARIABLE)
+
+
+def test_one_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "ib0")
+    assert "names ib0, which this host does not have" in chosen(THERE).error
+    assert "eth0 10.0.0.2" in chosen(THERE).error
+
+
+def test_the_name_of_the_host_decides_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stands_for(monkeypatch, "203.0.113.7", "127.0.1.1")
+    found = chosen(THERE)  # the first is another host's
+    assert (found.address, found.interface) == ("127.0.1.1", "lo")
+    assert loops(found.address)
+
+
+def test_a_name_that_stands_for_nothing_means_the_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stands_for(monkeypatch)
+    assert chosen(THERE).address == addresses.LOOPBACK
+    assert "no address of this host" in chosen(THERE).why
+
+
+def test_what_leads_to_other_hosts() -> None:
+    assert outward(THERE) == {"eth0": "10.0.0.2"}
