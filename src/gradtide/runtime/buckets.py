@@ -31,6 +31,7 @@ class Slot:
     begin: int
     arrived: bool = False  # its gradient, in this backward
     copied: bool = False  # in already: not left to the bucket's copy_in()
+    undefined: bool = False  # what arrived is no gradient: a function returned None
     used: bool = True  # by some rank, in the last exchange
     wanted: bool = False  # its gradient was still there at the deferred step
 
@@ -52,7 +53,7 @@ class GradientBucket(Bucket):
     def __init__(self, slots: list[Slot], flat: Tensor, collective: Collective) -> None:
         super().__init__("", len(slots))
         self.slots, self.collective = slots, collective
-        self.views: Sequence[Tensor] = [slot.of(flat) for slot in slots]
+        self.views = [slot.of(flat) for slot in slots]
         self.payload = Payload(flat, self.views)
         self.residual_empty = True
         self.had_residual = False  # when the exchange began
@@ -63,7 +64,7 @@ class GradientBucket(Bucket):
     def rearm(self) -> None:
         super().rearm()
         for slot in self.slots:
-            slot.arrived = slot.copied = False
+            slot.arrived = slot.copied = slot.undefined = False
 
     # - What is put in -----------------------------------------------------------------
 
@@ -88,9 +89,10 @@ class GradientBucket(Bucket):
         """`copy_in_one` all that has arrived, many small ones at once."""
         self.had_residual = not self.residual_empty
         views, grads = [], []
-        for slot, view in zip(self.slots, self.views, strict=True):
+        for i, slot in enumerate(self.slots):
             if slot.copied:
                 continue
+            view = self.views[i]
             grad = slot.param.grad
             if slot.arrived and grad is not None:
                 _check(slot, grad, view)
@@ -100,8 +102,12 @@ class GradientBucket(Bucket):
                     views.append(view)
                     grads.append(grad)
                 continue
+            slot.undefined = slot.arrived
             if grad is not None and self.mean is not None and lives_in(grad, self.mean):
-                slot.param.grad = grad.clone()  # it stays what it is, if nobody used it
+                # It stays what it is if nobody used it, also for who has kept it. It
+                # may be the very view that was handed out.
+                grad.data = grad.clone()
+                view = self.views[i] = slot.of(self.payload.flat)
             if self.residual_empty:
                 view.zero_()
         self.put(views, grads)

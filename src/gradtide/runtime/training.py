@@ -35,6 +35,7 @@ from gradtide.runtime.updates import Updates
 from gradtide.scheme import Scheme
 
 if TYPE_CHECKING:
+    from gradtide.runtime.comm_hook import CommHook
     from gradtide.runtime.local_steps import LocalSteps
     from gradtide.runtime.preconditioning import Launchable, Places, Preconditioning
 
@@ -56,6 +57,7 @@ class Training:
     ) -> None:
         self.engine, self.model, self.optimizer = engine, model, optimizer
         self.joining: Join | None = None  # inside join()
+        self.comm_hook: CommHook | None = None  # the user's own exchange
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
         self.kept = set[Place]()  # of gradients that are here since no_sync() alone
@@ -94,6 +96,7 @@ class Training:
 
     def adopt(self, scheme: Scheme) -> None:
         """Go on with another scheme, when nothing is on its way."""
+        self.comm_hook = None
         self._second.finish()
         self.placement.adopt(scheme)
         self.updates.reset()
@@ -253,9 +256,15 @@ class Training:
                 own = bucket.collective = with_momentum(bucket.collective, a, b)
                 bucket.momentum_applied = a > 0 and moves(own, bucket.payload.state)
             bucket.copy_in()
+            if self.joining is not None and self.joining.gain != 1:
+                bucket.payload.flat.mul_(self.joining.gain)
 
     def launch(self, bucket: Any, hold: bool) -> None:
-        bucket.launch(self.engine, hold)
+        if self.comm_hook is None:
+            bucket.launch(self.engine, hold)
+            return
+        index = self.buckets.index(bucket)
+        self.comm_hook.launch(bucket, index, index == len(self.buckets) - 1)
 
     def collect(self) -> None:
         if self.steps is not None and self.steps.on:
@@ -272,7 +281,10 @@ class Training:
             self.updates.defer_gradients()
 
     def receive(self, bucket: GradientBucket) -> None:
-        bucket.finish(self.engine)
+        if self.comm_hook is None:
+            bucket.finish(self.engine)
+        else:
+            self.comm_hook.finish(bucket, self.engine.telemetry)
 
     def deliver(self) -> None:
         self.tally.learn()
