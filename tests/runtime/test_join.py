@@ -179,6 +179,7 @@ def test_no_mass_is_lost(scheme: str) -> None:
     assert max(run_ranks(2, run)) < 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of")
 @pytest.mark.parametrize("scheme", DENSE)
 def test_the_mean_can_be_over_those_that_still_train(scheme: str) -> None:
     """With equal batches the gradient is the same however many ranks have joined."""
