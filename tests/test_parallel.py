@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as Torchs
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import gradtide
 from gradtide import DistributedDataParallel
@@ -329,8 +330,22 @@ def test_what_only_no_sync_has_used_is_exchanged(scheme: str) -> None:
     assert ranks[0] == ranks[1]
 
 
+def average(state: Any, buffers: dict[str, Tensor]) -> Any:
+    """A hook on buffers, for the mean of the ranks in the place of rank 0's."""
+    floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
+    with torch.no_grad():
+        for buffer in floats:
+            dist.all_reduce(buffer.div_(2))
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"forward_sync_buffers": False}, {"init_sync": False}]
+    "options",
+    [
+        {},
+        {"forward_sync_buffers": False},
+        {"init_sync": False},
+        {"hook": _BufferCommHookLocation.PRE_FORWARD},
+    ],
 )
 def test_what_starts_alike_and_when_buffers_follow(options: dict[str, Any]) -> None:
     def work() -> Any:
@@ -338,7 +353,10 @@ def test_what_starts_alike_and_when_buffers_follow(options: dict[str, Any]) -> N
         for wrap in (Torchs, DistributedDataParallel):
             net = network(dist.get_rank(), norm=True)
             net[1].running_mean += dist.get_rank()
-            model = wrap(net, **options)
+            hook = options.get("hook")
+            model = wrap(net, **({} if hook else options))
+            if hook:
+                model._register_buffer_comm_hook(None, average, hook)
             found.append([bits(model)])
             optimizer = sgd(model)
             for step in range(6):
@@ -522,12 +540,56 @@ def test_hooks_that_cast_become_the_wire() -> None:
     assert run_ranks(2, work) == [("Dense(wire='bf16')", "Dense(wire='fp16')")] * 2
 
 
+def test_what_ddp_says_and_has_for_its_users() -> None:
+    """Errors are logged, a deprecation is told, and functions find DDP's attributes."""
+
+    def work() -> Any:
+        model = DistributedDataParallel(network(), bucket_cap_mb_list=[1, 2])
+        attributes = model.bucket_bytes_cap_list, model.broadcast_bucket_size
+        before = dict(model._get_ddp_logging_data())
+        model(batch(0)).sum().backward()
+        said = [refusal(RuntimeError, model._set_static_graph)]
+        said.append(model._get_ddp_logging_data()["error"])
+        with pytest.warns(FutureWarning, match="`broadcast_buffers` is deprecated"):
+            DistributedDataParallel(network(), broadcast_buffers=True)
+        return attributes, "error" in before, said
+
+    ((caps, size), errors, said) = run_ranks(1, work)[0]
+    assert caps == [2**20, 2**21]
+    assert size > 0
+    assert not errors
+    assert all("before training loop starts" in text for text in said)
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of")
+@pytest.mark.parametrize("scheme", ["wfbp", "dear"])
+def test_gradients_that_are_none_and_gradients_that_are_kept(scheme: str) -> None:
+    """A function may return no gradient; who keeps one has it while nobody uses it."""
+
+    def work() -> Any:
+        net = network()
+        model = DistributedDataParallel(net, optimizer=sgd(net), scheme=scheme)
+        undefined = torch._C._functions.UndefinedGrad()
+        for _ in range(3):
+            undefined(model(batch(0)).sum()).backward()
+        none = [p.grad is None for p in net.parameters()]
+        for step in range(3):
+            model(batch(step)).sum().backward()
+        kept = net[2].weight.grad
+        value = kept.tolist()
+        for step in range(3):
+            net[0](batch(step)).sum().backward()  # the last layer is used by nobody
+        return none, value, kept.tolist(), net[2].weight.grad.tolist()
+
+    for none, value, kept, now in run_ranks(2, work):
+        assert scheme == "dear" or all(none)  # not known before they are asked for
+        assert value == kept == now
+
+
 def test_what_cannot_be_had_is_refused_with_the_remedy() -> None:
     def work() -> Any:
         model = DistributedDataParallel(network())
         frozen = network().requires_grad_(False)
-
-        def own(state: Any, bucket: Any) -> None: ...
 
         def wrap(**options: Any) -> Any:
             return DistributedDataParallel(network(), **options)
@@ -538,11 +600,9 @@ def test_what_cannot_be_had_is_refused_with_the_remedy() -> None:
             DistributedDataParallel(net)
 
         calls: list[tuple[str, type[Exception], Callable[[], Any]]] = [
-            ("scheme=", ValueError, lambda: model.register_comm_hook(None, own)),
             ("ddp.join()", ValueError, model.join_hook),
             ("dear", ValueError, lambda: model._register_fused_optim(torch.optim.SGD)),
             ("wrap the module", ValueError, lambda: model._update_process_group(None)),
-            ("yourself", ValueError, lambda: model._register_buffer_comm_hook(0, own)),
             ("autocast", ValueError, lambda: wrap(mixed_precision=object())),
             ("None", ValueError, lambda: wrap(device_ids=[0])),
             ("as it is", RuntimeError, lambda: DistributedDataParallel(frozen)),

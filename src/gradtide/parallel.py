@@ -21,11 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as Torchs
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.optim import Optimizer
 
 from gradtide.collectives import Dense
 from gradtide.core.compilation import leave_out
 from gradtide.core.payload import traits
+from gradtide.core.schedule import WFBP
 from gradtide.replica import Replica, link
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.validation import owners
@@ -134,6 +136,13 @@ class DistributedDataParallel(Torchs):
                 "mixed_precision is DDP's own: use torch.autocast, and "
                 "scheme=\"wfbp(wire='bf16')\" for 16 bits on the wire"
             )
+        if broadcast_buffers is not None:
+            warnings.warn(  # as DDP since torch 2.13
+                "`broadcast_buffers` is deprecated by torch: use forward_sync_buffers, "
+                "with which buffers start as rank 0's in any case",
+                FutureWarning,
+                stacklevel=2,
+            )
         sync = forward_sync_buffers, broadcast_buffers
         given = next((flag for flag in sync if flag is not None), True)
         self.module = module
@@ -151,7 +160,10 @@ class DistributedDataParallel(Torchs):
             gradient_as_bucket_view,
             static_graph,
         )
-        self.mixed_precision, self.logger = None, None
+        self.mixed_precision, self.logger = None, _Log()
+        self.bucket_bytes_cap = int((bucket_cap_mb or 25) * 2**20)
+        self.bucket_bytes_cap_list = [int(n * 2**20) for n in bucket_cap_mb_list or ()]
+        self.broadcast_bucket_size = 250 * 2**20  # what torch's own functions ask for
         self.use_side_stream_for_tensor_copies = True
         self.parameters_to_ignore = set(
             getattr(module, "_ddp_params_and_buffers_to_ignore", ())
@@ -261,8 +273,7 @@ class DistributedDataParallel(Torchs):
                 "the module was wrapped anew, or replica.remove() was called: use "
                 "the new wrapper, or the module itself"
             )
-        if self.require_forward_param_sync and self.broadcast_buffers:
-            self._replica.send_buffers()
+        self._exchange_buffers(_BufferCommHookLocation.PRE_FORWARD)
         if training:
             self._sync(self.require_backward_grad_sync, self._replica)
         return inputs, kwargs, True
@@ -272,11 +283,26 @@ class DistributedDataParallel(Torchs):
         training = torch.is_grad_enabled()
         if training:  # a module may have changed its mind, as Lightning's does
             self._sync(self.require_backward_grad_sync, self.replica)
+        self._exchange_buffers(_BufferCommHookLocation.POST_FORWARD)
         self.require_forward_param_sync = training and self.require_backward_grad_sync
 
     # See [Note: compiled]: torch.compile begins at the module, and not here.
     _before_forward = torch._disable_dynamo(_enter)
     _after_forward = torch._disable_dynamo(_leave)
+
+    def _exchange_buffers(self, place: _BufferCommHookLocation) -> None:
+        """Have rank 0's buffers before a forward, or do what a hook does instead."""
+        hook = getattr(self, "buffer_hook", None)
+        if not self.will_sync_module_buffers():
+            return
+        if hook is None:
+            if place is _BufferCommHookLocation.PRE_FORWARD:
+                self.replica.send_buffers()
+        elif hook.buffer_comm_hook_location is place:
+            buffers = dict(shared_buffers(self.module))
+            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, buffers)
+            for future in futures or ():
+                future.wait()
 
     def _sync(self, exchange: bool, replica: Replica) -> None:
         """Have the next backward exchange, or not; as DDP, the forward decides.
@@ -302,7 +328,7 @@ class DistributedDataParallel(Torchs):
         return _NoReducer(self)
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward begins with rank 0's buffers.
+        """Whether the next forward exchanges buffers.
 
         Returns:
             True or False, the same on every rank.
@@ -313,33 +339,42 @@ class DistributedDataParallel(Torchs):
     # - What else DDP has --------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Take torch's hooks that cast to 16 bits for the scheme's `wire`.
+        """Let a communication hook exchange the gradients, as in DDP.
+
+        Torch's hooks that cast to 16 bits are taken for the scheme's `wire`. Any other
+        hook takes the scheme's place (`Replica.use_comm_hook`), with a warning if that
+        was another one than "wfbp".
 
         Args:
-            state: Ignored, as by these hooks.
-            hook: `allreduce_hook`, `fp16_compress_hook` or `bf16_compress_hook`.
+            state: What the hook is given first.
+            hook: The hook. The buckets that it is given are gradtide's.
 
         Raises:
-            ValueError: It is another hook: a scheme takes its place.
-            TypeError: It is none.
+            ValueError: The scheme cannot be replaced: it has K-FAC or exchanges steps.
+            TypeError: It is no hook.
         """
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        if not callable(hook):
-            raise TypeError("Communication hook must be callable.")  # as DDP
+        if not callable(hook):  # as DDP
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
+        name = getattr(hook, "__qualname__", repr(hook))
         known = {
             default_hooks.allreduce_hook: None,
             default_hooks.fp16_compress_hook: "fp16",
             default_hooks.bf16_compress_hook: "bf16",
         }
-        if hook not in known:
-            raise ValueError(
-                f"{getattr(hook, '__qualname__', hook)} is a hook on DDP's buckets, "
-                "which gradtide has not: choose what travels by scheme= ('oktopk', "
-                "'powersgd', ...), or keep torch's DistributedDataParallel"
-            )
-        self._cast(known[hook])
-        self._hook_name = hook.__qualname__
+        if hook in known and state in (None, self.process_group):
+            self._cast(known[hook])
+        else:
+            before = self.replica.scheme
+            self.replica.use_comm_hook(state, hook)
+            if before.schedule != WFBP or before.collective != Dense():
+                warnings.warn(
+                    f"{name} takes the place of {before!r}: gradients "
+                    "are exchanged by the hook, during backward",
+                    stacklevel=2,
+                )
+        self._hook_name = name
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self._cast("fp16" if str(comm_hook_type).endswith("FP16_COMPRESS") else None)
@@ -394,12 +429,6 @@ class DistributedDataParallel(Torchs):
         """
         raise ValueError("Join([...]) mirrors DDP's messages: use ddp.join()")
 
-    def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> None:
-        raise ValueError(
-            "buffers are rank 0's: for others pass broadcast_buffers=False, and "
-            "exchange them yourself"
-        )
-
     def _register_fused_optim(self, *_: Any, **__: Any) -> None:
         raise ValueError(
             "an optimizer in backward steps before the mean is there: use "
@@ -410,6 +439,9 @@ class DistributedDataParallel(Torchs):
         raise ValueError("the group stays: wrap the module anew, with process_group=")
 
     def _set_static_graph(self) -> None:
+        if self.replica.num_exchanges:
+            message = "_set_static_graph() should be called before training loop starts"
+            self._log_and_throw(RuntimeError, message)  # type: ignore[no-untyped-call]  # as DDP
         self.static_graph = True
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -443,7 +475,18 @@ class DistributedDataParallel(Torchs):
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": sum(p.nbytes for p in params),
             "iteration": self.replica.num_exchanges,
+            **getattr(self.logger, "said", {}),
         }
+
+
+class _Log:
+    """The errors that DDP logs, and those who use it ask for."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, Any] = {}
+
+    def set_error_and_log(self, message: str) -> None:
+        self.said = {"has_error": 1, "error": message}
 
 
 class _NoReducer:
@@ -469,9 +512,12 @@ def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | Mesh | None:
         raise RuntimeError(  # as DDP
             "Cannot specify both process_group and device_mesh arguments."
         )
-    if mesh is not None and mesh.ndim == 1:
-        return mesh.get_group()  # type: ignore[no-any-return]
-    return mesh or group or dist.group.WORLD
+    if mesh.ndim != 1:
+        raise RuntimeError(  # as DDP
+            f"Only 1D device mesh is supported, but got {mesh}: pass mesh['dp']"
+        )
+    found: ProcessGroup = mesh.get_group(mesh_dim=0)
+    return found
 
 
 def _only(device_ids: Sequence[Any] | None, device_type: str) -> list[int] | None:

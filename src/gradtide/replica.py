@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
 from gradtide.core.levels import levels_of
+from gradtide.core.payload import traits
 from gradtide.fusion import BySize, Search
 from gradtide.runtime import checkpoint as state
 from gradtide.runtime.broadcast import synchronize
@@ -299,7 +300,7 @@ class Replica:
         self._train_with(optimizer)
         after = self._training
         after.num_steps, after.num_skipped = before.num_steps, before.num_skipped
-        after.num_exchanges = before.num_exchanges
+        after.num_exchanges, after.comm_hook = before.num_exchanges, before.comm_hook
         after.placement.compiled = before.placement.compiled
         if before.joining is not None:
             before.joining.follow(after)
@@ -355,7 +356,8 @@ class Replica:
 
         Args:
             divide_by_initial_world_size: Whether the mean is over all ranks, also over
-                those that have joined. Only True is supported.
+                those that have joined. With False every backward waits for the answer
+                to its announcement, and only a dense exchange of gradients will do.
             enable: With False nothing is done here.
             throw_on_early_termination: Whether all ranks raise RuntimeError as soon as
                 one runs out of batches, instead of going on without it.
@@ -373,16 +375,19 @@ class Replica:
         if not enable:
             yield
             return
-        throw = throw_on_early_termination
+        throw, over_all = throw_on_early_termination, divide_by_initial_world_size
 
         def prepare() -> tuple[None, Signature]:
-            self._refuse_join(divide_by_initial_world_size)
-            return None, {"join(throw_on_early_termination=)": str(throw)}
+            self._refuse_join(over_all)
+            return None, {
+                "join(throw_on_early_termination=)": str(throw),
+                "join(divide_by_initial_world_size=)": str(over_all),
+            }
 
         remedy = "call join() with the same arguments on every rank"
         check_ranks_agree(self.engine.transport, prepare, remedy)
         shared = self._hooks.buffers if self.shares_buffers else list
-        joining = self._training.joining = Join(self._training, shared, throw)
+        joining = self._training.joining = Join(self._training, shared, throw, over_all)
         try:
             yield
             self.flush()
@@ -390,12 +395,14 @@ class Replica:
         finally:
             self._training.joining = None
 
-    def _refuse_join(self, divide_by_initial_world_size: bool) -> None:
+    def _refuse_join(self, over_all: bool) -> None:
         """Raise ValueError where uneven inputs cannot be trained."""
         searching = self.tuning is not None and not self.tuning.done
+        local = self.scheme.schedule.launch == "step"
+        exact = traits(self.scheme.collective).dense and not local
         reasons = {
-            "divide_by_initial_world_size=False: the mean is over all ranks, so leave "
-            "that out": not divide_by_initial_world_size,
+            "divide_by_initial_world_size=False where a residual is kept: use a dense "
+            "scheme ('wfbp', 'dear'), or leave that out": not over_all and not exact,
             "K-FAC, whose factors would miss the ranks that have joined: use a scheme "
             "without it": self.kfac is not None,
             "a scheme or a fusion that is still being searched for: adopt() a decided "
@@ -603,6 +610,35 @@ class Replica:
         self._training.adopt(self._now(scheme))
         self._hooks.follow()
         self.scheme = scheme
+
+    def use_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let a communication hook for DistributedDataParallel exchange the gradients.
+
+        This is a collective call, between `optimizer.step()` and the next backward. The
+        hook takes the scheme's place, until `adopt` is called: it is called in backward
+        for every bucket that is full, on the training thread, in the same order on
+        every rank, and all futures are waited for when backward ends. What it sends is
+        not in `metrics()`. Buckets are gradtide's own, and are cut anew after the first
+        backward, as DDP's are.
+
+        Args:
+            state: What the hook is given first.
+            hook: It is called with the state and a bucket that has the methods of
+                `torch.distributed.GradBucket`, and returns a future of the tensor that
+                takes the place of `bucket.buffer()`, already divided.
+
+        Raises:
+            RuntimeError: The call comes during backward, inside `no_sync`, or between
+                backward and step.
+            ValueError: The scheme has K-FAC, exchanges steps, or is being chosen.
+        """
+        from gradtide.runtime.comm_hook import CommHook
+
+        if self._auto is not None:
+            raise ValueError("a communication hook takes the place of a decided scheme")
+        fusion = self.scheme.fusion
+        self.adopt(Scheme() if isinstance(fusion, Search) else Scheme(fusion=fusion))
+        self._training.comm_hook = CommHook(state, hook)
 
     def _selector(self) -> AutoSelector | None:
         """Begin to look for a scheme, if it is still to be chosen."""

@@ -21,9 +21,7 @@ class Hook:
     and torch tells that text as the reason.
     """
 
-    def __init__(
-        self, call: Callable[..., object], needed: str | None = None
-    ) -> None:
+    def __init__(self, call: Callable[..., object], needed: str | None = None) -> None:
         leave_out(type(self).__call__)
         self._call = torch.compiler.disable(call, reason=needed)
         self._vanishes = needed is None

@@ -32,6 +32,7 @@ class Slot:
     begin: int
     arrived: bool = False  # its gradient, in this backward
     copied: bool = False  # in already: not left to the bucket's copy_in()
+    undefined: bool = False  # what arrived is no gradient: a function returned None
     used: bool = True  # by some rank, in the last exchange
     wanted: bool = False  # its gradient was still there at the deferred step
 
@@ -69,7 +70,7 @@ class GradientBucket(Bucket):
         super().__init__("", len(slots))
         self.slots, self.collective = slots, collective
         self.spread: Spread = spread(slots[0].param)  # of all of them
-        self.views: Sequence[Tensor] = [slot.of(flat) for slot in slots]
+        self.views = [slot.of(flat) for slot in slots]
         self.payload = Payload(flat, self.views)
         self.residual_empty = True
         self.had_residual = False  # when the exchange began
@@ -80,7 +81,7 @@ class GradientBucket(Bucket):
     def rearm(self) -> None:
         super().rearm()
         for slot in self.slots:
-            slot.arrived = slot.copied = False
+            slot.arrived = slot.copied = slot.undefined = False
 
     # - What is put in -----------------------------------------------------------------
 
@@ -105,10 +106,10 @@ class GradientBucket(Bucket):
         """`copy_in_one` all that has arrived, many small ones at once."""
         self.had_residual = not self.residual_empty
         views, grads = [], []
-        for slot, view in zip(self.slots, self.views, strict=True):
+        for i, slot in enumerate(self.slots):
             if slot.copied:
                 continue
-            grad = slot.grad
+            view, grad = self.views[i], slot.grad
             if slot.arrived and grad is not None:
                 _check(slot, grad, view)
                 slot.grad = None
@@ -117,8 +118,12 @@ class GradientBucket(Bucket):
                     views.append(view)
                     grads.append(grad)
                 continue
+            slot.undefined = slot.arrived
             if grad is not None and self.mean is not None and lives_in(grad, self.mean):
-                slot.grad = grad.clone()  # it stays what it is, if nobody used it
+                # It stays what it is if nobody used it, also for who has kept it. It
+                # may be the very view that was handed out.
+                grad.data = grad.clone()
+                view = self.views[i] = slot.of(self.payload.flat)
             if self.residual_empty:
                 view.zero_()
         self.put(views, grads)

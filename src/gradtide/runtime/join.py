@@ -9,8 +9,8 @@ end. Outside of `join()` no word is sent, and nothing here runs.
 
 [Note: words] The word is a work item before what it announces, so the order on the wire
 is still that of the program; the program of a rank that has joined is the loop in
-`finish`. Who trains waits for the answer only to learn whose buffers to take, or if it
-is to raise.
+`finish`. Who trains waits for the answer only to learn whose buffers to take, over how
+many ranks to take the mean, or if it is to raise.
 """
 
 from __future__ import annotations
@@ -47,9 +47,14 @@ class Join:
     """What a rank knows of the others inside `join()`."""
 
     def __init__(
-        self, training: Training, buffers: Callable[[], Sequence[Tensor]], throw: bool
+        self,
+        training: Training,
+        buffers: Callable[[], Sequence[Tensor]],
+        throw: bool,
+        over_all: bool,
     ) -> None:
         self._training, self._buffers, self._throw = training, buffers, throw
+        self._over_all = over_all  # the mean is over all ranks, also those that joined
         self._engine: Engine = training.engine
         self._unread: Callable[[], Any] | None = None
         self._active: list[int] = [*range(self._engine.group.size)]  # at the last event
@@ -66,6 +71,11 @@ class Join:
         """Whether a rank had joined at the last event."""
         return len(self._active) < self._engine.group.size
 
+    @property
+    def gain(self) -> float:
+        """By what gradients are multiplied for the mean to be over the right ranks."""
+        return 1.0 if self._over_all else self._engine.group.size / len(self._active)
+
     def follow(self, training: Training) -> None:
         """Go on with what takes the place of the training so far."""
         self._training, training.joining = training, self
@@ -80,7 +90,8 @@ class Join:
             return self._told
         self._read()
         self._unread = self._say(event, number)
-        if self._throw or event in (Event.FORWARD, Event.PARAMETERS):
+        soon = event in (Event.FORWARD, Event.PARAMETERS)
+        if soon or self._throw or not self._over_all:
             self._read()
         return number
 
@@ -139,7 +150,8 @@ class Join:
                 broadcast(self._engine, self._buffers(), self.source)
             case Event.BACKWARD:
                 self._forget_gradients()
-                training.placement.called |= {training.model}
+                if training.step.schedule.update == "forward":  # as where it is called
+                    training.placement.called |= {training.model}
                 training.step.begin()
                 training.step.end(arrived=True)
                 self._forget_gradients()

@@ -50,7 +50,8 @@ class Tally:
         """
         self.learn()
         buckets = self._placement.buckets
-        arrived = [slot.arrived for slot in self._placement.slots]
+        slots = self._placement.slots
+        arrived = [slot.arrived and not slot.undefined for slot in slots]
         # The training thread may finish them before the message is made.
         flights = [bucket.flight for bucket in buckets]
         words = self._check.words(abstain)

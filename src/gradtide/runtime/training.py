@@ -36,6 +36,7 @@ from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, settle, spread
 
 if TYPE_CHECKING:
+    from gradtide.runtime.comm_hook import CommHook
     from gradtide.runtime.local_steps import LocalSteps
     from gradtide.runtime.preconditioning import Launchable, Places, Preconditioning
 
@@ -57,6 +58,7 @@ class Training:
     ) -> None:
         self.engine, self.model, self.optimizer = engine, model, optimizer
         self.joining: Join | None = None  # inside join()
+        self.comm_hook: CommHook | None = None  # the user's own exchange
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
         self.kept = set[Place]()  # of gradients that are here since no_sync() alone
@@ -97,6 +99,7 @@ class Training:
 
     def adopt(self, scheme: Scheme) -> None:
         """Go on with another scheme, when nothing is on its way."""
+        self.comm_hook = None
         self._second.finish()
         self.placement.adopt(scheme)
         self.updates.reset()
@@ -259,9 +262,15 @@ class Training:
                 own = bucket.collective = with_momentum(bucket.collective, a, b)
                 bucket.momentum_applied = a > 0 and moves(own, bucket.payload.state)
             bucket.copy_in()
+            if self.joining is not None and self.joining.gain != 1:
+                bucket.payload.flat.mul_(self.joining.gain)
 
     def launch(self, bucket: Any, hold: bool) -> None:
-        bucket.launch(self.engine, hold)
+        if self.comm_hook is None:
+            bucket.launch(self.engine, hold)
+            return
+        index = self.buckets.index(bucket)
+        self.comm_hook.launch(bucket, index, index == len(self.buckets) - 1)
 
     def collect(self) -> None:
         if self.steps is not None and self.steps.on:
@@ -278,7 +287,10 @@ class Training:
             self.updates.defer_gradients()
 
     def receive(self, bucket: GradientBucket) -> None:
-        bucket.finish(self.engine)
+        if self.comm_hook is None:
+            bucket.finish(self.engine)
+        else:
+            self.comm_hook.finish(bucket, self.engine.telemetry)
 
     def deliver(self) -> None:
         self.tally.learn()
