@@ -7,6 +7,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = "/proc/self/ns/net"
 
@@ -35,3 +37,13 @@ def equal_runs(names: Sequence[str]) -> int:
     runs = [set(names[begin : begin + local]) for begin in starts]
     alike = all(len(run) == 1 for run in runs) and len(set(names)) == len(runs)
     return local if alike and len(names) % local == 0 else 1
+
+
+def give_up(group: dist.ProcessGroup) -> None:
+    """Close a group of gradtide's own, unless it is one of some ranks alone.
+
+    Torch names such a group by the number of groups that there are. If it were closed,
+    the next would have its name, and find the addresses of ranks that are gone.
+    """
+    if dist.get_world_size(group) == dist.get_world_size():
+        dist.destroy_process_group(group)
