@@ -7,7 +7,8 @@ Each host's ranks have parts of a model, by FSDP2, by tensor parallelism, or, wi
 ranks a host, by both; gradtide averages between hosts. It reports
 
 - how far parameters and norms are from those of one process with the whole batch, after
-  steps of AdamW with clipping in float64, relative to the largest of each tensor;
+  steps of AdamW with clipping in float64, relative to the largest of each tensor; and
+  whether any two ranks have other norms;
 - the held-out loss of the workload `digits` under FSDP2, by scheme;
 - whether a checkpoint (torch.distributed.checkpoint) that is read is what was written,
   bit for bit: into the same mesh, and into hosts of one rank, where the residuals of
@@ -25,8 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -43,7 +44,7 @@ from gradtide.lab.workloads import build
 
 BATCH = 24  # samples a step, over all ranks
 MAX_NORM = 0.3  # most steps are clipped
-LEARNT = ("wfbp", "oktopk(0.05)", "exdyna(0.05, schedule='local')")
+LEARNT = ("wfbp", "oktopk(0.1)", "exdyna(0.1, schedule='local')")
 SPARSE = "exdyna(0.1)"
 
 
@@ -80,21 +81,21 @@ def divide(model: nn.Sequential, kind: str, mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     if "tp" in kind:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        for block in model[1:3]:
+        for block in list(model)[1:3]:
             parallelize_module(block, mesh["tp"] if "tp" in names else mesh, plan)
     if "fsdp" in kind:
         shards = mesh["fsdp"] if "fsdp" in names else mesh
-        for module in (*model[1:3], model):
+        for module in (*list(model)[1:3], model):
             fully_shard(module, mesh=shards)
 
 
 def meshes(kind: str, hosts: int) -> tuple[DeviceMesh, DeviceMesh, int, int]:
     """Between hosts, inside; which part of a batch is this rank's, and of how many."""
     each = dist.get_world_size() // hosts
+    shape: tuple[int, ...] = (hosts, each)
+    names: tuple[str, ...] = ("outer", kind)
     if kind == "fsdp+tp":
         shape, names = (hosts, each // 2, 2), ("outer", "fsdp", "tp")
-    else:
-        shape, names = (hosts, each), ("outer", kind)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     host = mesh.get_local_rank("outer")
     samples = 1 if kind == "tp" else shape[1]
@@ -141,19 +142,30 @@ def distance(kind: str, hosts: int, scheme: str, steps: int) -> dict[str, float]
     ours = whole(model)
     off = [(ours[name] - p).abs().max() / p.abs().max() for name, p in expected.items()]
     pairs = zip(norms, their_norms, strict=True)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, norms)
     return {
+        "norms_between_ranks": float(any(others != norms for others in everyone)),
         "parameters": _worst(float(max(off))),
         "norms": _worst(max(abs(a - b) / b for a, b in pairs)),
     }
 
 
-def learnt(hosts: int, scheme: str, steps: int) -> dict[str, float]:
-    """The held-out loss of `digits` under FSDP2; a collective call."""
+def learnt(hosts: int, scheme: str, steps: int, whole: bool) -> dict[str, float]:
+    """The held-out loss of `digits` under FSDP2; a collective call.
+
+    With the `whole` model, each rank of a host does what the host does together.
+    """
     outer, inner, part, parts = meshes("fsdp", hosts)
-    work = build("digits", rank=part, size=parts)
+    each = parts // hosts
+    if whole:
+        work = build("digits", rank=part // each, size=hosts, batch_size=32 * each)
+    else:
+        work = build("digits", rank=part, size=parts, batch_size=32)
+        assert isinstance(work.model, nn.Sequential)
+        for module in (work.model[3], work.model[8], work.model):
+            fully_shard(module, mesh=inner)
     assert work.evaluate is not None
-    for module in (work.model[3], work.model[8], work.model):  # type: ignore[index]
-        fully_shard(module, mesh=inner)
     optimizer = torch.optim.SGD(work.model.parameters(), lr=0.05, momentum=0.9)
     sync = gradtide.replicate(work.model, optimizer, scheme, process_group=outer)
     for step in range(steps):
@@ -178,7 +190,7 @@ def round_trip(hosts: int, steps: int = 3) -> dict[str, bool]:
     first = run(outer, inner)
     first.train(range(steps), part, parts)
     saved = first.state()
-    dcp.save(saved, checkpoint_id=folder)
+    state_dict_saver.save(saved, checkpoint_id=folder)
     again = run(outer, inner)
     again.load(folder)
     same = _equal(again.state(), saved)
@@ -244,7 +256,7 @@ class Run:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         state = self.state(**({} if shards is None else {"shards": shards}))
-        dcp.load(state, checkpoint_id=folder, process_group=group)
+        state_dict_loader.load(state, checkpoint_id=folder, process_group=group)
         set_state_dict(
             self.model,
             self.optimizer,
@@ -288,11 +300,7 @@ def main() -> None:
     torch.set_num_threads(1)
     size = dist.get_world_size()
     each = size // args.hosts
-    kinds = [
-        "fsdp",
-        *(["tp"] if each == 2 else []),
-        *(["fsdp+tp"] if each == 4 else []),
-    ]
+    kinds = {2: ["fsdp", "tp"], 4: ["fsdp", "fsdp+tp"]}.get(each, ["fsdp"])
     record = {
         "command": f"torchrun --nproc-per-node {size} benchmarks/sharded.py --hosts "
         f"{args.hosts} --steps {args.steps} --digits {args.digits}",
@@ -301,7 +309,10 @@ def main() -> None:
         "hosts": args.hosts,
         "ranks_a_host": each,
         "distance": {k: distance(k, args.hosts, "wfbp", args.steps) for k in kinds},
-        "digits": {s: learnt(args.hosts, s, args.digits) for s in LEARNT},
+        "digits": {
+            name: {s: learnt(args.hosts, s, args.digits, whole) for s in LEARNT}
+            for name, whole in (("sharded", False), ("whole", True))
+        },
         "checkpoint": round_trip(args.hosts),
     }
     if dist.get_rank() == 0:

@@ -128,6 +128,7 @@ ELSEWHERE = {
     "transport/nccl": "core/test_unproven",  # made, never run: there is no GPU
     "transport/ring": "test_transport",
     "transport/rotation": "test_transport",
+    "transport/shards": "test_sharded",
     "transport/staged": "core/test_unproven",  # the same
     "wire/fast": "wire/test_blocks",
     "wire/formats": "wire/test_blocks",

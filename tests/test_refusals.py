@@ -110,7 +110,7 @@ def test_torchs_own_ways_to_exchange_gradients_are_refused() -> None:
         inner = nn.Sequential(nn.Linear(4, 4), DistributedDataParallel(net()))
         refused(lambda: attach(inner), "1 is a DistributedDataParallel", "plain module")
         refused(lambda: attach(replicate(net())), "the model is a DDP", "plain module")
-        refused(lambda: attach(fully_shard(net())), "FSDPSequential", "plain module")
+        refused(lambda: attach(fully_shard(net())), "0.weight", "mesh['inner'] alone")
         cpu = torch.device("cpu")
         flat = FullyShardedDataParallel(net(), use_orig_params=True, device_id=cpu)
         refused(lambda: attach(flat), "FullyShardedDataParallel", "plain module")

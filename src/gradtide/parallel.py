@@ -32,7 +32,7 @@ from gradtide.replica import Replica, link
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.validation import owners
 from gradtide.scheme import Scheme, as_scheme
-from gradtide.transport import Mesh, ProcessGroup
+from gradtide.transport import ProcessGroup
 
 Recipe: TypeAlias = "str | Scheme"
 
@@ -506,9 +506,11 @@ class _NoReducer:
         return False
 
 
-def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | Mesh | None:
+def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | None:
     """The ranks that train together; None if torch.distributed is not initialised."""
-    if mesh is not None and group is not None:
+    if mesh is None:
+        return group or dist.group.WORLD
+    if group is not None:
         raise RuntimeError(  # as DDP
             "Cannot specify both process_group and device_mesh arguments."
         )

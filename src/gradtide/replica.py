@@ -410,6 +410,8 @@ class Replica:
             f"{type(self.optimizer).__name__}, which exchanges parameters inside its "
             "step: use a plain optimizer": is_joinable(self.optimizer),
             "another join()": self._training.joining is not None,
+            "sharded parameters, whose parts other ranks wait for: give all ranks "
+            "inside as many batches": bool(self._training.placement.shards),
         }
         for reason, true in reasons.items():
             if true:

@@ -16,6 +16,7 @@ from gradtide.core.ops import Group, Op
 from gradtide.core.transport import CommunicationError, Progress
 from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
+from gradtide.transport.hosts import give_up
 from gradtide.transport.inquiry import Inquiry, close_at_exit
 from gradtide.transport.ring import Ring
 from gradtide.transport.rotation import Rotation
@@ -122,7 +123,7 @@ class GlooTransport:
         self._inquiry.close("has called sync.remove()")
         self._at_exit.cancel()
         if self._queue.error is None:
-            dist.destroy_process_group(self._pg)
+            give_up(self._pg)
 
     def _reduce_scatter(
         self, op: ops.ReduceScatter, asked: _Asked

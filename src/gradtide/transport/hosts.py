@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = "/proc/self/ns/net"
 
@@ -64,3 +66,13 @@ def hosts_of(told: Sequence[Whereabouts]) -> tuple[tuple[int, ...], ...]:
     for rank, key in enumerate(keys):
         found.setdefault(key, []).append(rank)
     return tuple(map(tuple, found.values()))
+
+
+def give_up(group: dist.ProcessGroup) -> None:
+    """Close a group of gradtide's own, unless it is one of some ranks alone.
+
+    Torch names such a group by the number of groups that there are. If it were closed,
+    the next would have its name, and find the addresses of ranks that are gone.
+    """
+    if dist.get_world_size(group) == dist.get_world_size():
+        dist.destroy_process_group(group)

@@ -14,6 +14,7 @@ from gradtide.core.ops import Group, Op
 from gradtide.core.transport import Ticket
 from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
+from gradtide.transport.hosts import give_up
 
 # 2.13 renamed the tensor collectives and warns under the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -107,7 +108,7 @@ class NcclTransport:
     def close(self) -> None:
         self._control.close()
         for pg in (self._pg, *self._subgroups.values()):
-            dist.destroy_process_group(pg)
+            give_up(pg)
 
     def _some(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """A group of some ranks, made when it is first asked for and then kept."""
