@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import (
@@ -38,8 +39,9 @@ class Finder:
         self._begins, self._ends = weakref.WeakMethod(begins), weakref.WeakMethod(ends)
         self._outer: weakref.ref[Optimizer] | None = None  # whose step is under way
         if self._params:
-            register_optimizer_step_pre_hook(self._before)
-            register_optimizer_step_post_hook(self._after)
+            # No part of a step that is compiled.
+            register_optimizer_step_pre_hook(torch.compiler.disable(self._before))
+            register_optimizer_step_post_hook(torch.compiler.disable(self._after))
 
     def rest(self) -> None:
         """Look no longer, at any moment: hooks that do nothing stay behind."""

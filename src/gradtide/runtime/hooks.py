@@ -48,7 +48,7 @@ class Hooks:
         self._update_handles: list[Any] = []  # of what depends on the schedule
         keep = self._handles.append
         for p in training.placement.places:
-            hook = self._gradient_hook(p)
+            hook = torch.compiler.disable(self._gradient_hook(p))
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         before = Hook(lambda *_: self._before_forward(), needed=self._needed())
         keep(model.register_forward_pre_hook(before))
@@ -56,8 +56,10 @@ class Hooks:
         # one (re-entrant activation checkpointing runs backwards inside backward).
         look = Hook(lambda *a: before_backward(a[-1], training.begin))
         keep(model.register_forward_hook(look))
-        keep(optimizer.register_step_pre_hook(lambda _, *a: self.stepping(*a)))
-        keep(optimizer.register_step_post_hook(lambda *_: self.stepped()))
+        stepping = torch.compiler.disable(lambda _, *a: self.stepping(*a))
+        stepped = torch.compiler.disable(lambda *_: self.stepped())
+        keep(optimizer.register_step_pre_hook(stepping))
+        keep(optimizer.register_step_post_hook(stepped))
 
     def follow(self) -> None:
         """Have parameters change in the forward, or at step(), as the schedule says."""
@@ -139,12 +141,16 @@ class Hooks:
         self._training.placement.compile()
 
     def _needed(self) -> str | None:
-        """Why something has to be done in every forward of the model, if so."""
+        """Why something has to be done before every forward of the model, if so."""
+        if self._training.preconditioning is not None:
+            return (
+                "K-FAC counts forwards: call the model from code that is not compiled"
+            )
         if self._buffers and self._buffered:
             return (
-                "gradtide sends buffers before every forward of the model: compile it "
-                "by model.compile(), or before replicate() and pass what was compiled, "
-                "or use buffers='local'"
+                "gradtide sends buffers before every forward: compile the model by "
+                "model.compile(), or before replicate() and pass what was compiled, or "
+                "use buffers='local'"
             )
         return None
 

@@ -240,7 +240,7 @@ class Updates:
     def rest(self, modules: Iterable[nn.Module]) -> None:
         """Watch these modules no longer, see [Note: watch].
 
-        One whose hook was never called costs nothing, and may be in compiled code, which
+        One whose hook was never called costs nothing. It may be in compiled code, which
         is compiled anew when a module in it has another number of hooks.
         """
         called = self._placement.called

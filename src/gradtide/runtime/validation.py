@@ -205,7 +205,9 @@ class SetupGuard:
         self._known = {p: p.dtype for _, p in self._trainable()}
         alone = Hook(_refuse_ddp)
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: self.check()),
+            optimizer.register_step_pre_hook(
+                torch.compiler.disable(lambda *_: self.check())
+            ),
             # Whether torch's replicate() was called before or after.
             model.register_forward_pre_hook(alone),
             model.register_forward_hook(alone),

@@ -13,6 +13,7 @@ from gradtide.core import ops
 from gradtide.core.ops import Group, Op
 from gradtide.core.transport import Ticket
 from gradtide.core.unproven import warn_unproven
+from gradtide.transport.capturing import refuse_capture
 from gradtide.transport.gloo import GlooTransport
 
 # 2.13 renamed the tensor collectives and warns under the old names.
@@ -51,6 +52,7 @@ class NcclTransport:
         return self._sent + self._control.payload_bytes
 
     def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket:
+        refuse_capture()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             begin()

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradtide.core.ops import AllGather, Among, Op, ToHost, message_of
 from gradtide.core.transport import Ticket
 from gradtide.core.unproven import warn_unproven
+from gradtide.transport.capturing import refuse_capture
 from gradtide.transport.gloo import GlooTransport
 
 
@@ -40,6 +41,7 @@ class StagedTransport:
         return self._host.payload_bytes
 
     def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Ticket:
+        refuse_capture()
         filled = torch.accelerator.current_stream(self._device).record_event()
         done = torch.Event(self._device)
 
