@@ -59,7 +59,7 @@ class Block(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(wait(x, SECONDS)))
+        return x + wait(torch.tanh(self.inner(x)), SECONDS)
 
 
 class Model(nn.Module):

@@ -46,6 +46,16 @@ def refuse_compiled_autograd() -> None:
         )
 
 
+def untraced(function: Function, reason: str | None = None) -> Function:
+    """A function that torch.compile leaves alone, with all that it calls.
+
+    Where it would be traced the graph is broken, for the `reason` that torch tells.
+    """
+    disable: Any = torch.compiler.disable
+    apart: Function = disable(function, reason=reason)
+    return apart
+
+
 class Compilations:
     """Calls a method before torch.compile begins to trace anything, in any graph.
 

@@ -12,13 +12,14 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from gradtide.core.compilation import untraced
 
 
 class Finder:
@@ -40,8 +41,8 @@ class Finder:
         self._outer: weakref.ref[Optimizer] | None = None  # whose step is under way
         if self._params:
             # No part of a step that is compiled.
-            register_optimizer_step_pre_hook(torch.compiler.disable(self._before))
-            register_optimizer_step_post_hook(torch.compiler.disable(self._after))
+            register_optimizer_step_pre_hook(untraced(self._before))
+            register_optimizer_step_post_hook(untraced(self._after))
 
     def rest(self) -> None:
         """Look no longer, at any moment: hooks that do nothing stay behind."""

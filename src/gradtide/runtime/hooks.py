@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook, before_backward, in_backward
-from gradtide.core.compilation import Compilations
+from gradtide.core.compilation import Compilations, untraced
 from gradtide.core.step import Stage
 from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
@@ -48,7 +48,7 @@ class Hooks:
         self._update_handles: list[Any] = []  # of what depends on the schedule
         keep = self._handles.append
         for p in training.placement.places:
-            hook = torch.compiler.disable(self._gradient_hook(p))
+            hook = untraced(self._gradient_hook(p))
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         before = Hook(lambda *_: self._before_forward(), needed=self._needed())
         keep(model.register_forward_pre_hook(before))
@@ -56,8 +56,8 @@ class Hooks:
         # one (re-entrant activation checkpointing runs backwards inside backward).
         look = Hook(lambda *a: before_backward(a[-1], training.begin))
         keep(model.register_forward_hook(look))
-        stepping = torch.compiler.disable(lambda _, *a: self.stepping(*a))
-        stepped = torch.compiler.disable(lambda *_: self.stepped())
+        stepping = untraced(lambda _, *a: self.stepping(*a))
+        stepped = untraced(lambda *_: self.stepped())
         keep(optimizer.register_step_pre_hook(stepping))
         keep(optimizer.register_step_post_hook(stepped))
 
