@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as Torchs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -287,8 +288,8 @@ class DistributedDataParallel(Torchs):
         self.require_forward_param_sync = training and self.require_backward_grad_sync
 
     # See [Note: compiled]: torch.compile begins at the module, and not here.
-    _before_forward = torch._disable_dynamo(_enter)
-    _after_forward = torch._disable_dynamo(_leave)
+    _before_forward = _disable_dynamo(_enter)
+    _after_forward = _disable_dynamo(_leave)
 
     def _exchange_buffers(self, place: _BufferCommHookLocation) -> None:
         """Have rank 0's buffers before a forward, or do what a hook does instead."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gradtide.core.compilation import leave_out
+from gradtide.core.compilation import leave_out, refuse_compiled_autograd, untraced
 
 
 class Hook:
@@ -23,7 +23,7 @@ class Hook:
 
     def __init__(self, call: Callable[..., object], needed: str | None = None) -> None:
         leave_out(type(self).__call__)
-        self._call = torch.compiler.disable(call, reason=needed)
+        self._call = untraced(call, reason=needed)
         self._vanishes = needed is None
 
     def __call__(self, *args: Any) -> Any:
@@ -49,12 +49,13 @@ def before_backward(output: Any, call: Callable[[], object]) -> None:
 
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+            leaf.register_hook(untraced(hook))  # type: ignore[no-untyped-call]
 
 
 def after_backward(call: Callable[[], None]) -> None:
     """Have `call` called when the backward that is running has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    refuse_compiled_autograd()
+    torch.autograd.Variable._execution_engine.queue_callback(untraced(call))
 
 
 def in_backward() -> bool:

@@ -36,6 +36,12 @@ from gradtide.kfac.samples import batch
 Ready: TypeAlias = Callable[[Layer, Kind, Tensor], None]
 
 
+_SEES = (  # why it is called, also where torch.compile would trace it
+    "K-FAC sees what goes into each layer, which is outside of compiled code: compile "
+    "what is between layers, or use a scheme without K-FAC"
+)
+
+
 @dataclass
 class _Sum:
     """A factor in the making."""
@@ -103,9 +109,9 @@ class Statistics:
         keep = self._handles.append
         for layer, kind in self._sums:
             for module in layer.modules if kind == "A" else ():
-                hook = Hook(partial(self._after_layer, layer))
+                hook = Hook(partial(self._after_layer, layer), needed=_SEES)
                 keep(module.register_forward_hook(hook, with_kwargs=True))
-        before = Hook(self._before_model)
+        before = Hook(self._before_model, needed=_SEES)
         keep(self._model.register_forward_pre_hook(before, with_kwargs=True))
 
     def disarm(self) -> None:

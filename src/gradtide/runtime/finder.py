@@ -19,6 +19,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradtide.core.compilation import untraced
+
 
 class Finder:
     """Tells of the steps of every optimizer that holds any of some parameters.
@@ -38,8 +40,9 @@ class Finder:
         self._begins, self._ends = weakref.WeakMethod(begins), weakref.WeakMethod(ends)
         self._outer: weakref.ref[Optimizer] | None = None  # whose step is under way
         if self._params:
-            register_optimizer_step_pre_hook(self._before)
-            register_optimizer_step_post_hook(self._after)
+            # No part of a step that is compiled.
+            register_optimizer_step_pre_hook(untraced(self._before))
+            register_optimizer_step_post_hook(untraced(self._after))
 
     def rest(self) -> None:
         """Look no longer, at any moment: hooks that do nothing stay behind."""

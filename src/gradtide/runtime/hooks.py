@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook, before_backward, in_backward
-from gradtide.core.compilation import Compilations
+from gradtide.core.compilation import Compilations, untraced
 from gradtide.core.step import Stage
 from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
@@ -49,7 +49,7 @@ class Hooks:
         self._update_handles: list[Any] = []  # of what depends on the schedule
         keep = self._handles.append
         for p in training.placement.places:
-            hook = self._gradient_hook(p)
+            hook = untraced(self._gradient_hook(p))
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         before = Hook(lambda *_: self._before_forward(), needed=self._needed())
         keep(model.register_forward_pre_hook(before))
@@ -57,8 +57,10 @@ class Hooks:
         # one (re-entrant activation checkpointing runs backwards inside backward).
         look = Hook(lambda *a: before_backward(a[-1], training.begin))
         keep(model.register_forward_hook(look))
-        keep(optimizer.register_step_pre_hook(lambda _, *a: self.stepping(*a)))
-        keep(optimizer.register_step_post_hook(lambda *_: self.stepped()))
+        stepping = untraced(lambda _, *a: self.stepping(*a))
+        stepped = untraced(lambda *_: self.stepped())
+        keep(optimizer.register_step_pre_hook(stepping))
+        keep(optimizer.register_step_post_hook(stepped))
 
     def follow(self) -> None:
         """Have parameters change in the forward, or at step(), as the schedule says."""
@@ -143,12 +145,16 @@ class Hooks:
         self._training.placement.compile()
 
     def _needed(self) -> str | None:
-        """Why something has to be done in every forward of the model, if so."""
+        """Why something has to be done before every forward of the model, if so."""
+        if self._training.preconditioning is not None:
+            return (
+                "K-FAC counts forwards: call the model from code that is not compiled"
+            )
         if self._buffers and self._buffered:
             return (
-                "gradtide sends buffers before every forward of the model: compile it "
-                "by model.compile(), or before replicate() and pass what was compiled, "
-                "or use buffers='local'"
+                "gradtide sends buffers before every forward: compile the model by "
+                "model.compile(), or before replicate() and pass what was compiled, or "
+                "use buffers='local'"
             )
         return None
 

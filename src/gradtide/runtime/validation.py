@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook
+from gradtide.core.compilation import untraced
 from gradtide.core.payload import Collective, traits
 from gradtide.core.schedule import Schedule
 from gradtide.runtime.deferred_step import holds
@@ -258,7 +259,7 @@ class SetupGuard:
         self._known = {p: p.dtype for _, p in self._trainable()}
         alone = Hook(_refuse_ddp)
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: self.check()),
+            optimizer.register_step_pre_hook(untraced(lambda *_: self.check())),
             # Whether torch's replicate() was called before or after.
             model.register_forward_pre_hook(alone),
             model.register_forward_hook(alone),

@@ -13,6 +13,7 @@ from gradtide.core import ops
 from gradtide.core.ops import Group, Op
 from gradtide.core.transport import Ticket
 from gradtide.core.unproven import warn_unproven
+from gradtide.transport.capturing import refuse_capture
 from gradtide.transport.gloo import GlooTransport
 from gradtide.transport.hosts import give_up
 
@@ -60,6 +61,7 @@ class NcclTransport:
         after: Callable[[], None] | None = None,
         settled: bool = False,
     ) -> Ticket:
+        refuse_capture()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # All on one stream: what is inside a host takes little time there.

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradtide.core.ops import AllGather, Among, Op, ToHost, message_of
 from gradtide.core.transport import Ticket
 from gradtide.core.unproven import warn_unproven
+from gradtide.transport.capturing import refuse_capture
 from gradtide.transport.gloo import GlooTransport
 
 Stage: TypeAlias = Callable[[], None]
@@ -50,6 +51,7 @@ class StagedTransport:
         after: Callable[[], None] | None = None,
         settled: bool = False,
     ) -> Ticket:
+        refuse_capture()
         filled = torch.accelerator.current_stream(self._device).record_event()
         done = torch.Event(self._device)
 
