@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -278,3 +279,63 @@ def test_the_next_work_item_begins_early_once_and_its_error_is_its_own() -> None
         second.join()
     queue.close()
     assert ran == ["begun", "first"]
+
+
+def test_lanes_run_beside_each_other_each_in_order() -> None:
+    """Before and after of items go on while another item works; settled ones wait."""
+    queue, ran = CommQueue("test"), list[str]()
+    prepared, told, settled = (threading.Event() for _ in range(3))
+
+    def noted(name: str, *, says: Any = None, waits: Any = None) -> Callable[[], None]:
+        def run() -> None:
+            assert waits is None or waits.wait(20)
+            ran.append(name)
+            if says is not None:
+                says.set()
+
+        return run
+
+    queue.submit(
+        nothing,
+        noted("work 1", waits=prepared),  # of the next item, meanwhile
+        before=noted("before 1"),
+        after=noted("after 1", says=told),
+    )
+    queue.submit(
+        nothing,
+        noted("work 2", waits=told),
+        before=noted("before 2", says=prepared),
+        after=noted("after 2", waits=settled),
+    )
+    last = queue.submit(nothing, noted("last"), settled=True)
+    queue.submit(nothing, nothing, before=noted("before 4", says=settled))
+    last.join()
+    assert queue.close()
+    places = {name: i for i, name in enumerate(ran)}
+    for first, second in [
+        ("before 1", "before 2"),
+        ("before 2", "work 1"),
+        ("work 1", "after 1"),
+        ("after 1", "work 2"),
+        ("before 4", "after 2"),
+        ("after 2", "last"),
+    ]:
+        assert places[first] < places[second], ran
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_error_in_a_lane_ends_the_queue(where: str) -> None:
+    queue, ran = CommQueue("test"), list[int]()
+
+    def fail() -> None:
+        raise OSError("wire")
+
+    lanes: dict[str, Any] = {where: fail}
+    first = queue.submit(nothing, lambda: ran.append(1), **lanes)
+    with pytest.raises(OSError, match="wire"):
+        first.join()
+    second = queue.submit(nothing, lambda: ran.append(2), after=lambda: ran.append(3))
+    with pytest.raises(OSError, match="wire"):
+        second.join()
+    assert queue.close()
+    assert ran == ([1] if where == "after" else [])

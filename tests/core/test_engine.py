@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 
 from gradtide.collectives import Dense
+from gradtide.collectives.levels import TwoLevel
 from gradtide.core.engine import Engine, InFlight
 from gradtide.core.ops import AllReduce, Flow, Group
 from gradtide.core.payload import Payload
@@ -55,6 +56,45 @@ def _order() -> list[str]:
         assert engine.finish(flight).eq((size - 1) / 2).all()
     engine.transport.close()
     return [f"{r.bucket}:{r.request}" for r in engine.telemetry.records]
+
+
+def test_by_levels_the_order_of_each_link_is_the_same_on_every_rank() -> None:
+    logs = run_ranks(4, _by_levels)
+    assert all(log == logs[0] for log in logs)
+    inside, between = logs[0]
+    halves = [f"b{i}:ReduceScatter" for i in range(4)]
+    assert between[:6] == [*halves, "b3:AllGather", "probe:AllReduce"]
+    assert between[6:] == [f"b{i}:AllGather" for i in (2, 1, 0)]
+    scatters = [one for one in inside if one.endswith("Scatter")]
+    assert scatters == [f"b{i}:ReduceScatter" for i in range(4)]
+    gathers = [one for one in inside if one.endswith("Gather")]
+    assert gathers == [f"b{i}:AllGather" for i in (3, 2, 1, 0)]
+
+
+def _by_levels() -> tuple[list[str], list[str]]:
+    engine = Engine(connect(None, torch.device("cpu")))
+    nap, flights = random.Random(dist.get_rank()), []
+    for i in range(4):
+        time.sleep(nap.random() / 50)
+        flat = torch.full((4 * 10**i,), float(dist.get_rank()))
+        flow = TwoLevel(AVERAGE, 2).reduce(Payload(flat, [flat]), engine.group)
+        over = {"hold": i < 3, "hands_over": True}  # the last is not held
+        flights.append(engine.launch(f"b{i}", flow, **over))
+
+    def message() -> AllReduce:
+        assert all(f.part is not None for f in flights[:3])
+        assert flights[3].mean.eq(1.5).all()
+        return AllReduce(torch.ones(1))
+
+    assert engine.ask("probe", message, settled=True)().item() == 4
+    for flight in reversed(flights):
+        engine.release(flight)
+    for flight in flights:
+        time.sleep(nap.random() / 50)
+        assert engine.finish(flight).eq(1.5).all()
+    engine.transport.close()
+    seen = [(r.inside, f"{r.bucket}:{r.request}") for r in engine.telemetry.records]
+    return [n for here, n in seen if here], [n for here, n in seen if not here]
 
 
 def test_what_is_settled_is_made_when_all_before_is_at_its_cut() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradtide.planner.intervals import held_up, stretched, union
+from gradtide.planner.intervals import gap, held_up, stretched, union
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,12 @@ def test_what_is_taken_is_not_there(start: float, seconds: float, end: float) ->
     """Half the speed from 2 to 8, and none from 4 to 6."""
     ends = held_up(start, seconds, [(2, 8)], 2.0, [(4, 6)], float("inf"))
     assert ends == pytest.approx(end)
+
+
+def test_a_gap_is_the_first_that_is_long_enough() -> None:
+    busy = [(1.0, 2.0), (2.5, 4.0)]
+    assert gap(busy, 0.0, 1.0) == 0.0
+    assert gap(busy, 0.5, 0.5) == 0.5
+    assert gap(busy, 0.5, 0.6) == 4.0
+    assert gap(busy, 1.5, 0.5) == 2.0
+    assert gap(busy, 5.0, 1.0) == 5.0

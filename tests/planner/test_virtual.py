@@ -216,6 +216,17 @@ def test_a_fusion_is_told_times_and_costs() -> None:
     assert 0 < small < 0.01 < large
 
 
+def test_inside_hosts_all_goes_on_beside_what_is_between() -> None:
+    """All buckets take their time between hosts, and one of them inside besides."""
+    slow, quick = Link.of(0.0, 2e-9), Link.of(0.0, 1e-9)
+    network = Network(4, 2, slow, quick, device=Device())
+    trace = step(1e-6, 1e-6)
+    found = simulate(trace, Scheme(Dense(), PerTensor(), WFBP), network).step
+    between = 2 * 3 / 4 * trace.nbytes * slow.ring.beta
+    inside = 2 * 1 / 2 * trace.nbytes * quick.ring.beta
+    assert found == pytest.approx(between + inside / UNITS, rel=0.03)
+
+
 def test_ranks_behind_one_card_pay_for_direct_messages_only() -> None:
     one, four = Network.ideal(8, 1, 1e9), Network.ideal(2, 4, 1e9)
 

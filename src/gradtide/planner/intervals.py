@@ -70,6 +70,16 @@ def without(busy: Iterable[Interval], taken: Iterable[Interval]) -> list[Interva
     return left
 
 
+def gap(busy: Iterable[Interval], start: float, seconds: float) -> float:
+    """From when on so many seconds are free; `busy` is a union."""
+    for begin, end in busy:
+        if end > start:
+            if begin - start >= seconds:
+                break
+            start = end
+    return start
+
+
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same times as intervals in order that do not overlap."""
     merged: list[Interval] = []

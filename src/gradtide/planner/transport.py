@@ -26,7 +26,7 @@ from gradtide.core import ops
 from gradtide.core.ops import Cut, Group, Handover, Message, Op, ToHost
 from gradtide.core.transport import Progress
 from gradtide.planner import cost
-from gradtide.planner.intervals import Interval, held_up, stretched, union
+from gradtide.planner.intervals import Interval, gap, held_up, stretched, union
 from gradtide.planner.network import Network
 from gradtide.planner.sketch import shaped
 from gradtide.transport.ring import AHEAD, carried
@@ -114,7 +114,7 @@ class VirtualTransport:
         self._until = 0.0  # then it goes on to something else than computing
         self._at: float | None = None  # the queue's time, while it is the queue's turn
         self._wire = 0.0  # busy until then
-        self._inner = 0.0  # and so are the links inside hosts
+        self._inner: list[Interval] = []  # when those inside hosts are; recent ones
         self._lanes = {"before": 0.0, "after": 0.0}  # busy until then
         self._last = WorkItem(self)
         self._windows: list[Window] = []
@@ -317,8 +317,11 @@ class VirtualTransport:
         group, network, _ = pending.circle
         seconds = cost.seconds(pending.op, group, network)
         if pending.circle is self._inside:
-            self._inner = max(self.clock() + late, self._inner) + seconds
-            return self._inner
+            # Lanes take turns: what is submitted later may come earlier.
+            recent = [i for i in self._inner if i[1] > self.now]
+            start = gap(recent, self.clock() + late, seconds)
+            self._inner = union([*recent, (start, start + seconds)])
+            return start + seconds
         self._wire = max(self.clock() + late, self._wire) + seconds
         return self._wire
 
