@@ -29,6 +29,7 @@ ELSEWHERE = {
     "core/autograd": "test_replica",
     "core/fields": "test_scheme",
     "core/ops": "test_transport",
+    "core/outer": "runtime/test_rounds",
     "core/schedule": "core/test_step",
     "core/transport": "test_transport",
     "fusion/formulas": "fusion/test_fusion_mgwfbp",
