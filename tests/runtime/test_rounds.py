@@ -346,7 +346,7 @@ def nothing_of_a_ruined_round_is_sent(scheme: str) -> None:
     if dist.get_rank() == 1:
         with torch.no_grad():
             model[2].weight[0, 0] = torch.nan
-    with pytest.raises(RuntimeError, match="has become .* on rank 1"):
+    with pytest.raises(RuntimeError, match=r"has become .* on rank 1"):
         go_on(model, opt)
     with sync.shared_parameters():
         assert weights(model).isfinite().all()
