@@ -11,6 +11,12 @@ Gradients that arrive late, many at once, are divided by what Adam remembers of 
 steps; steps that arrive late are as long as they were meant to be. That the residual is
 a part of the step is from Qsparse-local-SGD (Basu et al., NeurIPS 2019).
 
+[Note: rounds] In rounds of several steps (`Schedule.every`) ranks have parameters alike
+only as an exchange has left them (`shared`). What travels is what all steps of a round
+did; its mean moves `shared` by the outer optimizer, and the parameters follow. If it
+comes late, a rank's steps since it left are kept. Nothing is compared or looked for in
+between, and the notes below, but for the first, are for rounds of one step (LOCAL).
+
 [Note: gain] Adam divides by the root of the mean square of what it sees. A rank's own
 gradient is mostly noise, which in a mean over P ranks is smaller by the root of P: so
 much shorter are the steps, and `gain` makes up for it. It is 1 for optimizers that do
@@ -22,13 +28,13 @@ too small for a rank's own by the same token, and is made larger once.
 [Note: weighed] With Adam a step is as long for a parameter that hardly matters. The
 selection scores are therefore the square of the step times the optimizer's mean of
 gradients: half way between the longest steps and those that should lower the loss most.
-A residual that the mean of gradients has come to oppose counts for less (AGAINST): by
+A residual that the mean of gradients has come to oppose counts for less (`against`): by
 then it is mostly noise.
 
 [Note: ahead] Momentum spreads what a gradient does over steps to come, 9 times as much
 with a momentum of .9 as the first step does. Entries that were sent are then soon the
 largest again, with more of the same: half of what travelled, in a trial of `exdyna`. So
-a part of it (AHEAD) is sent with the step, and owed: the steps to come make it good.
+a part of it (`ahead`) is sent with the step, and owed: the steps to come make it good.
 That also makes up for delay, which is what is wrong with entries that wait.
 
 [Note: alike] Parameters must be alike when a step begins. What the user changes in
