@@ -61,6 +61,7 @@ SPARSE = tuple(
     name
     for name, scheme in RECIPES.items()
     if name != "auto" and not traits(scheme.collective).dense
+    if not scheme.schedule.rounds
 )
 # Beside the recipes: what wraps them.
 CALLS = (
@@ -196,7 +197,11 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _then(text: str) -> str:
-    """The names of parts that states had when digests were recorded first."""
+    """The names of parts that states had when digests were recorded first.
+
+    What LOCAL does for steps of Adam were constants then, and no fields.
+    """
+    text = text.replace(", ahead=0.25, against=0.1, noise=True", "")
     for name, old in THEN.items():
         text = text.replace(f"{name}(", f"{old}(")
     return text

@@ -37,7 +37,7 @@ SEEDS = (
     "oktopk-dear(0.01, warmup=240)",
     "dear-bf16(wire='fp16')",
     "Scheme(Dense('bf16'), BySize(0.04, ends=0.02), DEAR)",
-    "Scheme(Warmup(OkTopk(0.05), 15, (1.0, 0.25)), PerTensor(), Schedule('step'))",
+    "Scheme(Warmup(OkTopk(0.05), 15, (1.0, 0.25)), PerTensor(), LOCAL)",
     "spd_kfac(fusion=BySize(0.005, ends=0.005), form='eigen', wire='bf16')",
     "auto(lossy=True, warmup=160)",
 )

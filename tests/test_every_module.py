@@ -30,6 +30,7 @@ ELSEWHERE = {
     "core/compilation": "test_compiled",
     "core/fields": "test_scheme",
     "core/ops": "test_transport",
+    "core/outer": "runtime/test_rounds",
     "core/schedule": "core/test_step",
     "core/transport": "test_transport",
     "doctor/advice": "doctor/test_model",

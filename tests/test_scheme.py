@@ -72,7 +72,7 @@ def test_those_that_search_in_turns_take_longer_steps_under_local() -> None:
     for name in ("micro", "exdyna", "deft"):
         for local in ("'local'", "LOCAL"):
             scheme = parse(f"{name}(0.01, schedule={local})")
-            assert scheme.schedule == Schedule("step", gain=1.4)
+            assert scheme.schedule == replace(LOCAL, gain=1.4)
     assert parse("exdyna(schedule='dear')").schedule == DEAR
 
 

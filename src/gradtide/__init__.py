@@ -23,6 +23,7 @@ from gradtide.collectives import (
     TopkDSA,
     Warmup,
 )
+from gradtide.core.outer import OuterSGD
 from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
 from gradtide.fusion import (
     Bayesian,
@@ -66,6 +67,7 @@ __all__ = [
     "MgWfbp",
     "MomentumCorrection",
     "OkTopk",
+    "OuterSGD",
     "PartitionedTopK",
     "PerTensor",
     "PowerSGD",

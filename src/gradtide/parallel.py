@@ -544,7 +544,7 @@ def _release(replica: Replica) -> None:
     """
     if replica.wrapper is not None and _on_main_thread():
         replica.wrapper = None
-        replica.remove()
+        replica.remove(end_round=False)
 
 
 def _on_main_thread() -> bool:

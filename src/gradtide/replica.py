@@ -549,9 +549,50 @@ class Replica:
         It waits for means that are on their way, but for no call of another rank.
         Under DEAR parameters that are read are brought up to date by themselves; use
         this before compiled code reads their memory outside their module's forward,
-        and before a time is taken. Under other schedules nothing happens.
+        and before a time is taken. What was exchanged in a round, and is to be applied
+        later, is waited for and stays to be applied then. Under other schedules nothing
+        happens.
         """
         self._training.flush()
+        self._training.arrive()
+
+    def end_round(self) -> None:
+        """Exchange now what the round has done so far, and begin another one.
+
+        This is a collective call, between `optimizer.step()` and the next backward, for
+        a scheme with rounds of several steps (`Schedule(every=...)`); under others
+        nothing happens. Afterwards all ranks have the same parameters: as at the end of
+        a training, before the model is saved or used. What is under way is applied, and
+        then what every rank has done since is exchanged, of all fragments. A sparse
+        scheme keeps its residual.
+
+        Raises:
+            RuntimeError: The call comes during backward, inside `no_sync` or `join`; or
+                some rank's parameters are infinite or NaN. It is raised on every rank.
+        """
+        if not self.scheme.schedule.rounds:
+            return
+        self._refuse_moment("end_round")
+        self._training.end_round()
+
+    @contextmanager
+    def shared_parameters(self) -> Iterator[None]:
+        """Have the module compute with what all ranks agreed on last. Local.
+
+        In a round of several steps (`Schedule(every=...)`) a rank's parameters are its
+        own. Use this as a context manager around an evaluation, or around saving the
+        model: inside, parameters are those of the last exchange (of each fragment, if
+        there are several), the same on every rank. Afterwards the rank's own are back.
+        Do not train inside. Under other schedules parameters stay what they are.
+
+        Returns:
+            A context manager.
+        """
+        from gradtide.runtime import rounds
+
+        self._training.flush()
+        with rounds.shared_parameters(self._training):
+            yield
 
     def adopt(self, scheme: str | Scheme) -> None:
         """Go on with another scheme from the next step on, and lose nothing.
@@ -603,7 +644,9 @@ class Replica:
 
         if self.tuning is not None:
             self.tuning.settle()
-        self._adopt(check_ranks_agree(self.engine.transport, prepare))
+        chosen = check_ranks_agree(self.engine.transport, prepare)
+        self._training.end_round()
+        self._adopt(chosen)
         self.tuning = None if self.waiting else self._search()
 
     def _adopt(self, scheme: Scheme) -> None:
@@ -720,8 +763,13 @@ class Replica:
                 saved[state.own_key(training.placement, group)]["optimizer"] = packed(
                     own
                 )
+                from gradtide.runtime import rounds
+
+                rounds.save(training, saved)
         else:
             saved = state.blank(training.placement, group, size, parts)
+            if self.scheme.schedule.rounds:
+                saved["round"] = packed({})
         if self._training.preconditioning is not None:
             self._training.preconditioning.save(saved, group)
         if self.tuning is not None:
@@ -751,18 +799,23 @@ class Replica:
                 f"load_state_dict() while {self.scheme!r} waits for the optimizer: "
                 "call attach(optimizer) before, on every rank"
             )
+        from gradtide.runtime import rounds
+
         training, group = self._training, self.engine.group
         second = training.preconditioning
 
         def prepare() -> tuple[Any, Signature]:
             with state.refusing_damage():
                 found = state.read(training.placement, group, saved)
+                under_way = rounds.read(training, saved)
                 factors = [] if second is None else second.read(saved, group)
                 json.loads(saved.get("tuning") or "{}")
-            return (found, factors), found.common
+            return (found, factors, under_way), found.common
 
         remedy = "load what was saved at one moment, on every rank"
-        found, factors = check_ranks_agree(self.engine.transport, prepare, remedy)
+        transport = self.engine.transport
+        found, factors, under_way = check_ranks_agree(transport, prepare, remedy)
+        training.drop()
         if self._auto is not None:
             self._auto.resume(saved)
         self.flush()
@@ -777,24 +830,31 @@ class Replica:
             groups = self.optimizer.state_dict()["param_groups"]
             own = {"state": found.optimizer, "param_groups": groups}
             self.optimizer.load_state_dict(own)
+        rounds.load(training, under_way)
 
-    def remove(self) -> None:
+    def remove(self, *, end_round: bool = True) -> None:
         """Apply what is deferred, and detach from module and optimizer.
 
         This is a collective call, between two steps. Afterwards module and optimizer
         are plain ones, and the replica is of no use. Residuals are dropped: where they
         matter, `adopt` a dense scheme and take one more step before.
+
+        Args:
+            end_round: Whether a round that is under way ends first, as by `end_round`.
+                With False every rank keeps parameters of its own, and nothing is sent.
         """
         self.gather_gradients()
-        self._settle()
+        self._settle(end_round)
         self._detach()
         self.wrapper = None
         self._finder.rest()
         self.engine.transport.close()
 
-    def _settle(self) -> None:
+    def _settle(self, end_round: bool = True) -> None:
         """Apply what is deferred, and decide what waits to be decided."""
         self.flush()
+        if end_round:
+            self._training.end_round()
         if self.tuning is not None:
             self.tuning.settle()
 

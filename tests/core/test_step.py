@@ -288,3 +288,90 @@ def test_any_program_ends_with_nothing_under_way(schedule: Schedule, seed: int) 
     step.gather()
     step.flush()
     assert stages(driver) == {Stage.IDLE}
+
+
+# - Rounds -----------------------------------------------------------------------------
+
+
+def rounds(schedule: Schedule, num_buckets: int = 3) -> tuple[Step, Logged]:
+    step, driver = start(schedule, num_buckets)
+    driver.local = True
+    for i, bucket in enumerate(driver.buckets):
+        bucket.fragment = i % schedule.fragments
+    return step, driver
+
+
+def one_step(step: Step, driver: Logged) -> list[str]:
+    backward(step, driver)
+    step.step()
+    step.stepped()
+    return [line for line in driver.take() if not line.startswith("update")]
+
+
+def test_in_a_round_nothing_is_done_but_in_its_last_step() -> None:
+    step, driver = rounds(Schedule("step", every=3), 2)
+    for _ in range(2):
+        silent = [step.silent]
+        assert one_step(step, driver) == []
+        silent.append(step.silent)
+        assert one_step(step, driver) == []
+        assert silent == [True, True]
+        assert not step.silent
+        assert one_step(step, driver) == [
+            *("launch g0", "launch g1"),
+            *("receive g0", "apply g0", "receive g1", "apply g1"),
+        ]
+        assert step.position == 0
+
+
+def test_fragments_leave_in_turn_and_are_applied_later() -> None:
+    step, driver = rounds(Schedule("step", every=4, delay=3, fragments=2), 2)
+    seen = [one_step(step, driver) for _ in range(8)]
+    assert seen[:4] == [[], ["launch g0"], [], ["launch g1"]]
+    first, second = ["receive g0", "apply g0"], ["receive g1", "apply g1"]
+    assert seen[4:] == [first, ["launch g0"], second, ["launch g1"]]
+
+
+def test_what_is_late_is_applied_before_it_leaves_again() -> None:
+    step, driver = rounds(Schedule("step", every=2, delay=1), 1)
+    one_step(step, driver)
+    assert one_step(step, driver) == ["launch g0"]
+    backward(step, driver)
+    assert step.skipped()  # as a GradScaler has it, where it would have come in
+    assert not step.skipped()  # all ranks skip, or none
+    driver.take()
+    assert one_step(step, driver) == ["receive g0", "apply g0", "launch g0"]
+
+
+def test_a_round_may_end_before_its_time() -> None:
+    step, driver = rounds(Schedule("step", every=4, delay=1, fragments=2), 2)
+    for _ in range(2):
+        one_step(step, driver)
+    step.close()
+    assert driver.take() == [
+        *("receive g0", "apply g0", "launch g0", "launch g1"),
+        *("receive g0", "apply g0", "receive g1", "apply g1"),
+    ]
+    assert step.position == 0
+    step.close()  # what was done since is nothing, but the ranks agree to send it
+    assert len(driver.take()) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"every": 4, "delay": 4}, "delay=4"),
+        ({"every": 4, "fragments": 3}, "divisor"),
+        ({"every": 4, "mix": 0.5}, "only with a delay"),
+        ({"every": 4, "delay": 1, "mix": 1.0}, "below 1"),
+        ({"decay": 1.5}, "from 0 to 1"),
+        ({"every": 2, "ahead": 0.25}, "only with every=1"),
+        ({"every": 2, "against": 0.1}, "only with every=1"),
+    ],
+)
+def test_fields_that_do_not_go_together(fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule("step", **fields)
+    with pytest.raises(ValueError, match="only with launch='step'"):
+        Schedule(**fields)

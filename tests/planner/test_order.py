@@ -27,6 +27,8 @@ SCHEMES = (
     "Scheme(OkTopk(0.05), BySize(0.04, ends=0.02), DEAR)",
     "Scheme(OkTopk(0.05), PerTensor(), WFBP)",
     "Scheme(PartitionedTopK(0.05), BySize(0.04, ends=0.02), WFBP)",
+    "Scheme(Dense(), BySize(0.04, ends=0.02), Schedule('step', every=2))",
+    "Scheme(TopK(0.05), schedule=Schedule('step', every=4, delay=1, fragments=2))",
 )
 
 

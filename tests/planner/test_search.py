@@ -146,3 +146,15 @@ def test_one_rank_has_nothing_to_plan() -> None:
 def test_kinds(text: str, expected: str) -> None:
     assert kind(parse(text)) == expected
     assert kind(replace(parse(text), fusion=PerTensor())) == expected
+
+
+def test_rounds_are_lossy_and_take_no_part_unless_asked() -> None:
+    asked = {"diloco": parse("diloco"), "wfbp": parse("wfbp")}
+    choices = {c.name: c for c in rank(trace(), NETWORK, asked)}
+    assert choices["diloco"].kind == "lossy"
+    assert choices["diloco"].step < choices["wfbp"].step
+    assert choices["diloco"].prediction.sent_bytes == pytest.approx(
+        choices["wfbp"].prediction.sent_bytes / 30, rel=0.05
+    )
+    assert not {"diloco", "sparseloco", "local_sgd"} & set(sparse_recipes())
+    assert not fusions(parse("streaming_diloco"), trace(), NETWORK)

@@ -27,20 +27,20 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.integrations.ddp import comm_hook
-from gradtide.runtime.local_steps import _not_finite
+from gradtide.runtime.local_steps import not_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_the_first_gradient_that_is_not_finite_is_named(dtype: torch.dtype) -> None:
+def test_the_first_gradient_that_isnot_finite_is_named(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     grads = {"a": torch.full((3, 5), largest, dtype=dtype), "b": torch.ones(2)}
-    assert _not_finite({}) is None
-    assert _not_finite(grads) is None  # though its norm is infinite
+    assert not_finite({}) is None
+    assert not_finite(grads) is None  # though its norm is infinite
     for value in (math.inf, -math.inf, math.nan):
         for name in ("b", "a"):
             damaged = {key: grad.clone() for key, grad in grads.items()}
             damaged[name].view(-1)[1] = value
-            assert _not_finite(damaged) == name
+            assert not_finite(damaged) == name
 
 
 def replica(
@@ -131,7 +131,9 @@ def test_steps_count_by_the_gain_that_is_asked_for() -> None:
         for gain in (1.0, 0.5):
             weight = nn.Parameter(torch.zeros(8))
             opt = torch.optim.Adam([weight], lr=1.0)
-            scheme = f"Scheme(Dense(), schedule=Schedule('step', gain={gain}))"
+            scheme = (
+                f"Scheme(Dense(), schedule=Schedule('step', gain={gain}, noise=True))"
+            )
             sync = gradtide.replicate(nn.ParameterList([weight]), opt, scheme)
             weight.sum().backward()
             opt.step()

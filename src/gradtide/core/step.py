@@ -12,8 +12,10 @@ follows depends on the schedule:
     update="forward"  exchanges are held at their cut until step(), which releases their
                       second halves, from the last bucket to the first; each bucket is
                       updated before a module reads its parameters;
-    launch="step"     (LOCAL) nothing leaves in backward; after the optimizer's step
-                      buckets leave with what that did.
+    launch="step"     nothing leaves in backward; after the last step of a round (under
+                      LOCAL after each) buckets leave with what its steps did. They are
+                      applied at once, or some steps later. A step after which nothing
+                      leaves is silent: this rank sends nothing, whatever happens in it.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class Bucket:
     """What leaves as one: its name, its stage, and what it still waits for."""
 
     keeps = False  # its mean waits for step() where updates are deferred
+    fragment = 0  # of the model, where fragments leave in turn
 
     def __init__(self, name: str, pieces: int) -> None:
         self.name, self.pieces = name, pieces
@@ -87,7 +90,7 @@ class Driver(Protocol):
         """All that leaves in this step, in order; also buckets of other things."""
 
     def prepare(self, quiet: bool) -> None:
-        """A backward begins; nothing of a `quiet` one is exchanged."""
+        """A backward begins; nothing of a `quiet` one, or of its step, is exchanged."""
 
     def fill(self, bucket: Any) -> None:
         """Put in what is to leave; the bucket is any of the plan."""
@@ -96,7 +99,7 @@ class Driver(Protocol):
         """Send any bucket of the plan to its cut (`hold`), or to its end."""
 
     def collect(self) -> None:
-        """Backward is over: all of the plan must be able to leave."""
+        """Backward of a step that is not silent is over: all of the plan can leave."""
 
     def conclude(self, hold: bool) -> None:
         """All of the plan has left; with `hold`, gradients stay away until step()."""
@@ -133,6 +136,7 @@ class Step:
         self._driver, self.schedule = driver, schedule
         self.open = False  # between a backward's beginning and its end
         self.fresh = False  # means are gradients, and step() has not been called
+        self.position = 0  # steps of the round that are over
         self._cursor = 0  # buckets of the plan that have left
         self._forwards = 0  # of the model, in this step
         self._ahead = False  # some leave in the forward, before backward begins
@@ -146,6 +150,13 @@ class Step:
     def held(self) -> bool:
         """Whether exchanges wait for step()."""
         return any(bucket.stage is Stage.HELD for bucket in self._driver.buckets)
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing leaves in the step that is to come, or under way."""
+        if not self._driver.local:
+            return False
+        return self.schedule.leaving(self.position + 1) is None
 
     # - Forward and backward -----------------------------------------------------------
 
@@ -168,7 +179,7 @@ class Step:
         if self.open:
             return False
         self.gather()  # no step() wanted them; the other ranks may have them already
-        self._driver.prepare(quiet)
+        self._driver.prepare(quiet or self.silent)
         self.open = not quiet
         return self.open
 
@@ -184,7 +195,8 @@ class Step:
         driver = self._driver
         if not arrived:
             return
-        driver.collect()
+        if not self.silent:
+            driver.collect()
         if not driver.local:
             self._launch(lambda _: True)
             self._cursor = 0
@@ -251,16 +263,64 @@ class Step:
         return True
 
     def stepped(self) -> None:
-        """The optimizer's step is over: of a local one, what it did is exchanged."""
+        """The optimizer's step is over: of a local one, what it did may be exchanged.
+
+        What comes late is applied first, so that its bucket can leave again.
+        """
         if not self._driver.local:
             return
-        for bucket in self._driver.buckets:
+        self.position += 1
+        self._arrive()
+        fragment = self.schedule.leaving(self.position)
+        self._leave([b for b in self._driver.buckets if b.fragment == fragment])
+        self._arrive()
+        self.position %= self.schedule.every
+
+    def skipped(self) -> bool:
+        """No step() took the last backward's gradients, on this rank perhaps alone.
+
+        Returns whether that counts as one, of a length of zero: in a silent step ranks
+        do not wait for each other. Before others all ranks skip, or none.
+        """
+        silent = self.silent
+        self.position += silent
+        return silent
+
+    def close(self) -> None:
+        """End a round before its time: all ranks together, after any step."""
+        if not (self._driver.local and self.schedule.rounds):
+            return
+        self.settle()
+        self._leave(self._driver.buckets)
+        self.settle()
+        self.position = 0
+
+    def settle(self) -> None:
+        """Apply all that steps have sent, whether it is time or not."""
+        for bucket in self._under_way():
+            self._settle(bucket)
+
+    def _leave(self, buckets: Sequence[Any]) -> None:
+        """Send what steps did to some buckets."""
+        for bucket in buckets:
+            if bucket.stage is Stage.SENT:  # step() was skipped when it was to come in
+                self._settle(bucket)
             self._driver.fill(bucket)
             self._send(bucket)
-        for bucket in self._driver.buckets:
-            self._driver.receive(bucket)
-            bucket.move("deliver")
-            self._driver.apply(bucket)
+
+    def _arrive(self) -> None:
+        """Apply what was sent, of which it is time."""
+        for bucket in self._under_way():
+            if self.schedule.late(bucket.fragment, self.position):
+                self._settle(bucket)
+
+    def _under_way(self) -> list[Any]:
+        return [b for b in self._driver.buckets if b.stage is Stage.SENT]
+
+    def _settle(self, bucket: Any) -> None:
+        self._driver.receive(bucket)
+        bucket.move("deliver")
+        self._driver.apply(bucket)
 
     def flush(self) -> None:
         """Apply all that is due, from the last bucket to the first."""

@@ -102,6 +102,7 @@ class GradtideStrategy(DDPStrategy):  # type: ignore[misc]
         """Leave module and optimizer as plain ones."""
         replica, self.replica = self.replica, None
         if replica is not None and not self._failed:
+            replica.end_round()
             self._state = replica.state_dict()
             replica.remove()
         super().teardown()

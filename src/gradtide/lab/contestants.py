@@ -6,6 +6,7 @@ Knows how each is set up and asked; knows nothing of timing.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,6 +75,12 @@ class Contestant:
         """Afterwards nothing travels and no update is due."""
         if self.replica is not None:
             self.replica.flush()
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Inside, the module has what all ranks agreed on last."""
+        return (
+            nullcontext() if self.replica is None else self.replica.shared_parameters()
+        )
 
     def leave(self) -> None:
         """Give back what was opened; every rank must call this."""

@@ -10,7 +10,8 @@ all-gather) and c2 (the all-gather), no step can be shorter than
 
 (after the step counts as when backward ended),
 with c' = c1 where the second half travels in the forward, else c1 + c2. So DDP and WFBP
-have f + max(b, c), sequential f + b + c, DeAR max(f, c2) + max(b, c1). Optimistic on
+have f + max(b, c), sequential f + b + c, DeAR max(f, c2) + max(b, c1). Rounds whose
+exchange is applied later have max(f + b, c). Optimistic on
 purpose: no latency, no packet headers, no optimizer step, and the first gradient ready
 when backward begins.
 
@@ -40,6 +41,8 @@ def limit_seconds(
     forward, during = compute.forward, first + second
     if schedule.update == "forward":
         forward, during = max(forward, second), first
+    if schedule.delay:
+        return max(forward + compute.backward, during)
     if schedule.launch != "ready":
         return forward + compute.backward + during
     return forward + max(compute.backward, during)

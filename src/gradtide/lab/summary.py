@@ -13,9 +13,9 @@ contains DDP's own copying, too. So does its forward, if there are buffers to br
 
 A step's time, and its parts, are means over the ranks. So steps add up to the time that
 passed: a rank that ends one late begins the next one late, and the time of the slowest
-in each would be counted twice. Reported are the median of the times, and the means of
-the parts over the middle half of the steps by time, which add up to the median but for
-rounding and skew.
+in each would be counted twice. Of rounds of several steps, each is its round's mean.
+Reported are the median of the times, and the means of the parts over the middle half of
+the steps by time, which add up to the median but for rounding and skew.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ def summarise(
     spec: Spec, contestant: Contestant, trials: Sequence[Trial], common: Facts
 ) -> Result:
     """One contestant's row; `trials` holds every rank's. Without the speed-up."""
-    times = [step.step for step in _together(trials)]
+    every = contestant.schedule.every
+    times = [step.step for step in _together(trials, every)]
     low, median, high = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
-    split = _typical_parts(trials)
+    split = _typical_parts(trials, every)
     if contestant.engine is None:
         split = _without_waits(split, contestant, common.compute)
     payload, gathered, interface = (
@@ -138,16 +139,17 @@ def typical(trial: Trial, num_last: int) -> Step:
     return min(zip(times, last, strict=True), key=lambda pair: abs(pair[0] - middle))[1]
 
 
-def _together(trials: Sequence[Trial]) -> list[Parts]:
-    """Every timed step, as the mean over the ranks."""
+def _together(trials: Sequence[Trial], every: int = 1) -> list[Parts]:
+    """Every timed step, or round of `every`, as the mean over it and the ranks."""
     ranks = [[parts(step, t.applied) for step in t.timed] for t in trials]
-    steps = zip(*ranks, strict=True)
-    return [Parts(*np.mean(step, axis=0).tolist()) for step in steps]
+    steps = [np.mean(step, axis=0) for step in zip(*ranks, strict=True)]
+    rounds = [steps[i : i + every] for i in range(0, len(steps), every)]
+    return [Parts(*np.mean(each, axis=0).tolist()) for each in rounds]
 
 
-def _typical_parts(trials: Sequence[Trial]) -> Parts:
-    """Means over the middle half of the steps by time."""
-    steps = sorted(_together(trials))
+def _typical_parts(trials: Sequence[Trial], every: int = 1) -> Parts:
+    """Means over the middle half of the steps, or rounds, by time."""
+    steps = sorted(_together(trials, every))
     cut = len(steps) // 4
     return Parts(*np.mean(steps[cut : len(steps) - cut], axis=0).tolist())
 

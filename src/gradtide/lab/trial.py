@@ -6,6 +6,8 @@ Knows clocks and counters; knows nothing of what the numbers mean (`summary`).
 a barrier before it and a flush after it. The first step of a block is not timed: DeAR's
 second half of a step hides in the step that follows, so only from the second step on
 does a step carry what a step costs. The time of a step runs from loop top to loop top.
+Where ranks step alone for rounds of several steps (`Schedule.every`), a block is made
+longer, to whole rounds, for only together do their steps carry what they cost.
 Bytes and CPU seconds are those of whole blocks, from barrier to after the flush,
 divided by all steps of the block: there the count is exact.
 """
@@ -105,6 +107,8 @@ class Runner:
 
     def round(self, num_timed: int, clock: Clock) -> None:
         """One block; see [Note: What is timed]."""
+        every = self.contestant.schedule.every
+        num_timed = -(-num_timed // every) * every
         trial, replica = self.trial, self.contestant.replica
         kfac = None if replica is None else replica.kfac
         gc.collect()  # here, so that it never runs in a step
@@ -144,7 +148,8 @@ class Runner:
         """Score the model as it is; every rank must call this."""
         score = self.contestant.workload.evaluate
         if score is not None:
-            self.trial.evaluation = score(self.contestant.module)
+            with self.contestant.agreed():
+                self.trial.evaluation = score(self.contestant.module)
             self.contestant.flush()
 
     def sent(self) -> float:

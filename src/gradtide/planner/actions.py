@@ -2,9 +2,11 @@
 
 [Note: Passes] Before the optimizer's step a local one compares parameters with what the
 last exchange left. Afterwards it takes differences, restores, adds to what was left
-behind, adds the mean, owes what was sent ahead, and remembers. All are passes over
-memory, each at the cost of taking gradients in. A trace does not tell whether the
-optimizer is Adam, whose steps are weighed on the queue: that is left out.
+behind, adds the mean, owes what was sent ahead, and remembers. Rounds of several steps
+compare nothing; late means keep what was done meanwhile, and an outer momentum is
+another tensor to read and write. All are passes over memory, each at the cost of taking
+gradients in. A trace does not tell whether the optimizer is Adam, whose steps are
+weighed on the queue: that is left out.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from gradtide.runtime.training import Unpreconditioned
 from gradtide.scheme import Scheme
 
 BEFORE, OFFERED, SETTLED = 1, 3, 3  # passes: see [Note: Passes]
+LATE, MOMENTUM = 2, 3
 
 
 class Actions:
@@ -46,6 +49,10 @@ class Actions:
         self.engine = Engine(transport, transport.clock)
         self.engine.levels = levels_of(transport.group, scheme.levels)
         self.local = scheme.schedule.launch == "step"
+        self._rounds = scheme.schedule.rounds
+        momentum = scheme.outer is not None and scheme.outer.momentum > 0
+        late = LATE if scheme.schedule.delay else 0
+        self._settled = SETTLED + late + (MOMENTUM if momentum else 0)
         self.count = 1  # of steps: as if it had gone on for long
         # Seconds of the training thread; "apply" is the optimizer's and K-FAC's.
         self.spent = dict.fromkeys(("forward", "backward", "apply"), 0.0)
@@ -73,7 +80,7 @@ class Actions:
 
     def begin(self) -> None:
         """A step begins with its forward."""
-        self.rested, self._sent = 0.0, False
+        self.rested, self.idle, self._sent = 0.0, 0.0, False
 
     def own(self) -> float:
         """Seconds that the training thread has not waited, nor computed factors."""
@@ -145,7 +152,7 @@ class Actions:
             self.steps.precondition(self.second.optimizer)
         self.transport.compute(self.trace.optimizer)
         self._updated(start)
-        if self.local:
+        if self.local and not self._rounds:
             for bucket in self.buckets:
                 self._pass(bucket, BEFORE)
             self.engine.ask("alike", _flags(1))()
@@ -166,7 +173,7 @@ class Actions:
 
     def apply(self, bucket: GradientBucket) -> None:
         if self.local:
-            self._pass(bucket, SETTLED)
+            self._pass(bucket, self._settled)
             return
         start = self.own()
         self.steps.update(bucket)

@@ -30,7 +30,10 @@ def buckets(trace: StepTrace, scheme: Scheme, network: Network) -> list[Gradient
 
     seconds = cache(partial(exchange_seconds, scheme=scheme, network=network))
     fusion = partial(_informed, scheme.fusion, trace, seconds)
-    return lay_out(parameters(trace), fusion, Dense(), network.size)
+    pieces = scheme.schedule.fragments
+    return lay_out(
+        parameters(trace), fusion, Dense(), network.size, num_fragments=pieces
+    )
 
 
 def _informed(

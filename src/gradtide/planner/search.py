@@ -54,8 +54,11 @@ class Choice:
 
 
 def kind(scheme: Scheme) -> Kind:
-    """Whether means are exact, rounded on the wire, or partly delivered later."""
-    if not traits(scheme.collective).dense:
+    """Whether means are exact, rounded on the wire, or partly delivered later.
+
+    What exchanges steps in the place of gradients trains otherwise: it is lossy, too.
+    """
+    if not traits(scheme.collective).dense or scheme.schedule.launch == "step":
         return "lossy"
     return "lossless" if wire(scheme.collective) is None else "rounded"
 
@@ -71,7 +74,11 @@ def sparse_recipes() -> dict[str, Scheme]:
 
     Not those that exchange steps: their loss is another one, step by step.
     """
-    lossy = [name for name, scheme in RECIPES.items() if kind(scheme) == "lossy"]
+    lossy = [
+        name
+        for name, scheme in RECIPES.items()
+        if kind(scheme) == "lossy" and scheme.schedule.launch != "step"
+    ]
     lossy.remove("auto")
     texts = [text for name in lossy for text in (name, f"{name}(schedule='dear')")]
     return {text: parse(text) for text in texts}
@@ -169,6 +176,8 @@ def _tuned(choice: Choice, trace: StepTrace, network: Network) -> Choice:
 def fusions(scheme: Scheme, trace: StepTrace, network: Network) -> list[Fusion]:
     """What to try in place of a recipe's own fusion; nothing in place of a user's."""
     own = scheme.fusion
+    if scheme.schedule.rounds:  # most of their steps send nothing
+        return []
     if own not in {recipe.fusion for recipe in RECIPES.values()}:
         return []
     assert isinstance(own, BySize)

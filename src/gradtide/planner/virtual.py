@@ -2,7 +2,8 @@
 
 [Note: Periods] With K-FAC not all steps are alike: those that make new inverses, those
 that only take new factors in, and all others. Of each block of steps that begins with
-new factors, the first three are run, and stand for the whole period.
+new factors, the first three are run, and stand for the whole period. In rounds of
+several steps only some exchange anything: a whole round is run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gradtide.kfac import KFAC
 from gradtide.planner import cost
 from gradtide.planner.curvature import MakeParts
 from gradtide.planner.intervals import union, without
@@ -68,7 +68,8 @@ def simulate(
 ) -> Prediction:
     """A step of training `trace` by `scheme` on `network`, as it goes on for long.
 
-    `steps` are run, 2 or more (with K-FAC: periods); the first one is left out. Pure
+    `steps` are run, 2 or more (with K-FAC or rounds: periods, of rounds two); the first
+    one is left out. Pure
     and deterministic. `parts` has another program's K-FAC in the place of gradtide's.
     Raises ValueError for a collective that cannot be rehearsed, for K-FAC where the
     trace or the network does not know what it needs, and whatever the scheme's fusion
@@ -79,7 +80,9 @@ def simulate(
     run = Run(trace, like_replicas(scheme, network), network, parts)
     if scheme.preconditioner is not None:
         run.step()  # by which K-FAC is planned
-    period = _period(scheme.preconditioner)
+    if scheme.schedule.rounds:
+        steps = 2
+    period = _period(scheme)
     found = [_measured(run, step) for _ in range(steps) for step, _ in period]
     weights = [weight / (steps - 1) for _, weight in period] * (steps - 1)
     return _summary(run, found[len(period) :], weights)
@@ -165,10 +168,11 @@ def _summary(
     )
 
 
-def _period(config: KFAC | None) -> list[tuple[int, float]]:
-    """Steps of K-FAC, and their shares of all: see [Note: Periods]."""
+def _period(scheme: Scheme) -> list[tuple[int, float]]:
+    """Steps of K-FAC or of a round, and their shares of all: see [Note: Periods]."""
+    config, every = scheme.preconditioner, scheme.schedule.every
     if config is None:
-        return [(0, 1.0)]
+        return [(0, 1 / every)] * every
     length, every = config.inverse_every, config.factor_every
     blocks = [(0, 1)] if length == every else [(0, 1), (every, length // every - 1)]
     return [
@@ -191,6 +195,8 @@ def _limit(run: Run, first: float, second: float, factors: float | None) -> floa
         return max(forward + trace.backward + factors, first + second)
     if run.scheme.schedule.update == "forward":
         forward, second = max(forward, second), 0.0
+    if run.scheme.schedule.delay:
+        return max(forward + trace.backward, first + second)
     if run.scheme.schedule.launch != "ready":
         return forward + trace.backward + first + second
     return forward + max(trace.backward, first + second)

@@ -66,9 +66,15 @@ class GradientBucket(Bucket):
 
     keeps = True
 
-    def __init__(self, slots: list[Slot], flat: Tensor, collective: Collective) -> None:
+    def __init__(
+        self,
+        slots: list[Slot],
+        flat: Tensor,
+        collective: Collective,
+        fragment: int = 0,
+    ) -> None:
         super().__init__("", len(slots))
-        self.slots, self.collective = slots, collective
+        self.slots, self.collective, self.fragment = slots, collective, fragment
         self.spread: Spread = spread(slots[0].param)  # of all of them
         self.views = [slot.of(flat) for slot in slots]
         self.payload = Payload(flat, self.views)

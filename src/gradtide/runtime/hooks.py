@@ -175,12 +175,14 @@ class Hooks:
             self.send_buffers()
 
     def send_buffers(self) -> None:
-        """Overwrite the buffers with rank 0's."""
-        if self._buffered:
+        """Overwrite the buffers with rank 0's; of a round, before its first step."""
+        training = self._training
+        in_round = training.local and training.step.schedule.rounds
+        due, training.buffers_due = training.buffers_due or not in_round, False
+        if due and self._buffered:
             # Before anything is sent: on other ranks they may have been read already.
             with torch.no_grad():
-                self._training.answers.deliver()
-            training = self._training
+                training.answers.deliver()
             training.announce(Event.FORWARD)
             source = 0 if training.joining is None else training.joining.source
             broadcast(training.engine, self.buffers(), source)

@@ -104,10 +104,12 @@ class Join:
             if not self._note(rows):
                 break
             event, self._told = rows[self.source]
+            training.catch_up(int(self._told))
             self.shadowing = True
             with torch.no_grad():
                 self._shadow(Event(int(event)))
             self.shadowing = False
+        training.end_round()  # of which ranks may have made more steps, or fewer
         if self.uneven:
             self._take_over(training)
 

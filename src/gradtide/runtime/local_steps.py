@@ -11,6 +11,12 @@ Gradients that arrive late, many at once, are divided by what Adam remembers of 
 steps; steps that arrive late are as long as they were meant to be. That the residual is
 a part of the step is from Qsparse-local-SGD (Basu et al., NeurIPS 2019).
 
+[Note: rounds] In rounds of several steps (`Schedule.every`) ranks have parameters alike
+only as an exchange has left them (`shared`). What travels is what all steps of a round
+did; its mean moves `shared` by the outer optimizer, and the parameters follow. If it
+comes late, a rank's steps since it left are kept. Nothing is compared or looked for in
+between, and the notes below, but for the first, are for rounds of one step (LOCAL).
+
 [Note: gain] Adam divides by the root of the mean square of what it sees. A rank's own
 gradient is mostly noise, which in a mean over P ranks is smaller by the root of P: so
 much shorter are the steps, and `gain` makes up for it. It is 1 for optimizers that do
@@ -22,13 +28,13 @@ too small for a rank's own by the same token, and is made larger once.
 [Note: weighed] With Adam a step is as long for a parameter that hardly matters. The
 selection scores are therefore the square of the step times the optimizer's mean of
 gradients: half way between the longest steps and those that should lower the loss most.
-A residual that the mean of gradients has come to oppose counts for less (AGAINST): by
+A residual that the mean of gradients has come to oppose counts for less (`against`): by
 then it is mostly noise.
 
 [Note: ahead] Momentum spreads what a gradient does over steps to come, 9 times as much
 with a momentum of .9 as the first step does. Entries that were sent are then soon the
 largest again, with more of the same: half of what travelled, in a trial of `exdyna`. So
-a part of it (AHEAD) is sent with the step, and owed: the steps to come make it good.
+a part of it (`ahead`) is sent with the step, and owed: the steps to come make it good.
 That also makes up for delay, which is what is wrong with entries that wait.
 
 [Note: alike] Parameters must be alike when a step begins. What the user changes in
@@ -45,7 +51,7 @@ steps costs as much to send, and learns worse.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -56,19 +62,17 @@ from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
+from gradtide.core.outer import OuterSGD
 from gradtide.core.payload import traits
 from gradtide.runtime.broadcast import digest
-from gradtide.runtime.buckets import GradientBucket, Slot, lives_in
+from gradtide.runtime.buckets import GradientBucket, lives_in
 from gradtide.runtime.checksum import compare
 from gradtide.runtime.nonfinite import NonFiniteGuard, is_finite
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.probing import Traits, probe
+from gradtide.scheme import Scheme
 from gradtide.transport.shards import local
 
-# The share of what momentum will make of a gradient that is sent with it.
-AHEAD = 0.25
-# How much of a step counts that the mean of gradients opposes, see [Note: weighed].
-AGAINST = 0.1
 # Backward passes to a step, where they leave from other parameters: SAM's.
 PASSES = 2
 OUTSIDE = (
@@ -89,27 +93,48 @@ class LocalSteps:
         placement: Placement,
         guard: NonFiniteGuard,
         optimizer: Optimizer,
-        gain: float,
+        scheme: Scheme,
     ) -> None:
         self._engine, self._placement = engine, placement
         self._guard, self._optimizer = guard, optimizer
         self._traits = probe(optimizer)
-        # How many times the squares of a rank's gradients are those of their mean.
-        self._noise = engine.group.size
-        self._gain = gain
         self.on = False  # steps are exchanged; not in the dense steps of a warm-up
-        # Parameters as the last exchange left them, from where the next step counts;
-        # and how that moved them: memory, by bucket.
-        self._before: dict[GradientBucket, list[Tensor]] = {}
-        self._moved: dict[GradientBucket, list[Tensor]] = {}
-        self._moved_on: Callable[[], Any]  # how many ranks, between steps
+        self.closing = False  # a round ends before its time, on all ranks
+        # Parameters as the last exchange left them, from where what is done counts; and
+        # what was done to them when they left, where that is asked for afterwards.
+        self.shared: dict[Tensor, Tensor] = {}
+        self.moved: dict[Tensor, Tensor] = {}
+        self.velocity: dict[Tensor, Tensor] = {}  # the outer optimizer's momentum
+        self._moved_on: Callable[[], Any] | None = None  # how many ranks, between steps
         self._passes = 0  # backward passes since the last step
         self._ahead: Mapping[Tensor, float] = {}  # see [Note: ahead]
-        self.decide()
+        self.adopt(scheme)
+
+    def adopt(self, scheme: Scheme) -> None:
+        """Go on with another scheme, when nothing is under way."""
+        self._schedule, self._outer = scheme.schedule, scheme.outer or OuterSGD()
+        # How many times the squares of a rank's gradients are those of their mean.
+        self._noise = self._engine.group.size if self._schedule.noise else 1
+        if not self._outer.momentum:
+            self.velocity = {}
+        self.on = self.on and self.rounds
+        if not self.rounds:
+            self.decide()
+
+    @property
+    def rounds(self) -> bool:
+        """Whether ranks differ between exchanges."""
+        return self._schedule.rounds
 
     def decide(self) -> None:
-        """A backward begins: is it for steps or for gradients?"""
-        first, before = self._placement.buckets[0], self.on  # the others are as far
+        """A backward begins: is it for steps or for gradients?
+
+        Where ranks differ between exchanges, they begin to with equal parameters.
+        """
+        before = self.on
+        if before and self.rounds:  # for good: a flow under way may be counting
+            return
+        first = self._placement.buckets[0]  # the others are as far
         self.on = not traits(first.collective).dense_next(first.payload.state)
         if before or not self.on:
             return
@@ -118,6 +143,10 @@ class LocalSteps:
             grad = place.slot.grad
             if grad is not None and lives_in(grad, place.bucket.payload.flat):
                 place.slot.grad = grad.clone()
+        if self.rounds:
+            self.remember()
+            self._widen_once()
+            self._compare("as a round begins")
 
     # - A step -------------------------------------------------------------------------
 
@@ -125,67 +154,99 @@ class LocalSteps:
         """After backward: all ranks learn of gradients that are not finite.
 
         A rank that has none marks one of its own: a GradScaler skips everywhere then.
+        In a round's last step, what its steps have made of parameters counts, too.
         """
         grads = {
             slot.name: grad
             for slot in self._placement.slots
             if (grad := slot.grad) is not None and grad.numel()
         }
-        culprit = _not_finite(grads)
+        culprit = not_finite(grads)
         rank, size = self._engine.group
         self._passes += 1
         flags = torch.zeros(size + 1, dtype=torch.int32)
         flags[rank] = culprit is not None
-        flags[-1] = self._passes > PASSES and self._moved_outside()
-        *counts, moved = self._engine.ask("finite", AllReduce(flags))().tolist()
-        if self._placement.shards.anywhere(moved):
-            self._compare(f"after {self._passes} backward passes without step()")
+        astray = self._astray()
+        flags[-1] = astray is not None
+        *counts, strayed = self._engine.ask("finite", AllReduce(flags))().tolist()
+        if self._placement.shards.anywhere(strayed):
+            self._refuse(astray)
         self._guard.update(counts, culprit)
         if self._guard.ranks and culprit is None:
             for grad in list(grads.values())[:1]:
                 grad[(0,) * grad.dim()] = math.nan
 
+    def _astray(self) -> str | None:
+        """What ends a run before steps are exchanged; an empty text: look for it."""
+        if self.rounds:
+            named = {slot.name: slot.local for slot in self._placement.slots}
+            return not_finite({name: p for name, p in named.items() if p.numel()})
+        return "" if self._passes > PASSES and self._moved_outside() else None
+
+    def _refuse(self, astray: str | None) -> None:
+        """Raise RuntimeError, on every rank, for what some rank has found."""
+        if not self.rounds:
+            self._compare(f"after {self._passes} backward passes without step()")
+            return
+        found = enumerate(self._engine.transport.gather_objects(astray))
+        rank, name = next((rank, name) for rank, name in found if name is not None)
+        raise RuntimeError(
+            f"{name} has become infinite or NaN on rank {rank} in this round, before "
+            "anything of it was sent: load a checkpoint, and lower the learning rate, "
+            "clip, or train with torch.amp.GradScaler, which skips such steps"
+        )
+
+    def check_round(self) -> None:
+        """Before a round ends early: RuntimeError, on every rank, for what is NaN."""
+        astray = self._astray()
+        flag = torch.tensor([astray is not None], dtype=torch.int32)
+        if self._engine.ask("finite", AllReduce(flag))().item():
+            self._refuse(astray)
+
     def stepping(self) -> None:
         """The optimizer's step begins."""
-        first = self._placement.buckets[0]
-        if traits(first.collective).dense_last(first.payload.state):
-            self._widen()
         self._passes = 0
+        if self.rounds:
+            return
+        self._widen_once()
         flag = torch.tensor([self._moved_outside()], dtype=torch.int32)
         self._moved_on = self._engine.ask("alike", AllReduce(flag))
         self._ahead = self._look_ahead()
+
+    def _widen_once(self) -> None:
+        first = self._placement.buckets[0]
+        if traits(first.collective).dense_last(first.payload.state):
+            self._widen()
 
     def _moved_outside(self) -> bool:
         """Whether parameters are not what the last exchange left, see [Note: alike].
 
         They are remembered, so that the next call compares with what they are now.
         """
-        buckets = self._placement.buckets
-        if self._before.keys() != set(buckets):  # they were cut anew
-            self._before = {bucket: _memory(bucket) for bucket in buckets}
-            self._moved = {bucket: _memory(bucket) for bucket in buckets}
-        elif all(all(map(torch.equal, _params(b), self._before[b])) for b in buckets):
+        known = self.shared.items()
+        if known and all(torch.equal(local(p), x) for p, x in known):
             return False
         self.remember()
         return True
 
     def remember(self) -> None:
-        """Parameters are as the next step is to find them."""
-        for bucket in self._placement.buckets:
-            torch._foreach_copy_(self._before[bucket], _params(bucket))
+        """Parameters are as the next step, or round, is to find them."""
+        for p in self._placement.places:
+            self.shared.setdefault(p, torch.empty_like(local(p)))
+        torch._foreach_copy_(list(self.shared.values()), list(map(local, self.shared)))
 
     def stepped(self) -> None:
         """The optimizer has made its step; RuntimeError if ranks began it unlike."""
-        if self._placement.shards.anywhere(self._moved_on().item()):
+        moved_on, self._moved_on = self._moved_on, None
+        if moved_on is None:
+            return
+        if self._placement.shards.anywhere(moved_on().item()):
             self._compare("as step() begins")
 
     def _compare(self, moment: str) -> None:
         """Raise RuntimeError, on every rank, where parameters are not alike."""
-        own = {
-            slot.name: digest(before)
-            for bucket in self._placement.buckets
-            for slot, _, before, _ in self._rows(bucket)
-        }
+        names: dict[Tensor, str] = {s.param: s.name for s in self._placement.slots}
+        own = {names[p]: digest(before) for p, before in self.shared.items()}
         shards = self._placement.shards
         compare(self._engine.transport, own, f" {moment}", OUTSIDE, shards)
 
@@ -203,40 +264,84 @@ class LocalSteps:
         It is told by parameter, of those that momentum moves and that are not all sent
         anyway.
         """
-        if self._engine.group.size == 1:
+        if self._engine.group.size == 1 or not self._schedule.ahead:
             return {}
         found: dict[Tensor, float] = {}
         for group in self._optimizer.param_groups:
             kept = group["betas"][0] if "betas" in group else group.get("momentum", 0)
             if 0 < kept < 1:
-                more = AHEAD * float(kept) / (1 - float(kept))
+                more = self._schedule.ahead * float(kept) / (1 - float(kept))
                 found |= dict.fromkeys(group["params"], more)
         for p, place in self._placement.places.items():
             if traits(place.bucket.collective).dense:
                 found.pop(p, None)
         return found
 
+    # - An exchange --------------------------------------------------------------------
+
     def offer(self, bucket: GradientBucket) -> None:
-        """Move what the step changed from the module to the bucket's residual."""
+        """Add what was done since the last exchange to the bucket's residual."""
         bucket.begin_residual()
-        for slot, view, before, step in self._rows(bucket):
-            own = slot.local
-            torch.sub(own, before, out=step)
-            own.copy_(before)
-            more = 1 + self._ahead.get(slot.param, 0.0)
-            view.add_(step, alpha=self._weight(slot.param) * more)
-        weighed = any(self._mean(slot.param) is not None for slot in bucket.slots)
-        bucket.payload.weigh = partial(self._weigh, bucket) if weighed else None
+        if self._schedule.decay != 1:
+            bucket.payload.flat.mul_(self._schedule.decay)
+        for slot, view in zip(bucket.slots, bucket.views, strict=True):
+            p = slot.param
+            step = torch.sub(slot.local, self.shared[p], out=self._kept(p))
+            more = 1 + self._ahead.get(p, 0.0)
+            view.add_(step, alpha=self._weight(p) * more)
+        bucket.payload.weigh = None
+        known = any(self._mean(slot.param) is not None for slot in bucket.slots)
+        if known and self._schedule.against is not None:
+            bucket.payload.weigh = partial(self._weigh, bucket)
 
     def settle(self, bucket: GradientBucket) -> None:
-        """Add what all ranks did, and owe what was sent ahead of its time."""
-        torch._foreach_add_(_params(bucket), list(bucket.gradients()))
+        """Move what is shared by what all ranks did, and this rank's parameters to it.
+
+        If that is late, its own steps since are kept, or a share of its parameters
+        (`mix`). What was sent ahead of its time is owed.
+        """
+        params = [slot.local for slot in bucket.slots]
+        shared = [self.shared[slot.param] for slot in bucket.slots]
+        late = self._schedule.delay > 0 and not self.closing
+        mix = self._schedule.mix
+        if late and mix is None:  # take off all but the steps since
+            torch._foreach_sub_(params, shared)
+            moved = [self.moved[slot.param] for slot in bucket.slots]
+            torch._foreach_sub_(params, moved)
+        self._outer.move(shared, bucket.gradients(), self._momentum(bucket))
+        if not late:
+            torch._foreach_copy_(params, shared)
+        elif mix is None:
+            torch._foreach_add_(params, shared)
+        else:
+            torch._foreach_mul_(params, mix)
+            torch._foreach_add_(params, shared, alpha=1 - mix)
+        self._owe(bucket)
+
+    def _owe(self, bucket: GradientBucket) -> None:
         if not any(slot.param in self._ahead for slot in bucket.slots):
             return
         bucket.begin_residual()
-        for slot, view, _, step in self._rows(bucket):
-            owed = self._weight(slot.param) * self._ahead.get(slot.param, 0.0)
-            view.add_(step, alpha=-owed)
+        for slot, view in zip(bucket.slots, bucket.views, strict=True):
+            p = slot.param
+            owed = self._weight(p) * self._ahead.get(p, 0.0)
+            view.add_(self.moved[p], alpha=-owed)
+
+    def _kept(self, p: Tensor) -> Tensor | None:
+        """Memory for what was done to a parameter, if it is asked for afterwards."""
+        late = self._schedule.delay and self._schedule.mix is None
+        if not late and p not in self._ahead:
+            return None
+        return self.moved.setdefault(p, torch.empty_like(local(p)))
+
+    def _momentum(self, bucket: GradientBucket) -> list[Tensor]:
+        """The outer optimizer's, of a bucket's parameters; empty if it has none."""
+        if not self._outer.momentum:
+            return []
+        return [
+            self.velocity.setdefault(slot.param, torch.zeros_like(slot.local))
+            for slot in bucket.slots
+        ]
 
     def _known(self, p: Tensor) -> tuple[Traits, dict[str, Any]]:
         """How the optimizer steps for a parameter, and what it remembers of it."""
@@ -244,7 +349,8 @@ class LocalSteps:
 
     def _weight(self, p: Tensor) -> float:
         """How many times a step counts, see [Note: gain]."""
-        return self._gain * math.sqrt(self._noise if self._known(p)[0].divides else 1)
+        noise = self._noise if self._known(p)[0].divides else 1
+        return self._schedule.gain * math.sqrt(noise)
 
     def _mean(self, p: Tensor) -> Tensor | None:
         """The optimizer's mean of gradients, see [Note: weighed]."""
@@ -252,33 +358,20 @@ class LocalSteps:
         mean = None if traits.mean is None else memory.get(traits.mean)
         return None if mean is None else local(mean)
 
-    def _rows(
-        self, bucket: GradientBucket
-    ) -> Iterable[tuple[Slot, Tensor, Tensor, Tensor]]:
-        """Every slot, its part of the bucket, what it was, and its step."""
-        before, steps = self._before[bucket], self._moved[bucket]
-        return zip(bucket.slots, bucket.views, before, steps, strict=True)
-
     @torch.no_grad()  # on the queue, a thread of its own
     def _weigh(self, bucket: GradientBucket, out: Tensor) -> None:
         """Write what is to travel first, see [Note: weighed]."""
+        against = self._schedule.against
+        assert against is not None
         flat = bucket.payload.flat
         for slot in bucket.slots:
             mean, view = self._mean(slot.param), slot.of(out)
             view.zero_() if mean is None else view.copy_(mean)
         out.mul_(flat)  # below zero: the way down
-        F.leaky_relu_(out, -1 / AGAINST).add_(FAINT).mul_(flat)
+        F.leaky_relu_(out, -1 / against).add_(FAINT).mul_(flat)
 
 
-def _params(bucket: GradientBucket) -> list[Tensor]:
-    return [slot.local for slot in bucket.slots]
-
-
-def _memory(bucket: GradientBucket) -> list[Tensor]:
-    return [torch.empty_like(p) for p in _params(bucket)]
-
-
-def _not_finite(grads: Mapping[str, Tensor]) -> str | None:
+def not_finite(grads: Mapping[str, Tensor]) -> str | None:
     """The name of a gradient that is infinite or NaN; waits for the device once.
 
     Where a 2-norm is finite, so are all entries; where it is not, it may be too large

@@ -11,7 +11,7 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import TypeAlias
@@ -27,7 +27,8 @@ from gradtide.scheme import Scheme
 from gradtide.transport.shards import Shards, Spread, local, spread
 
 Named: TypeAlias = tuple[str, nn.Parameter]
-Kind: TypeAlias = tuple[torch.dtype, torch.device, Spread]
+# The last two are how it is divided, and a fragment of the model.
+Kind: TypeAlias = tuple[torch.dtype, torch.device, Spread, int]
 
 
 class Placement:
@@ -108,14 +109,17 @@ class Placement:
         the next step is recorded again, as the first one was. Raises ValueError, and
         has changed nothing, for a fusion whose cuts do not fit.
         """
+        if scheme.schedule.fragments != self._scheme.schedule.fragments:
+            self._memory = {}
         self._lay_out(self._named, scheme)
         self._record_modules()
         if self.recorded is None:
             self._find_reads()
 
     def _lay_out(self, ready: Sequence[Named], scheme: Scheme) -> None:
+        pieces = scheme.schedule.fragments
         buckets = lay_out(
-            ready, scheme.fusion, scheme.exchange, self._size, self._memory
+            ready, scheme.fusion, scheme.exchange, self._size, self._memory, pieces
         )
         before = {p: replace(place) for p, place in self.places.items()}
         same = scheme.exchange == self._scheme.exchange
@@ -164,19 +168,21 @@ def lay_out(
     collective: Collective,
     size: int,
     memory: dict[Kind, Tensor] | None = None,
+    num_fragments: int = 1,
 ) -> list[GradientBucket]:
     """Buckets for parameters in the order in which their gradients get ready.
 
     The buckets come in the order in which they get full, named grad0, grad1, ... They
     are slices of the flat buffers in `memory`, to which what is not there yet is added:
     the same parameters in the same order have the same places in it, however they are
-    cut. Raises ValueError, and has done nothing, for cuts that do not fit.
+    cut. No bucket has parameters of two fragments. Raises ValueError, and has done
+    nothing, for cuts that do not fit, or for more fragments than there are layers.
     """
+    of = fragments(ready, num_fragments)
     kinds: dict[Kind, list[tuple[int, Named]]] = {}
     for position, (name, p) in enumerate(ready):
-        kinds.setdefault((p.dtype, p.device, spread(p)), []).append(
-            (position, (name, p))
-        )
+        kind = p.dtype, p.device, spread(p), of[name]
+        kinds.setdefault(kind, []).append((position, (name, p)))
     memory = {} if memory is None else memory
     buckets = [
         bucket
@@ -198,7 +204,7 @@ def _cut(
     memory: dict[Kind, Tensor],
 ) -> list[GradientBucket]:
     """The buckets of one kind, as slices of one flat buffer."""
-    dtype, device, _ = kind
+    dtype, device, _, fragment = kind
     padded = [-(-local(p).numel() // size) * size for _, (_, p) in members]
     cuts = fusion(Trace([n * dtype.itemsize for n in padded]), lambda _: 0.0)
     covered = [0, *(cut.stop for cut in cuts)]
@@ -221,5 +227,47 @@ def _cut(
                 members[cut], begins[cut], strict=True
             )
         ]
-        buckets.append(GradientBucket(slots, memory[kind][begin:end], collective))
+        flat = memory[kind][begin:end]
+        buckets.append(GradientBucket(slots, flat, collective, fragment))
     return buckets
+
+
+def fragments(named: Sequence[Named], count: int) -> dict[str, int]:
+    """Which of `count` fragments each parameter belongs to, by name.
+
+    A layer is what has one name up to its first number, as "blocks.3" has; or a module,
+    where there is no number, or too few layers else. Layers go one after the other to
+    the fragment that has least so far: so layers of one size are dealt out in turn.
+    Raises ValueError if there are fewer layers than fragments.
+    """
+    if count == 1:
+        return {name: 0 for name, _ in named}
+    layers = _grouped(named, _layer)
+    if len(layers) < count:
+        layers = _grouped(named, lambda name: name.rpartition(".")[0])
+    if len(layers) < count:
+        raise ValueError(
+            f"fragments={count}: the model has {len(layers)} layers; use as many "
+            "fragments at most"
+        )
+    filled, of = [0] * count, {}
+    for members in layers:
+        least = filled.index(min(filled))
+        for name, p in members:
+            of[name] = least
+            filled[least] += p.numel()
+    return of
+
+
+def _grouped(named: Sequence[Named], key: Callable[[str], str]) -> list[list[Named]]:
+    groups: dict[str, list[Named]] = {}
+    for name, p in named:
+        groups.setdefault(key(name), []).append((name, p))
+    return list(groups.values())
+
+
+def _layer(name: str) -> str:
+    """The layer of a parameter: its name to the first number, or its module's."""
+    parts = name.split(".")
+    numbers = (i for i, part in enumerate(parts) if part.isdigit())
+    return ".".join(parts[: next(numbers, len(parts) - 2) + 1])

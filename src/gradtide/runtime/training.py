@@ -67,6 +67,7 @@ class Training:
         self._untaken = False  # an exchanged backward is over that no step has taken
         self._stepping = False  # inside the optimizer's step
         self._deferred = False  # the last step's update was
+        self.buffers_due = True  # no forward of this round has begun with rank 0's
         self.placement = Placement(model, scheme, engine.group.size)
         self.guard = NonFiniteGuard(self.placement, engine.transport)
         self.check = ParameterCheck(
@@ -80,7 +81,7 @@ class Training:
             from gradtide.runtime.local_steps import LocalSteps
 
             self.steps = LocalSteps(
-                engine, self.placement, self.guard, optimizer, scheme.schedule.gain
+                engine, self.placement, self.guard, optimizer, scheme
             )
         self.preconditioning: Preconditioning | None = None
         if scheme.preconditioner is not None:
@@ -104,6 +105,8 @@ class Training:
         self.placement.adopt(scheme)
         self.updates.reset()
         self.step.schedule = scheme.schedule
+        if self.steps is not None:
+            self.steps.adopt(scheme)
         self.momentum = momentum_of(self.optimizer, scheme)
 
     # - What hooks tell ----------------------------------------------------------------
@@ -114,6 +117,7 @@ class Training:
         if self._untaken and not self.step.open and not self._accumulating():
             self.num_skipped += 1
             self._untaken = False
+            self.num_steps += self.step.skipped()
         if self.step.begin(self.no_sync_active):
             # Behind what others have called then: FSDP2 may have gradients till then.
             after_backward(lambda: after_backward(self._end))
@@ -135,8 +139,8 @@ class Training:
     @torch.no_grad()
     def stepping(self) -> None:
         """The optimizer's step begins."""
-        if self.local or self.guard.ranks:
-            self.announce(Event.STEP)
+        if self.guard.ranks or (self.local and not self.step.silent):
+            self.announce(Event.STEP, self.step.position)
         self._deferred = self.step.step()
         if self._deferred:
             for bucket in self.updates.expect():
@@ -162,7 +166,12 @@ class Training:
         assert self.steps is not None
         self.steps.stepped()
         self.step.stepped()
-        self.steps.remember()
+        self.buffers_due |= self.step.position == 0
+
+    def catch_up(self, position: int) -> None:
+        """Ranks that train on are so far in their round."""
+        if self.local:
+            self.step.position = position
 
     def shadow_step(self) -> None:
         """A step that other ranks take, after `join()`: this rank's own is zero."""
@@ -181,6 +190,31 @@ class Training:
     def flush(self) -> None:
         """Apply all that is due."""
         self.step.flush()
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """End a round before its time; a collective call, between two steps."""
+        if self.steps is None or not (self.local and self.step.schedule.rounds):
+            return
+        self.steps.check_round()
+        self.steps.closing = True
+        self.step.close()
+        self.steps.closing, self.buffers_due = False, True
+
+    def arrive(self) -> None:
+        """Wait for what steps have sent, and apply nothing of it."""
+        if not self.local:
+            return
+        for bucket in self.buckets:
+            if bucket.stage is Stage.SENT:
+                bucket.finish(self.engine)
+
+    def drop(self) -> None:
+        """Forget what steps have sent: another state is to be loaded."""
+        self.arrive()
+        for bucket in self.buckets:
+            if bucket.stage is Stage.SENT:
+                bucket.move("deliver")
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -236,7 +270,8 @@ class Training:
         self._second.settle()
         if quiet:
             return
-        ordering = self.announce(Event.BACKWARD, bool(self.placement.recorded))
+        number = self.step.position if self.local else bool(self.placement.recorded)
+        ordering = self.announce(Event.BACKWARD, number) and not self.local
         self.tally.learn()  # on every rank, whatever each has asked for since
         self.check.refuse()
         if self.steps is not None:

@@ -129,6 +129,8 @@ def validate_scheme(model: nn.Module, scheme: Scheme) -> None:
         "first: use 'wfbp', or one that updates at step()": (
             scheme.schedule.update == "forward"
         ),
+        "rounds of several steps, whose state is not kept by shard: use "
+        "schedule='local', or one that exchanges gradients": scheme.schedule.rounds,
     }
     for reason, true in reasons.items():
         if true:

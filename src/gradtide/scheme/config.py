@@ -11,9 +11,10 @@ from gradtide.collectives.levels import by_levels
 from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.fields import check_fields
 from gradtide.core.levels import Hosts, Members, alike, rows
+from gradtide.core.outer import OuterSGD
 from gradtide.core.payload import Collective, layers, traits
 from gradtide.core.schedule import WFBP, Schedule
-from gradtide.fusion import BySize, Fusion
+from gradtide.fusion import BySize, Fusion, Search
 from gradtide.kfac import KFAC
 
 
@@ -42,6 +43,8 @@ class Scheme:
             Where ranks are not numbered host by host it is the ranks of every host, as
             many for each: ((0, 2), (1, 3)). None, the default, has `replicate` find it
             out. 1 exchanges among all ranks alike, wherever they are.
+        outer: An `OuterSGD` that takes the mean of what the ranks did for a step of its
+            own, where steps are exchanged. None, the default, takes the mean itself.
 
     Raises:
         ValueError: A part refuses its own fields when it is made. Parts of the wrong
@@ -54,6 +57,7 @@ class Scheme:
     schedule: Schedule = WFBP
     preconditioner: KFAC | None = None
     levels: int | tuple[tuple[int, ...], ...] | None = None
+    outer: OuterSGD | None = None
 
     @property
     def exchange(self) -> Collective:
@@ -62,7 +66,7 @@ class Scheme:
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("preconditioner", "levels"):  # as most have none
+        for name in ("preconditioner", "levels", "outer"):  # as most have none
             if values[name] is None:
                 del values[name]
         named = [f"{name}={value!r}" for name, value in values.items()]
@@ -97,6 +101,16 @@ def check(scheme: Scheme) -> Scheme:
             "cannot be combined with K-FAC: leave both out"
         )
     local = scheme.schedule.launch == "step"
+    if scheme.outer is not None and not local:
+        raise ValueError(
+            f"outer={scheme.outer!r} makes a step of what steps did, and "
+            f"{scheme.schedule!r} exchanges gradients: use Schedule('step', every=30)"
+        )
+    if scheme.schedule.rounds and isinstance(scheme.fusion, Search):
+        raise ValueError(
+            f"{scheme.fusion!r} times single steps, and those of a round are not "
+            "alike: use a fusion that is not searched for, such as BySize()"
+        )
     if local and kfac:
         raise ValueError(
             f"{scheme!r}: K-FAC is made of averaged gradients, which are not to be had "

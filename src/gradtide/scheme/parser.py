@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from gradtide.collectives import COLLECTIVES, PARTITIONS, WRAPPERS, Auto
+from gradtide.core.outer import OuterSGD
 from gradtide.core.schedule import Schedule
 from gradtide.fusion import FUSIONS
 from gradtide.kfac import KFAC
@@ -17,7 +18,7 @@ from gradtide.selectors import SELECTORS
 
 NAMES: dict[str, Any] = {
     **{cls.__name__: cls for cls in (*COLLECTIVES, *WRAPPERS, *PARTITIONS, *SELECTORS)},
-    **{cls.__name__: cls for cls in (Auto, Scheme, Schedule, *FUSIONS, KFAC)},
+    **{cls.__name__: cls for cls in (Auto, Scheme, Schedule, *FUSIONS, KFAC, OuterSGD)},
     **{name.upper(): schedule for name, schedule in SCHEDULES.items()},
 }
 

@@ -1,6 +1,6 @@
 """Recipes: names of schemes, and the one grammar in which they are varied.
 
-name(density_or_rank, wire=, schedule=, warmup=, momentum_correction=, ...)
+name(density_or_rank, wire=, schedule=, every=, warmup=, momentum_correction=, ...)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from gradtide import collectives
 from gradtide.collectives import Auto
+from gradtide.core.outer import OuterSGD
 from gradtide.core.payload import Collective, traits
 from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
 from gradtide.fusion import BySize
@@ -36,8 +37,25 @@ _SPARSE: dict[str, Collective] = {
 # Few messages: sparse ones are so short that starting them is what takes time.
 _LARGE = BySize(25.0, ends=25.0, pieces=1)
 # Ranks that take turns to look for an entry send few of their own: steps wait long.
-_LATE = Schedule("step", gain=1.4)
+_LATE = replace(LOCAL, gain=1.4)
 _LOCAL = {"micro": _LATE, "exdyna": _LATE, "deft": _LATE}
+# DiLoCo's outer optimizer (Douillard et al., arXiv:2311.08105).
+_NESTEROV = OuterSGD(0.7, momentum=0.9, nesterov=True)
+_ROUNDS = {
+    # Lin et al. (Don't use large mini-batches, use local SGD, ICLR 2020) have 16 steps.
+    "local_sgd": Scheme(schedule=Schedule("step", every=16)),
+    "diloco": Scheme(schedule=Schedule("step", every=30), outer=_NESTEROV),
+    # Douillard et al., arXiv:2501.18512: half of the own parameters is kept.
+    "streaming_diloco": Scheme(
+        collectives.Dense("bf16"),
+        schedule=Schedule("step", every=30, delay=5, fragments=3, mix=0.5),
+        outer=_NESTEROV,
+    ),
+    # Sarfi et al., arXiv:2508.15706: of 4096 entries 64, 30 steps, outer rate 1.
+    "sparseloco": Scheme(
+        collectives.TopK(1 / 64), _LARGE, Schedule("step", every=30, decay=0.95)
+    ),
+}
 
 RECIPES: dict[str, Scheme] = {
     "auto": Scheme(Auto()),
@@ -45,6 +63,7 @@ RECIPES: dict[str, Scheme] = {
     "wfbp": Scheme(schedule=WFBP),
     "dear": Scheme(schedule=DEAR),
     **{name: Scheme(collective, _LARGE) for name, collective in _SPARSE.items()},
+    **_ROUNDS,
     **{
         f"{name}_kfac": Scheme(preconditioner=KFAC(cast(Any, name)))
         for name in DISTRIBUTIONS
@@ -67,6 +86,10 @@ def recipe(
     warmup: int = 0,
     momentum_correction: bool = False,
     levels: int | tuple[tuple[int, ...], ...] | None = None,
+    every: int | None = None,
+    delay: int | None = None,
+    fragments: int | None = None,
+    outer: OuterSGD | None = None,
     **named: Any,
 ) -> Scheme:
     """Return the scheme of a recipe, with other hyper-parameters.
@@ -86,12 +109,22 @@ def recipe(
         warmup: With how many steps at higher densities to begin: in equal shares 1
             (dense), .25, .1 and .05, as far as these are above the recipe's density.
             Under "local" two thirds are dense, and the others have four times and twice
-            the density. With momentum correction all of them are dense. The default, 0,
-            is none.
+            the density. Before rounds of several steps, and with momentum correction,
+            all of them are dense. The default, 0, is none.
         momentum_correction: Whether the optimizer's momentum is computed before
             selection: `MomentumCorrection`.
         levels: How many ranks share a host, see `Scheme`. None, the default, has
             `replicate` find it out; 1 exchanges among all ranks alike.
+        every: How many steps each rank makes alone before what they did is exchanged,
+            for recipes of rounds (`diloco`, ...) and for others with schedule="local".
+            None, the default, leaves the recipe's own. Above 1, what "local" does for
+            steps of Adam (a gain, steps ahead) is left out.
+        delay: How many steps later that is applied, see `Schedule`. None, the default,
+            leaves the recipe's own.
+        fragments: In how many fragments of the model in turn, see `Schedule`. None, the
+            default, leaves the recipe's own.
+        outer: An `OuterSGD` for the mean of what was done. None, the default, leaves
+            the recipe's own.
         **named: Hyper-parameters of the recipe's collective by name, such as `density`,
             `wire` or `select`; of K-FAC recipes those of `KFAC`.
 
@@ -111,6 +144,10 @@ def recipe(
     names = [field.name for field in fields(own)]
     if schedule is not None:
         scheme = replace(scheme, schedule=_schedule(name, schedule))
+    turns = {"every": every, "delay": delay, "fragments": fragments}
+    scheme = _in_rounds(scheme, {k: v for k, v in turns.items() if v is not None})
+    if outer is not None:
+        scheme = replace(scheme, outer=outer)
     if undecided := "warmup" in names:  # it is handed on to what is decided on
         named |= {"warmup": warmup, "momentum_correction": momentum_correction}
     changes = _changes(name, names, args, named)
@@ -134,7 +171,10 @@ def prepared(
         raise ValueError(f"momentum_correction=True: {collective!r} selects nothing")
     own = getattr(collective, "density", 1.0)
     ramp = tuple(d for d in RAMP if d > own) or (1.0,)
-    if scheme.schedule.launch == "step":
+    steps = scheme.schedule.launch == "step"
+    if steps and scheme.schedule.rounds:
+        ramp = (1.0,)
+    elif steps:
         sparse = [times * own for times in STEPS_RAMP if times * own < 1]
         ramp = (*[1.0] * 2 * len(sparse), *sparse) or (1.0,)
     if momentum_correction:
@@ -146,7 +186,7 @@ def prepared(
                 f"warmup={warmup!r}: a number of steps, {len(ramp)} or more, for "
                 f"densities {ramp}"
             )
-        if traits(collective).dense:
+        if traits(collective).dense and not steps:
             raise ValueError(f"warmup={warmup}: {collective!r} is dense at all times")
         collective = collectives.Warmup(collective, warmup // len(ramp), ramp)
     return replace(scheme, collective=collective)
@@ -170,6 +210,21 @@ def _schedule(name: str, wanted: Schedule | str) -> Schedule:
     return _LOCAL.get(name, LOCAL) if found == LOCAL else found
 
 
+def _in_rounds(scheme: Scheme, turns: dict[str, Any]) -> Scheme:
+    """The scheme with `every`, `delay` and `fragments`, as far as they are given."""
+    if not turns:
+        return scheme
+    own = scheme.schedule
+    if own.launch != "step":
+        raise ValueError(
+            f"{next(iter(turns))}= is for recipes of rounds, {', '.join(_ROUNDS)}, or "
+            "for sparse ones with schedule='local'"
+        )
+    if turns.get("every", 1) > 1 and not own.rounds:
+        own = Schedule("step")
+    return replace(scheme, schedule=replace(own, **turns))
+
+
 def _changes(
     name: str, names: Sequence[str], args: Sequence[Any], named: dict[str, Any]
 ) -> dict[str, Any]:
@@ -177,7 +232,9 @@ def _changes(
     unknown = [key for key in named if key not in names]
     if unknown or len(args) > len(names):
         common = ("schedule", "warmup", "momentum_correction", "levels")
+        rounds = ("every", "delay", "fragments", "outer", "warmup", "levels")
         known = [*names, *(common if name in _SPARSE else ())]
+        known += [*rounds] if name in _ROUNDS else []
         wrong = repr(unknown[0]) if unknown else f"{len(args)} values without a name"
         raise ValueError(f"{name} takes {', '.join(known)}, and not {wrong}")
     given = dict(zip(names, args, strict=False))

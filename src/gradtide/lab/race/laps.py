@@ -86,12 +86,16 @@ class Racer:
         self._look()
 
     def _look(self) -> None:
-        """Take the held-out loss on rank 0, whose parameters are everybody's."""
+        """Take the held-out loss on rank 0, whose parameters are everybody's.
+
+        In the middle of a round they are those that all agreed on last.
+        """
         if self.rank != 0:
             return
         workload = self.contestant.workload
         assert workload.evaluate is not None  # only a replay has none
-        loss = workload.evaluate(workload.model)["loss"]
+        with self.contestant.agreed():
+            loss = workload.evaluate(workload.model)["loss"]
         sent = self.runner.sent() - self._sent_before
         self.points.append(Point(self.seconds, self.runner.next_step, sent, loss))
 

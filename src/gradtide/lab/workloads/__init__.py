@@ -14,6 +14,7 @@ REPLAYED = (
     "replay:bert-base",  # 109 M in 199
     "replay:bert-large",  # 335 M in 391
     "replay:gpt2",  # 124 M in 148, tied head
+    "replay:gpt-30m",  # 30 M in 100, tied head
 )
 WORKLOADS = (*gpt.SIZES, "digits", "mlp", "tiny600", *REPLAYED)
 

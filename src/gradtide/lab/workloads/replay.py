@@ -53,6 +53,7 @@ STEP_MS = {
     "bert-base": 250.0,
     "bert-large": 600.0,
     "gpt2": 400.0,
+    "gpt-30m": 30.0,
 }
 MIN_WAIT = 1e-3  # seconds; sleeping overshoots by about 60 us, 6 % of it
 SCALE = 1e-3  # of a gradient's elements

@@ -133,16 +133,19 @@ def transposed(name: str, inputs: int, outputs: int, extra: int = 0) -> Unit:
     return Unit(name, shapes, 2 * inputs * outputs * GPT2_SEQUENCE + extra)
 
 
-def gpt2() -> Iterator[Unit]:
-    """GPT-2 small, 12 x 768 (Radford et al., 2019): 124,439,808 parameters.
+def gpt2(layers: int, width: int, vocabulary: int) -> Iterator[Unit]:
+    """A GPT-2 (Radford et al., 2019).
+
+    Small is 12 x 768 with 50257 tokens: 124,439,808 parameters. One of 8 x 512 with
+    8192 has 29,938,688: as large as what others have measured rounds with.
 
     The head has work but no tensor: it is tied to `transformer.wte`, whose gradient
     autograd hands over only when the embedding's part has been added, that is, last.
     """
-    width, tokens, vocabulary = 768, GPT2_SEQUENCE, 50257
+    tokens = GPT2_SEQUENCE
     yield embedding("transformer.wte", vocabulary, width, tokens)
     yield embedding("transformer.wpe", 1024, width, tokens)
-    for layer in range(12):
+    for layer in range(layers):
         name, mix = f"transformer.h.{layer}", attention_work(width, tokens)
         yield norm(f"{name}.ln_1", width, tokens)
         yield transposed(f"{name}.attn.c_attn", width, 3 * width)
@@ -159,5 +162,6 @@ ARCHITECTURES: dict[str, Callable[[], Iterator[Unit]]] = {
     "resnet152": partial(resnet, (3, 8, 36, 3)),
     "bert-base": partial(bert, layers=12, width=768),
     "bert-large": partial(bert, layers=24, width=1024),
-    "gpt2": gpt2,
+    "gpt2": partial(gpt2, layers=12, width=768, vocabulary=50257),
+    "gpt-30m": partial(gpt2, layers=8, width=512, vocabulary=8192),
 }

@@ -1,0 +1,171 @@
+"""What has to be saved of a round, and the parameters that ranks agreed on last.
+
+Between exchanges every rank has parameters and buffers of its own. All ranks have in
+common what they agreed on last, the outer optimizer's momentum, how far the round is,
+and means that have arrived and are not applied yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtide.core.step import Stage
+from gradtide.runtime.checkpoint import packed, unpacked
+from gradtide.runtime.parameters import shared_buffers
+
+if TYPE_CHECKING:
+    from gradtide.runtime.training import Training
+
+Named = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SavedRound:
+    """Of a state that this rank has read; `own` is empty with other ranks than now."""
+
+    position: int
+    shared: Named
+    velocity: Named
+    means: Named  # that have arrived, and are not applied yet
+    own: Mapping[str, Named]  # parameters, buffers, and what was done to them
+
+
+def save(training: Training, saved: dict[str, Any]) -> None:
+    """Add a round to a state of this rank's; nothing may leave or arrive meanwhile."""
+    steps, rank = training.steps, f"rank{training.engine.group.rank}"
+    if steps is None or not steps.rounds:
+        return
+    if not steps.on:  # keys into which a checkpoint can be read
+        saved["round"] = saved[rank]["round"] = packed({})
+        return
+    named = {slot.name: slot.param for slot in training.placement.slots}
+    shared, velocity = (
+        {name: found[p].clone() for name, p in named.items() if p in found}
+        for found in (steps.shared, steps.velocity)
+    )
+    saved["round"] = packed(
+        {
+            "position": training.step.position,
+            "shared": shared,
+            "velocity": velocity,
+            "means": dict(_means(training)),
+        }
+    )
+    own = {
+        "parameters": {name: p.detach().clone() for name, p in named.items()},
+        "buffers": {name: b.clone() for name, b in shared_buffers(training.model)},
+        "moved": {n: steps.moved[p] for n, p in named.items() if p in steps.moved},
+    }
+    saved[rank]["round"] = packed(own)
+
+
+def read(training: Training, saved: Mapping[str, Any]) -> SavedRound | None:
+    """What a state says of a round; None if it says nothing. Changes nothing.
+
+    Raises what `checkpoint.refusing_damage` makes a ValueError of.
+    """
+    steps, group = training.steps, training.engine.group
+    if steps is None or "round" not in saved:
+        return None
+    common = unpacked(saved["round"])
+    if not common:  # of the dense steps of a warm-up
+        return None
+    own: Mapping[str, Named] = {}
+    if int(saved["world_size"]) == group.size:
+        own = unpacked(saved[f"rank{group.rank}"]["round"])
+    found = SavedRound(**common, own=own)
+    slots = {slot.name: slot.param for slot in training.placement.slots}
+    for name, p in slots.items():
+        told = [found.shared[name], *([own["parameters"][name]] if own else [])]
+        if any(each.shape != p.shape for each in told):
+            raise ValueError(
+                f"the state's parameter {name} has shape {tuple(told[0].shape)}, the "
+                f"model's {tuple(p.shape)}: build the model that was saved"
+            )
+    return found
+
+
+@torch.no_grad()
+def load(training: Training, found: SavedRound | None) -> None:
+    """Go on in the middle of a round; a collective call, with what `read` found.
+
+    With another number of ranks, a round begins with what the old ones agreed on last:
+    what each of them has done alone since is lost.
+    """
+    steps, step = training.steps, training.step
+    if steps is None:
+        return
+    if found is None or not steps.rounds:
+        steps.on, step.position = False, 0
+        return
+    steps.on, training.buffers_due = True, not found.own or found.position == 0
+    named = {slot.name: slot.param for slot in training.placement.slots}
+    own = found.own or {"parameters": found.shared, "buffers": {}, "moved": {}}
+    steps.shared = _like(named, found.shared)
+    steps.velocity = _like(named, found.velocity)
+    steps.moved = _like(named, own["moved"])
+    for name, p in named.items():
+        p.copy_(own["parameters"][name])
+    for name, buffer in shared_buffers(training.model):
+        if name in own["buffers"]:
+            buffer.copy_(own["buffers"][name])
+    told = training.engine.transport.gather_objects(found.position)
+    step.position = max(told)  # a rank whose last step was skipped has not noted it yet
+    _hold(training, found.means)
+    if not found.own:
+        steps.closing = True
+        step.settle()
+        steps.closing, step.position = False, 0
+
+
+def _like(named: Mapping[str, nn.Parameter], found: Named) -> dict[Tensor, Tensor]:
+    """Tensors of the parameters' memory formats, with what was saved by name."""
+    return {
+        named[name]: torch.empty_like(named[name]).copy_(value)
+        for name, value in found.items()
+    }
+
+
+def _means(training: Training) -> Iterable[tuple[str, Tensor]]:
+    for bucket in training.buckets:
+        if bucket.stage is Stage.SENT:
+            for slot, mean in zip(bucket.slots, bucket.gradients(), strict=True):
+                yield slot.name, mean.clone()
+
+
+def _hold(training: Training, means: Named) -> None:
+    """Have buckets under way again, whose means have arrived."""
+    for bucket in training.buckets:
+        if bucket.slots[0].name not in means:
+            continue
+        bucket.move("launch")
+        payload = bucket.payload
+        bucket.mean = payload.flat if bucket.residual_empty else payload.mean_buffer()
+        bucket.mean.zero_()
+        for slot in bucket.slots:
+            slot.of(bucket.mean).copy_(means[slot.name])
+
+
+@contextmanager
+def shared_parameters(training: Training) -> Iterator[None]:
+    """Have the module compute with what the ranks agreed on last."""
+    steps = training.steps
+    if steps is None or not (steps.on and steps.rounds):
+        yield
+        return
+    own = {p: p.detach().clone() for p in steps.shared}
+    with torch.no_grad():
+        for p, agreed in steps.shared.items():
+            p.copy_(agreed)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, mine in own.items():
+                p.copy_(mine)
