@@ -13,7 +13,6 @@ from gradtide.doctor.addresses import VARIABLE, loops, outward
 from gradtide.doctor.facts import SHARED, Facts
 from gradtide.doctor.hosts import Host, by, hosts, parted, ranks_of
 from gradtide.doctor.pairs import Heard
-from gradtide.transport.hosts import equal_runs
 
 Level: TypeAlias = Literal["failure", "warning"]
 
@@ -146,15 +145,12 @@ def _backends(everybody: Sequence[Facts]) -> Iterator[Finding]:
 
 def _layout(everybody: Sequence[Facts]) -> Iterator[Finding]:
     there = hosts(everybody)
-    several = len(there) > 1 and any(len(host.ranks) > 1 for host in there)
-    if several and equal_runs([each.host for each in everybody]) == 1:
+    if len({len(host.ranks) for host in there}) > 1:
         words = "; ".join(f"{host}: {ranks_of(host.ranks)}" for host in there)
         yield Finding(
             "warning",
-            "hosts have unlike numbers of ranks, or ranks take turns on them "
-            f"({words}): all will average with all, and a host's link carries more "
-            "than it must. Start equally many on each, host by host (srun "
-            "--distribution=block)",
+            f"hosts have unlike numbers of ranks ({words}): the link of one that has "
+            "more carries more than it must. Start equally many on each",
         )
     for each in everybody:
         own = next(host for host in there if each.rank in host.ranks)

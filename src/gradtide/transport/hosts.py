@@ -23,10 +23,10 @@ class Whereabouts(NamedTuple):
 
 def whereabouts() -> Whereabouts:
     """Those of this process."""
-    return Whereabouts(_host_name(), _launched())
+    return Whereabouts(host_name(), _launched())
 
 
-def _host_name() -> str:
+def host_name() -> str:
     """What is the same for all processes that reach each other without a network card.
 
     These are the processes of one network namespace of one machine: containers with
