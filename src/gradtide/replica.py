@@ -769,7 +769,9 @@ class Replica:
         else:
             saved = state.blank(training.placement, group, size, parts)
             if self.scheme.schedule.rounds:
-                saved["round"] = packed({})
+                from gradtide.runtime import rounds
+
+                saved[rounds.common_key(training)] = packed({})
         if self._training.preconditioning is not None:
             self._training.preconditioning.save(saved, group)
         if self.tuning is not None:

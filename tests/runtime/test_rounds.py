@@ -153,7 +153,11 @@ CASES: dict[str, tuple[Schedule, OuterSGD, bool]] = {
         NESTEROV,
         False,
     ),
-    "sparseloco(0.1, every=4)": (Schedule("step", every=4, decay=0.95), PLAIN, True),
+    "sparseloco(0.1, wire=None, every=4)": (
+        Schedule("step", every=4, decay=0.95),
+        PLAIN,
+        True,
+    ),
     "Scheme(Dense(), schedule=Schedule('step', every=4, delay=3, fragments=2))": (
         Schedule("step", every=4, delay=3, fragments=2),
         PLAIN,
@@ -196,7 +200,7 @@ def test_the_recipes_have_the_published_constants() -> None:
     )
     sparse = parse("sparseloco")
     assert (sparse.schedule.every, sparse.schedule.decay) == (30, 0.95)
-    assert sparse.collective == gradtide.TopK(64 / 4096)
+    assert sparse.collective == gradtide.TopK(64 / 4096, wire="2bit")
     assert sparse.outer is None
 
 
@@ -432,13 +436,13 @@ USED = (
 def test_the_product_of_uses() -> None:
     def run() -> None:
         for i, use in enumerate(USES):
-            for scheme in (USED[i % 4], USED[(i + 2 + i // 4) % 4]):
+            for scheme in (USED[i % 4], USED[(i + 1 + i // 4) % 4]):
                 try:
                     use(scheme)
                 except BaseException as error:
                     raise AssertionError(f"{use.__name__}({scheme})") from error
 
-    run_ranks(2, run)
+    run_ranks(2, run, limit=240.0)
 
 
 # - Checkpoints ------------------------------------------------------------------------
@@ -465,7 +469,7 @@ def test_a_run_is_resumed_in_the_middle_of_a_round_bit_for_bit() -> None:
     def run() -> list[str]:
         rank, wrong = dist.get_rank(), []
         for scheme in RESUMED:
-            for stop in (2, 4, 5, 9):
+            for stop in (2, 5, 9):
                 model = network()
                 opt = adamw(model)
                 sync = gradtide.replicate(model, opt, scheme)

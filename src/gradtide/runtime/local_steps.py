@@ -65,7 +65,7 @@ from gradtide.core.ops import AllReduce
 from gradtide.core.outer import OuterSGD
 from gradtide.core.payload import traits
 from gradtide.runtime.broadcast import digest
-from gradtide.runtime.buckets import GradientBucket, lives_in
+from gradtide.runtime.buckets import GradientBucket, Slot, lives_in
 from gradtide.runtime.checksum import compare
 from gradtide.runtime.nonfinite import NonFiniteGuard, is_finite
 from gradtide.runtime.placement import Placement
@@ -189,7 +189,8 @@ class LocalSteps:
             self._compare(f"after {self._passes} backward passes without step()")
             return
         found = enumerate(self._engine.transport.gather_objects(astray))
-        rank, name = next((rank, name) for rank, name in found if name is not None)
+        named = ((rank, name) for rank, name in found if name is not None)
+        rank, name = next(named, ("of another shard", "a parameter"))
         raise RuntimeError(
             f"{name} has become infinite or NaN on rank {rank} in this round, before "
             "anything of it was sent: load a checkpoint, and lower the learning rate, "
@@ -200,7 +201,8 @@ class LocalSteps:
         """Before a round ends early: RuntimeError, on every rank, for what is NaN."""
         astray = self._astray()
         flag = torch.tensor([astray is not None], dtype=torch.int32)
-        if self._engine.ask("finite", AllReduce(flag))().item():
+        strayed = self._engine.ask("finite", AllReduce(flag))().item()
+        if self._placement.shards.anywhere(strayed):
             self._refuse(astray)
 
     def stepping(self) -> None:
@@ -231,9 +233,10 @@ class LocalSteps:
 
     def remember(self) -> None:
         """Parameters are as the next step, or round, is to find them."""
-        for p in self._placement.places:
-            self.shared.setdefault(p, torch.empty_like(local(p)))
-        torch._foreach_copy_(list(self.shared.values()), list(map(local, self.shared)))
+        for slot in self._placement.slots:
+            self.shared.setdefault(slot.param, torch.empty_like(slot.local))
+        own = [local(p) for p in self.shared]
+        torch._foreach_copy_(list(self.shared.values()), own)
 
     def stepped(self) -> None:
         """The optimizer has made its step; RuntimeError if ranks began it unlike."""
@@ -286,7 +289,7 @@ class LocalSteps:
             bucket.payload.flat.mul_(self._schedule.decay)
         for slot, view in zip(bucket.slots, bucket.views, strict=True):
             p = slot.param
-            step = torch.sub(slot.local, self.shared[p], out=self._kept(p))
+            step = torch.sub(slot.local, self.shared[p], out=self._kept(slot))
             more = 1 + self._ahead.get(p, 0.0)
             view.add_(step, alpha=self._weight(p) * more)
         bucket.payload.weigh = None
@@ -327,21 +330,20 @@ class LocalSteps:
             owed = self._weight(p) * self._ahead.get(p, 0.0)
             view.add_(self.moved[p], alpha=-owed)
 
-    def _kept(self, p: Tensor) -> Tensor | None:
+    def _kept(self, slot: Slot) -> Tensor | None:
         """Memory for what was done to a parameter, if it is asked for afterwards."""
         late = self._schedule.delay and self._schedule.mix is None
-        if not late and p not in self._ahead:
+        if not late and slot.param not in self._ahead:
             return None
-        return self.moved.setdefault(p, torch.empty_like(local(p)))
+        return self.moved.setdefault(slot.param, torch.empty_like(slot.local))
 
     def _momentum(self, bucket: GradientBucket) -> list[Tensor]:
         """The outer optimizer's, of a bucket's parameters; empty if it has none."""
         if not self._outer.momentum:
             return []
-        return [
+        for slot in bucket.slots:
             self.velocity.setdefault(slot.param, torch.zeros_like(slot.local))
-            for slot in bucket.slots
-        ]
+        return [self.velocity[slot.param] for slot in bucket.slots]
 
     def _known(self, p: Tensor) -> tuple[Traits, dict[str, Any]]:
         """How the optimizer steps for a parameter, and what it remembers of it."""

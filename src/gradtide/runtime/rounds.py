@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from gradtide.core.step import Stage
-from gradtide.runtime.checkpoint import packed, unpacked
+from gradtide.runtime.checkpoint import own_key, packed, unpacked
 from gradtide.runtime.parameters import shared_buffers
+from gradtide.transport.shards import local
 
 if TYPE_CHECKING:
     from gradtide.runtime.training import Training
@@ -36,20 +37,26 @@ class SavedRound:
     own: Mapping[str, Named]  # parameters, buffers, and what was done to them
 
 
+def common_key(training: Training) -> str:
+    """Where the ranks have what they agree on; of shards, those with the same part."""
+    group = training.engine.group
+    return own_key(training.placement, group).replace(f"rank{group.rank}", "round")
+
+
 def save(training: Training, saved: dict[str, Any]) -> None:
     """Add a round to a state of this rank's; nothing may leave or arrive meanwhile."""
-    steps, rank = training.steps, f"rank{training.engine.group.rank}"
+    steps, rank = training.steps, own_key(training.placement, training.engine.group)
     if steps is None or not steps.rounds:
         return
     if not steps.on:  # keys into which a checkpoint can be read
-        saved["round"] = saved[rank]["round"] = packed({})
+        saved[common_key(training)] = saved[rank]["round"] = packed({})
         return
     named = {slot.name: slot.param for slot in training.placement.slots}
     shared, velocity = (
         {name: found[p].clone() for name, p in named.items() if p in found}
         for found in (steps.shared, steps.velocity)
     )
-    saved["round"] = packed(
+    saved[common_key(training)] = packed(
         {
             "position": training.step.position,
             "shared": shared,
@@ -58,7 +65,7 @@ def save(training: Training, saved: dict[str, Any]) -> None:
         }
     )
     own = {
-        "parameters": {name: p.detach().clone() for name, p in named.items()},
+        "parameters": {name: local(p).clone() for name, p in named.items()},
         "buffers": {name: b.clone() for name, b in shared_buffers(training.model)},
         "moved": {n: steps.moved[p] for n, p in named.items() if p in steps.moved},
     }
@@ -71,16 +78,16 @@ def read(training: Training, saved: Mapping[str, Any]) -> SavedRound | None:
     Raises what `checkpoint.refusing_damage` makes a ValueError of.
     """
     steps, group = training.steps, training.engine.group
-    if steps is None or "round" not in saved:
+    if steps is None or common_key(training) not in saved:
         return None
-    common = unpacked(saved["round"])
+    common = unpacked(saved[common_key(training)])
     if not common:  # of the dense steps of a warm-up
         return None
     own: Mapping[str, Named] = {}
     if int(saved["world_size"]) == group.size:
-        own = unpacked(saved[f"rank{group.rank}"]["round"])
+        own = unpacked(saved[own_key(training.placement, group)]["round"])
     found = SavedRound(**common, own=own)
-    slots = {slot.name: slot.param for slot in training.placement.slots}
+    slots = {slot.name: slot.local for slot in training.placement.slots}
     for name, p in slots.items():
         told = [found.shared[name], *([own["parameters"][name]] if own else [])]
         if any(each.shape != p.shape for each in told):
@@ -111,7 +118,7 @@ def load(training: Training, found: SavedRound | None) -> None:
     steps.velocity = _like(named, found.velocity)
     steps.moved = _like(named, own["moved"])
     for name, p in named.items():
-        p.copy_(own["parameters"][name])
+        local(p).copy_(own["parameters"][name])
     for name, buffer in shared_buffers(training.model):
         if name in own["buffers"]:
             buffer.copy_(own["buffers"][name])
@@ -127,7 +134,7 @@ def load(training: Training, found: SavedRound | None) -> None:
 def _like(named: Mapping[str, nn.Parameter], found: Named) -> dict[Tensor, Tensor]:
     """Tensors of the parameters' memory formats, with what was saved by name."""
     return {
-        named[name]: torch.empty_like(named[name]).copy_(value)
+        named[name]: torch.empty_like(local(named[name])).copy_(value)
         for name, value in found.items()
     }
 
@@ -159,13 +166,13 @@ def shared_parameters(training: Training) -> Iterator[None]:
     if steps is None or not (steps.on and steps.rounds):
         yield
         return
-    own = {p: p.detach().clone() for p in steps.shared}
+    own = {p: local(p).clone() for p in steps.shared}
     with torch.no_grad():
         for p, agreed in steps.shared.items():
-            p.copy_(agreed)
+            local(p).copy_(agreed)
     try:
         yield
     finally:
         with torch.no_grad():
             for p, mine in own.items():
-                p.copy_(mine)
+                local(p).copy_(mine)

@@ -45,15 +45,17 @@ _ROUNDS = {
     # Lin et al. (Don't use large mini-batches, use local SGD, ICLR 2020) have 16 steps.
     "local_sgd": Scheme(schedule=Schedule("step", every=16)),
     "diloco": Scheme(schedule=Schedule("step", every=30), outer=_NESTEROV),
-    # Douillard et al., arXiv:2501.18512: half of the own parameters is kept.
+    # Douillard et al., arXiv:2501.18512: 4 bits; half of the own parameters is kept.
     "streaming_diloco": Scheme(
-        collectives.Dense("bf16"),
+        collectives.Dense("e3m0"),
         schedule=Schedule("step", every=30, delay=5, fragments=3, mix=0.5),
         outer=_NESTEROV,
     ),
-    # Sarfi et al., arXiv:2508.15706: of 4096 entries 64, 30 steps, outer rate 1.
+    # Sarfi et al., arXiv:2508.15706: of 4096 entries 64 in 2 bits, outer rate 1.
     "sparseloco": Scheme(
-        collectives.TopK(1 / 64), _LARGE, Schedule("step", every=30, decay=0.95)
+        collectives.TopK(1 / 64, wire="2bit"),
+        _LARGE,
+        Schedule("step", every=30, decay=0.95),
     ),
 }
 
