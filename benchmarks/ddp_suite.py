@@ -1,6 +1,6 @@
 """torch's own tests of DistributedDataParallel (DDP), through gradtide's class.
 
-    python benchmarks/ddp_suite.py --ranks 2 --out benchmarks/records/ddp_suite_p2.json
+    python benchmarks/ddp_suite.py --out benchmarks/records/ddp_suite_202611.json
 
 The tests are those of the installed torch (`torch.testing._internal.distributed`) that
 use DDP. Most ask for GPUs: what asks for one is replaced by the CPU (`on_cpu`), and
