@@ -209,6 +209,23 @@ def losses(scheme: str) -> float:
     return float(found / 4)
 
 
+def apart_from_whole(scheme: str) -> float:
+    """How far parameters are from those of whole models, where all entries travel."""
+    model, optimizer, sync, batch = start(scheme)
+    host = dist.get_rank() // 2
+    outer = sharded.meshes("fsdp", 2)[0]
+    plain = sharded.network()
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    other = gradtide.replicate(plain, theirs, scheme, process_group=outer)
+    for i in range(2 * STEPS):
+        step(model, optimizer, *batch(i))
+        step(plain, theirs, *sharded.batch(i, host, 2))
+    sync.remove()
+    other.remove()
+    pairs = zip(sharded.whole(model).values(), plain.parameters(), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
 def alarms() -> list[str]:
     """What each scheme says where one part alone of a gradient is not a number."""
     found = []
@@ -273,6 +290,7 @@ def sparse() -> Any:
     return (
         {scheme: losses(scheme) for scheme in schemes},
         resumed_local(),
+        apart_from_whole("topk(1.0, schedule='local')"),
         edited(),
         alarms(),
     )
@@ -280,12 +298,13 @@ def sparse() -> Any:
 
 def test_sparse_schemes_train_and_ranks_agree_on_what_is_wrong() -> None:
     ranks = run_ranks(4, sparse)
-    found, resumed, _, _ = ranks[0]
-    assert all("infinite or NaN on rank 1" in said for r in ranks for said in r[3])
+    found, resumed, apart, _, _ = ranks[0]
+    assert apart < 1e-12
+    assert all("infinite or NaN on rank 1" in said for r in ranks for said in r[4])
     assert all(loss < 1.1 * found["wfbp"] for loss in found.values()), found
     assert resumed
-    assert all("differs between ranks" in edited for _, _, edited, _ in ranks)
-    assert "0.weight differs between ranks 0 and 1" in ranks[0][2]
+    assert all("differs between ranks" in edited for *_, edited, _ in ranks)
+    assert "0.weight differs between ranks 0 and 1" in ranks[0][3]
 
 
 # - Refusals and the wrapper -----------------------------------------------------------
