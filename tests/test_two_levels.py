@@ -28,6 +28,7 @@ from tests.ranks import run_ranks
 COLLECTIVES = {
     "dense": gradtide.Dense(),
     "bf16": gradtide.Dense("bf16"),
+    "int8": gradtide.Dense("int8"),
     "topka2a": gradtide.TopKA2A(0.2),
     "oktopk": gradtide.OkTopk(0.2),
     "acpsgd": gradtide.ACPSGD(2),
@@ -122,7 +123,7 @@ def test_the_product_of_features(name: str, hosts: int, local: int) -> None:
             torch.testing.assert_close(other, near, **rounding, msg=str(case))
 
 
-@pytest.mark.parametrize("name", ["dense", "topka2a", "oktopk"])
+@pytest.mark.parametrize("name", ["dense", "int8", "topka2a", "oktopk"])
 def test_a_run_that_is_stopped_goes_on_bit_by_bit(name: str) -> None:
     def run() -> list[list[float]]:
         return [train(scheme(name, DEAR, 2), stop=stop) for stop in (None, 2)]

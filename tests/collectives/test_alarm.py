@@ -23,6 +23,7 @@ from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Collective, Payload
 from gradtide.selectors import Exact, Threshold
 from gradtide.testing import lockstep
+from gradtide.wire.formats import BLOCK, FORMATS
 
 SIZE = 3
 LARGE = 120_000  # elements: what `CLTk` averages of them travels in two halves
@@ -119,6 +120,24 @@ def test_what_is_not_finite(inner: Collective, wrap: str) -> None:
                 told = [rank == owner for rank in range(SIZE)]
                 assert alarms == told, "before the first request"
                 assert later(loads) == told, "and nobody after it"
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+def test_what_is_not_finite_on_a_wire_of_few_bits(wire: Any) -> None:
+    """What it shares a block with arrives as NaN; buffers stay finite."""
+    for inner in (Dense(wire), *collectives(wire)):
+        for owner, bad in enumerate((math.nan, math.inf, -math.inf)):
+            for place in (5, 1800, -5):
+                loads = prepared(inner, 3600, 1)
+                loads[owner].flat[place] = bad
+                mean, alarms = step(inner, loads)
+                told = [rank == owner for rank in range(SIZE)]
+                assert alarms == told, f"{inner}: before the first request"
+                assert later(loads) == told, f"{inner}: and nobody after it"
+                if isinstance(inner, Dense):
+                    assert not mean[place].isfinite()
+                    assert mean.isfinite().sum() >= 3600 - 2 * BLOCK
+                    assert all(load.flat.isfinite().all() for load in loads)
 
 
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)

@@ -100,10 +100,10 @@ def test_the_remedy_for_the_loopback_names_another_interface() -> None:
     assert found.level == "warning"
 
 
-@pytest.mark.parametrize("placed", ["aab", "abab"])
-def test_ranks_that_have_no_levels(placed: str) -> None:
-    (found,) = together(ranks(placed))
-    assert "--distribution=block" in found.words
+def test_hosts_of_unlike_numbers_of_ranks() -> None:
+    (found,) = together(ranks("aab"))
+    assert "unlike numbers of ranks" in found.words
+    assert together(ranks("abab")) == []
 
 
 def test_pairs_that_do_not_reach_each_other_are_named() -> None:

@@ -123,11 +123,14 @@ def unpack(
     message: Tensor, count: int, span: int, codec: Codec, dtype: torch.dtype
 ) -> Entries:
     """The entries of a message of `pack`, values as `dtype`."""
-    values = message.new_empty(count, dtype=dtype)
     if not count:
-        return message.new_empty(0, dtype=torch.int32), values
+        return message.new_empty(0, dtype=torch.int32), message.new_empty(0).to(dtype)
     coded, blocks, halves = _fields(message, count, span, codec)
-    codec.decode(coded, values)
+    if codec.exact:
+        values = coded.view(codec.dtype)
+    else:
+        values = message.new_empty(count, dtype=dtype)
+        codec.decode(coded, values)
     return decode(blocks, halves, index_dtype(span)), values
 
 

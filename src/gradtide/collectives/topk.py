@@ -52,7 +52,8 @@ class TopK(Selecting):
         where = self.select(payload.selection_scores, k, payload.state)
         values = payload.pop_entries(where, codec.dtype)
         message = _entries.pack((where, values), n, codec)
-        payload.add_residual(where, values)
+        if not codec.exact:
+            payload.add_residual(where, values)
         if isinstance(self.select, Exact):
             numbers = [k] * group.size
         else:

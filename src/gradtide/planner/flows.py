@@ -48,6 +48,7 @@ class Script(NamedTuple):
     acts: tuple[Act, ...]
     work: Work  # after the last answer
     selector: str = ""
+    sparse: bool = False  # entries travelled, and not everything
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,10 @@ def by_numbers(
                     f"made up for all but one ({error}): simulate it among up to "
                     f"{LOCKSTEP}"
                 ) from error
-            found.append(script)
+            sparse = any(0 < payload.num_sent < numel for payload in loads)
+            found.append(script._replace(sparse=sparse))
+            for payload in loads:
+                payload.num_sent = 0
             for flat, mean in zip(flats, means, strict=True):
                 if flat.data_ptr() == mean.data_ptr():
                     flat.zero_()

@@ -22,7 +22,7 @@ import torch
 
 from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
-from gradtide.core.ops import Cut, Flow, Group, Handover, message_of
+from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Collective, Payload, Traits, settled, traits
 from gradtide.planner.device import Device
 from gradtide.planner.flows import LOCKSTEP, Act, Script, Shapes, by_numbers, by_shapes
@@ -96,7 +96,8 @@ def _between(one: Script, two: Script, weight: float, ratio: float) -> Script:
     before, last = ([act.asked for act in script.acts] for script in (one, two))
     requests = between(before, last, weight, ratio)
     works = [act.work.times(ratio) for act in two.acts]
-    return Script(tuple(map(Act, works, requests)), two.work.times(ratio))
+    acts = tuple(map(Act, works, requests))
+    return two._replace(acts=acts, work=two.work.times(ratio))
 
 
 def _without_sorting(script: Script) -> Script:
@@ -106,13 +107,11 @@ def _without_sorting(script: Script) -> Script:
 
 def _selecting(script: Script, selector: str, scanned: float) -> Script:
     """With its selection before all else, unless nothing sparse is sent."""
-    asked = [message_of(op) for act in script.acts for op in act.asked]
-    sent = [op.tensor.dtype for op in asked if not isinstance(op, Cut | Handover)]
-    if torch.uint8 not in sent:
+    if not script.sparse:
         return script
     first, *others = script.acts
     first = first._replace(work=first.work._replace(scanned=scanned))
-    return Script((first, *others), script.work, selector)
+    return script._replace(acts=(first, *others), selector=selector)
 
 
 def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:

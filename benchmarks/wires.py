@@ -1,0 +1,111 @@
+"""What it takes to encode and decode a buffer, beside a copy of it, on one thread.
+
+    python benchmarks/wires.py --out benchmarks/records/wires.json
+
+Every turn encodes fresh values in place, as a sender does that keeps what is rounded
+off, and decodes the message. Times are those of the thread's processor, medians of
+turns in which all take part: so other programs count little, and slow all alike. Also
+recorded: which share of values of a normal distribution, by norm, a message does not
+hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtide.lab.record import commit, machine, versions
+from gradtide.wire import WIRES, Codec, codec_of
+from gradtide.wire import blocks as wire_blocks
+
+SIZES = (1 << 20, 1 << 22)  # elements: 4 and 16 MB
+TURNS = 60
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of this thread's processor: other programs do not count."""
+    begin = time.thread_time()
+    work()
+    return time.thread_time() - begin
+
+
+def turn(
+    values: Tensor, room: Tensor, other: Tensor, codecs: dict[str, Codec]
+) -> dict[str, tuple[float, ...]]:
+    """Seconds of a copy, and of encoding and decoding by each codec."""
+    found: dict[str, tuple[float, ...]] = {
+        "copy": (seconds(lambda: other.copy_(values)),)
+    }
+    for name, codec in codecs.items():
+        message = torch.zeros(codec.nbytes(len(values)), dtype=torch.uint8)
+        room.copy_(values)
+        encode = seconds(lambda: codec.encode(room, message))  # noqa: B023
+        decode = seconds(lambda: codec.decode(message, other))  # noqa: B023
+        found[name] = encode, decode
+    return found
+
+
+def measured(n: int, turns: int) -> dict[str, Any]:
+    values = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    codecs = {name: codec_of(name, torch.float32) for name in WIRES}
+    # The same memory in every turn: fresh pages would be what takes time.
+    rooms = torch.zeros_like(values), torch.zeros_like(values)
+    for _ in range(3):
+        turn(values, *rooms, codecs)
+    rows = [turn(values, *rooms, codecs) for _ in range(turns)]
+    copy = median(row["copy"][0] for row in rows)
+    found: dict[str, Any] = {"megabytes": 4 * n / 1e6, "copy_ms": 1e3 * copy}
+    for name, codec in codecs.items():
+        rest, message = values.clone(), torch.zeros(codec.nbytes(n), dtype=torch.uint8)
+        codec.encode(rest, message)
+        encode, decode = (median(row[name][i] for row in rows) for i in range(2))
+        found[name] = {
+            "bits": 8 * len(message) / n,
+            "encode_copies": encode / copy,
+            "decode_copies": decode / copy,
+            "both_copies": (encode + decode) / copy,
+            "not_held": float(rest.norm() / values.norm()),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    record: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(),
+        "turns": args.turns,
+        "compiled": [measured(n, args.turns) for n in SIZES],
+    }
+    wire_blocks._kernels = lambda: None  # type: ignore[assignment]
+    record["torch"] = [measured(SIZES[0], max(args.turns // 10, 1))]
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    for kind in ("compiled", "torch"):
+        for row in record[kind]:
+            print(f"{kind}, {row['megabytes']:.0f} MB, a copy {row['copy_ms']:.2f} ms")
+            for name in WIRES:
+                own = row[name]
+                print(
+                    f"  {name}: {own['bits']:.3f} bits, {own['encode_copies']:.2f} + "
+                    f"{own['decode_copies']:.2f} = {own['both_copies']:.2f} copies, "
+                    f"{own['not_held']:.1%} not held"
+                )
+
+
+if __name__ == "__main__":
+    main()
