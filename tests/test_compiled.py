@@ -236,7 +236,7 @@ def overlapped() -> list[tuple[str, list[int]]]:
 def test_per_block_updates_are_carried_out_as_late_as_without() -> None:
     (_, eager), (_, per_block), (_, at_once) = run_ranks(2, overlapped, limit=300)[0]
     assert eager == per_block
-    assert eager[0] > eager[1] > eager[-1] == 0
+    assert eager[0] > eager[-1] == 0
     assert at_once == []  # hooks inside are not called
 
 
