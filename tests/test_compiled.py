@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.compiled_autograd
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -31,9 +31,9 @@ SCHEMES = {
         ("oktopk-sequential", "OkTopk(0.1)", "SEQUENTIAL"),
         ("oktopk-dear", "OkTopk(0.1)", "DEAR"),
         ("oktopk", "OkTopk(0.1)", "WFBP"),
-        ("exdyna-local", "ExDyna(0.1)", "LOCAL"),
     )
 }
+SCHEMES["exdyna-local"] = "exdyna(0.1, schedule='local')"
 STEPS = 5
 # What torch warns of while it compiles.
 pytestmark = pytest.mark.filterwarnings(
@@ -277,21 +277,6 @@ def test_inductor_equals_itself_without_overlap_and_ddp() -> None:
     assert (first["wfbp"] - first["ddp"]).abs().max() < 1e-6
     assert not torch.equal(first["oktopk"], first["wfbp"])
     assert first["exdyna-local"].isfinite().all()
-
-
-def by_compiled_autograd() -> None:
-    net = Model()
-    opt = torch.optim.SGD(net.parameters(), lr=0.05)
-    gradtide.replicate(net, opt, "wfbp")
-    loss = net(torch.randn(6, 16)).square().mean()
-    compiled = torch._dynamo.compiled_autograd
-    with compiled._enable(torch.compile(backend="eager")):  # type: ignore[attr-defined]
-        loss.backward()
-
-
-def test_compiled_autograd_is_refused() -> None:
-    with pytest.raises(AssertionError, match="end of a backward pass that compiled"):
-        run_ranks(1, by_compiled_autograd)
 
 
 def test_who_waits_for_compilations_is_not_kept_alive() -> None:
