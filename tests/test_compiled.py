@@ -277,8 +277,8 @@ def test_inductor_equals_itself_without_overlap_and_ddp() -> None:
     assert torch.equal(first["wfbp"], first["sequential"])
     assert torch.equal(first["dear"], first["sequential"])
     assert torch.equal(first["oktopk"], first["oktopk-sequential"])
-    # Gradients of a compiled block get ready at once, in the order of the graph's inputs,
-    # which hooks that vanished have changed: other buckets, so other entries are selected.
+    # Gradients of a compiled block get ready at once, in the order of its graph's
+    # inputs, which hooks on modules change: other buckets, and other entries selected.
     assert (first["oktopk-dear"] - first["oktopk-sequential"]).abs().max() < 0.02
     assert (first["wfbp"] - first["ddp"]).abs().max() < 1e-6
     assert not torch.equal(first["oktopk"], first["wfbp"])
