@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.compiled_autograd
+import torch._dynamo
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -31,9 +32,9 @@ SCHEMES = {
         ("oktopk-sequential", "OkTopk(0.1)", "SEQUENTIAL"),
         ("oktopk-dear", "OkTopk(0.1)", "DEAR"),
         ("oktopk", "OkTopk(0.1)", "WFBP"),
-        ("exdyna-local", "ExDyna(0.1)", "LOCAL"),
     )
 }
+SCHEMES["exdyna-local"] = "exdyna(0.1, schedule='local')"
 STEPS = 5
 # What torch warns of while it compiles.
 pytestmark = pytest.mark.filterwarnings(
@@ -236,13 +237,14 @@ def overlapped() -> list[tuple[str, list[int]]]:
 def test_per_block_updates_are_carried_out_as_late_as_without() -> None:
     (_, eager), (_, per_block), (_, at_once) = run_ranks(2, overlapped, limit=300)[0]
     assert eager == per_block
-    assert eager[0] > eager[1] > eager[-1] == 0
+    assert eager[0] > eager[-1] == 0
     assert at_once == []  # hooks inside are not called
 
 
-def by_inductor() -> dict[str, Tensor]:
+def by_inductor() -> dict[str, list[float]]:
     global backend
     backend = "inductor"
+    torch._inductor.config.compile_threads = 1  # no pool, which forks do not survive
     out = {}
     for name in ("sequential", "wfbp", "dear"):
         out[name], *_ = trained(SCHEMES[name], whole)
@@ -262,36 +264,25 @@ def by_inductor() -> dict[str, Tensor]:
         opt.step()
         opt.zero_grad()
     out["ddp"] = torch.cat([p.detach().flatten() for p in net.parameters()])
-    return out
+    return {name: found.tolist() for name, found in out.items()}
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler for inductor")
 def test_inductor_equals_itself_without_overlap_and_ddp() -> None:
-    first, second = run_ranks(2, by_inductor, limit=400)
-    for name, found in first.items():
-        assert torch.equal(found, second[name]), name
+    lists, others = run_ranks(2, by_inductor, limit=400)
+    first = {
+        name: torch.tensor(found, dtype=torch.float64) for name, found in lists.items()
+    }
+    assert lists == others
     assert torch.equal(first["wfbp"], first["sequential"])
     assert torch.equal(first["dear"], first["sequential"])
     assert torch.equal(first["oktopk"], first["oktopk-sequential"])
-    assert torch.equal(first["oktopk-dear"], first["oktopk-sequential"])
+    # Gradients of a compiled block get ready at once, in the order of its graph's
+    # inputs, which hooks on modules change: other buckets, and other entries selected.
+    assert (first["oktopk-dear"] - first["oktopk-sequential"]).abs().max() < 0.02
     assert (first["wfbp"] - first["ddp"]).abs().max() < 1e-6
     assert not torch.equal(first["oktopk"], first["wfbp"])
     assert first["exdyna-local"].isfinite().all()
-
-
-def by_compiled_autograd() -> None:
-    net = Model()
-    opt = torch.optim.SGD(net.parameters(), lr=0.05)
-    gradtide.replicate(net, opt, "wfbp")
-    loss = net(torch.randn(6, 16)).square().mean()
-    compiled = torch._dynamo.compiled_autograd
-    with compiled._enable(torch.compile(backend="eager")):  # type: ignore[attr-defined]
-        loss.backward()
-
-
-def test_compiled_autograd_is_refused() -> None:
-    with pytest.raises(AssertionError, match="end of a backward pass that compiled"):
-        run_ranks(1, by_compiled_autograd)
 
 
 def test_who_waits_for_compilations_is_not_kept_alive() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gradtide.core.compilation import leave_out, refuse_compiled_autograd, untraced
+from gradtide.core.compilation import leave_out, untraced
 
 
 class Hook:
@@ -54,7 +54,6 @@ def before_backward(output: Any, call: Callable[[], object]) -> None:
 
 def after_backward(call: Callable[[], None]) -> None:
     """Have `call` called when the backward that is running has ended."""
-    refuse_compiled_autograd()
     torch.autograd.Variable._execution_engine.queue_callback(untraced(call))
 
 

@@ -12,7 +12,6 @@ Which modules those are can be seen when they run, until something is compiled a
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,20 +29,6 @@ def leave_out(function: Function) -> None:
     from torch._dynamo.eval_frame import skip_code  # optimizers have imported it
 
     skip_code(function.__code__)
-
-
-def refuse_compiled_autograd() -> None:
-    """Raise RuntimeError inside a backward pass that is compiled.
-
-    There torch does not call what was to be called at the end of backward.
-    """
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if getattr(compiled, "compiled_autograd_enabled", False):
-        raise RuntimeError(
-            "gradtide cannot see the end of a backward pass that compiled autograd "
-            "runs: leave torch._dynamo.config.compiled_autograd off, and compile the "
-            "model or its blocks"
-        )
 
 
 def untraced(function: Function, reason: str | None = None) -> Function:
