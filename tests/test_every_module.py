@@ -112,7 +112,7 @@ ELSEWHERE = {
     "simulate/cli": "simulate/test_grid",
     "simulate/report": "simulate/test_grid",
     "testing": "test_law",
-    "core/levels": "test_host_by_host",
+    "core/levels": "core/test_host_by_host",
     "transport/comm_queue": "test_transport",
     "transport/connect": "test_transport",
     "transport/fault": "test_refusals",
