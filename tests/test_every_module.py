@@ -122,6 +122,7 @@ ELSEWHERE = {
     "simulate/report": "simulate/test_grid",
     "testing": "test_law",
     "transport/capturing": "test_compiled",
+    "core/levels": "core/test_host_by_host",
     "transport/comm_queue": "test_transport",
     "transport/connect": "test_transport",
     "transport/fault": "test_refusals",

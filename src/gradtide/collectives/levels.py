@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from gradtide.core.levels import Hosts, Levels, levels_of
-from gradtide.core.ops import AllGather, Flow, Group, Handover, ReduceScatter
+from gradtide.core.levels import Hosts, Levels, Steps, levels_of
+from gradtide.core.ops import AllGather, Flow, Group, Handover, ReduceScatter, ToHost
 from gradtide.core.payload import Collective, Payload, Traits, settled, traits
 from gradtide.wire import codec_of
+
+FEW = 4  # times so many entries are as long as all values, or cost as much
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,9 @@ class TwoLevel(Traits):
     """Average inside each host first, then between hosts, see [Note: levels].
 
     Cost, with H hosts of L ranks: a reduce-scatter and an all-gather among the ranks of
-    a host, of (L - 1) / L of the bucket each, and the rounds and bytes of `collective`
-    among H ranks for a bucket of 1 / L of the length.
+    a host, of (L - 1) / L of the bucket each (of a sparse mean its entries are
+    gathered), and the rounds and bytes of `collective` among H ranks for a bucket of
+    1 / L of the length.
 
     Residual: that of `collective`, for the part of the bucket that is this rank's.
 
@@ -105,13 +109,40 @@ class TwoLevel(Traits):
             payload.num_sent += shard.num_sent * levels.local
             payload.nonfinite = payload.nonfinite + shard.nonfinite
             shard.num_sent, shard.nonfinite = 0, 0.0
+        yield Handover()
+        if not (
+            traits(self.collective).dense or flat.is_meta
+        ):  # nobody can count what has no memory
+            found: Tensor | None = yield from _gather_entries(
+                payload, None if empty else shard.entries_of(mean), mean, levels
+            )
+            if found is not None:
+                return found
         whole, part = flat, own
         if not empty:
             whole = payload.mean_buffer()
             part = _part(whole, levels).copy_(mean)
-        yield Handover()
         yield levels.inside(AllGather(part, into=whole))
         return whole
+
+
+def _gather_entries(
+    payload: Payload, where: Tensor | None, mean: Tensor, levels: Levels
+) -> Steps:
+    """The sparse mean of a host's parts, from its ranks' entries.
+
+    None, on all of them, where any has no sparse mean, or there are too many entries.
+    """
+    found = -1 if where is None else len(where)
+    count = torch.tensor([found], device=mean.device)
+    gathered: Tensor = yield levels.inside(AllGather(count))
+    counts: list[int] = (yield ToHost(gathered)).flatten().tolist()
+    if where is None or min(counts) < 0 or FEW * sum(counts) > payload.flat.numel():
+        return None
+    values = mean.index_select(0, where)
+    where = (where + levels.place * mean.numel()).to(torch.int32)
+    both = AllGather(where, counts), AllGather(values, counts)
+    return payload.sparse_mean(*(yield tuple(map(levels.inside, both))))
 
 
 def _part(x: Tensor, levels: Levels) -> Tensor:

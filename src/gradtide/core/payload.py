@@ -99,6 +99,12 @@ class Payload:
         self._mean, self._where, self._version = mean, where, mean._version
         return mean
 
+    def entries_of(self, mean: Tensor) -> Tensor | None:
+        """Where the last `sparse_mean` has entries, if `mean` is that."""
+        own = self._mean
+        is_own = own is not None and own.data_ptr() == mean.data_ptr()
+        return self._where if is_own else None
+
     def mean_buffer(self) -> Tensor:
         """Memory for a mean that is written as a whole: the same as `sparse_mean`'s."""
         if self._mean is None:
