@@ -28,7 +28,6 @@ from gradtide.runtime.broadcast import synchronize
 from gradtide.runtime.checkpoint import StateDict, packed
 from gradtide.runtime.finder import Finder, nobody
 from gradtide.runtime.hooks import Hooks
-from gradtide.runtime.join import Join
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.training import Training, momentum_of
 from gradtide.runtime.validation import (
@@ -386,6 +385,8 @@ class Replica:
 
         remedy = "call join() with the same arguments on every rank"
         check_ranks_agree(self.engine.transport, prepare, remedy)
+        from gradtide.runtime.join import Join
+
         shared = self._hooks.buffers if self.shares_buffers else list
         joining = self._training.joining = Join(self._training, shared, throw, over_all)
         try:

@@ -110,9 +110,8 @@ class TwoLevel(Traits):
             payload.nonfinite = payload.nonfinite + shard.nonfinite
             shard.num_sent, shard.nonfinite = 0, 0.0
         yield Handover()
-        if not (
-            traits(self.collective).dense or flat.is_meta
-        ):  # nobody can count what has no memory
+        # Nobody can count entries of what has no memory.
+        if not (traits(self.collective).dense or flat.is_meta):
             found: Tensor | None = yield from _gather_entries(
                 payload, None if empty else shard.entries_of(mean), mean, levels
             )

@@ -21,10 +21,21 @@ follows depends on the schedule:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any, Protocol
 
 from gradtide.core.schedule import Schedule
+
+
+class Event(IntEnum):
+    """What comes next on the wire, as ranks announce it inside `join()`."""
+
+    JOINED = 0  # nothing of this rank's own any more
+    FORWARD = 1  # buffers
+    BACKWARD = 2  # gradients; with a number, their order before
+    RELEASE = 3  # second halves
+    STEP = 4  # steps in the place of gradients, or the name of what is not finite
+    PARAMETERS = 5  # parameters, where gradients stand in for steps
 
 
 class Stage(Enum):

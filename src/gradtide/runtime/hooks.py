@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook, before_backward, in_backward
 from gradtide.core.compilation import Compilations, untraced
-from gradtide.core.step import Stage
+from gradtide.core.step import Event, Stage
 from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
 from gradtide.runtime.deferred_step import closes
-from gradtide.runtime.join import Event
 from gradtide.runtime.parameters import shared_buffers
 from gradtide.runtime.training import Training
 from gradtide.transport.shards import is_sharded, local, settle

@@ -16,7 +16,6 @@ many ranks to take the mean, or if it is to raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,23 +23,13 @@ from torch import Tensor
 
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllGather
+from gradtide.core.step import Event
 from gradtide.runtime.broadcast import broadcast, synchronize
 from gradtide.runtime.checkpoint import packed, unpacked
 from gradtide.runtime.parameters import shared_parameters
 
 if TYPE_CHECKING:
     from gradtide.runtime.training import Training
-
-
-class Event(IntEnum):
-    """What comes next on the wire."""
-
-    JOINED = 0  # nothing of this rank's own any more
-    FORWARD = 1  # buffers
-    BACKWARD = 2  # gradients; with a number, their order before
-    RELEASE = 3  # second halves
-    STEP = 4  # steps in the place of gradients, or the name of what is not finite
-    PARAMETERS = 5  # parameters, where gradients stand in for steps
 
 
 class Join:

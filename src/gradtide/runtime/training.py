@@ -20,13 +20,11 @@ from gradtide.collectives.momentum_correction import (
 )
 from gradtide.core.autograd import after_backward
 from gradtide.core.engine import Engine
-from gradtide.core.step import Stage, Step
+from gradtide.core.step import Event, Stage, Step
 from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import GradientBucket, Place
 from gradtide.runtime.checksum import ParameterCheck
-from gradtide.runtime.clipping import clip
 from gradtide.runtime.deferred_grads import DeferredGrad
-from gradtide.runtime.join import Event, Join
 from gradtide.runtime.momentum import Momentum
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
@@ -36,6 +34,7 @@ from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, settle, spread
 
 if TYPE_CHECKING:
+    from gradtide.runtime.join import Join
     from gradtide.runtime.comm_hook import CommHook
     from gradtide.runtime.local_steps import LocalSteps
     from gradtide.runtime.preconditioning import Launchable, Places, Preconditioning
@@ -225,6 +224,8 @@ class Training:
     @torch.no_grad()
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale gradients to a total 2-norm of at most `max_norm`."""
+        from gradtide.runtime.clipping import clip
+
         self.tally.wished |= self.step.schedule.update == "forward"
         found = {p: p.grad for p in self.placement.places}
         grads = [(spread(p), local(g)) for p, g in found.items() if g is not None]

@@ -13,7 +13,6 @@ from gradtide.fusion import FUSIONS
 from gradtide.kfac import KFAC
 from gradtide.scheme.config import Scheme, check
 from gradtide.scheme.recipes import RECIPES, SCHEDULES, nearest, recipe
-from gradtide.scheme.spelling import respelled
 from gradtide.selectors import SELECTORS
 
 NAMES: dict[str, Any] = {
@@ -68,6 +67,8 @@ def parse(text: str) -> Scheme:
 
 def _refusal(text: str, error: Exception) -> str:
     """Why a text is no scheme; if it is one in an old spelling, what to write now."""
+    from gradtide.scheme.spelling import respelled
+
     today = respelled(text) if len(text) <= OLD else text
     if today != text:
         parse(today)  # what else is wrong with it is said of today's spelling

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradtide.core.unproven import warn_unproven
 
 CHUNK = 1 << 16  # elements whose temporaries stay in a core's cache
 BITS: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.float64: np.int64}
@@ -58,6 +57,7 @@ def above(x: Tensor, threshold: float, limit: int) -> Tensor:
     """
     if x.device.type == "cuda":
         # Here: it takes long to import, and imports this module.
+        from gradtide.core.unproven import warn_unproven
         from gradtide.selectors import triton_kernels
 
         if triton_kernels.AVAILABLE:
