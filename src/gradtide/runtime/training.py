@@ -34,8 +34,8 @@ from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, settle, spread
 
 if TYPE_CHECKING:
-    from gradtide.runtime.join import Join
     from gradtide.runtime.comm_hook import CommHook
+    from gradtide.runtime.join import Join
     from gradtide.runtime.local_steps import LocalSteps
     from gradtide.runtime.preconditioning import Launchable, Places, Preconditioning
 

@@ -18,7 +18,6 @@ from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
 from gradtide.fusion import BySize
 from gradtide.kfac import DISTRIBUTIONS, KFAC
 from gradtide.scheme.config import Scheme, check
-from gradtide.scheme.spelling import respelled
 
 SCHEDULES = {"sequential": SEQUENTIAL, "wfbp": WFBP, "dear": DEAR, "local": LOCAL}
 _SPARSE: dict[str, Collective] = {
@@ -247,6 +246,8 @@ def _changes(
 
 def _unknown(name: str) -> str:
     """Why there is no such recipe, and what is meant or known."""
+    from gradtide.scheme.spelling import respelled
+
     if respelled(name) != name:
         return f"{name!r} is an old spelling: use {respelled(name)}"
     near = nearest(name, RECIPES)

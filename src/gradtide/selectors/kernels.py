@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 CHUNK = 1 << 16  # elements whose temporaries stay in a core's cache
 BITS: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.float64: np.int64}
 
