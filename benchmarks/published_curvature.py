@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradtide.collectives import Dense
+from gradtide.core.levels import Levels
 from gradtide.core.ops import Broadcast, Cut, Flow, Group
 from gradtide.core.schedule import WFBP
 from gradtide.fusion import BySize
@@ -97,7 +98,7 @@ class Broadcasts:
     def views(self) -> Mapping[Piece, torch.Tensor]:
         return self.share.views
 
-    def run(self, group: Group) -> Flow:
+    def run(self, group: Group, levels: Levels | None = None) -> Flow:
         yield Cut(self.share.flat)
         self.share.make()
         for piece in self.pieces:
