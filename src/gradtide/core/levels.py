@@ -6,7 +6,7 @@ would send, however many there are behind it. Of a sum each rank of a host has a
 what is gathered or sent to all crosses a link once for every host, not for every rank.
 
 [Note: Short messages] That takes two hops inside the host more. What has no more than
-SHORT bytes goes to every rank directly: see benchmarks/README.md, section 25.
+SHORT bytes goes to every rank directly: an estimate, see benchmarks/README.md, 25.
 """
 
 from __future__ import annotations
