@@ -6,9 +6,8 @@
             Python's language reference; Adam
 `recurrent` a GRU on the same texts, with another split; Adam
 `conv`      a residual convolutional network with BatchNorm that tells how a patch of a
-            photograph was turned; SGD with momentum
-`mixer`     an MLP-mixer that tells how a patch was turned, and of which photograph it
-            is; AdamW
+            photograph was turned, and of which it is; SGD with momentum
+`mixer`     an MLP-mixer that does the same; AdamW
 
 The photographs are the two that scikit-learn ships. Nothing is downloaded.
 """
@@ -235,10 +234,8 @@ def photographs() -> Tensor:
     return torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(64).sub_(2)
 
 
-def turned(
-    which: bool, held_out: bool, number: int, draw: np.random.Generator
-) -> Batch:
-    """Patches turned by quarters, and by how many; `which`: times the photograph.
+def turned(held_out: bool, number: int, draw: np.random.Generator) -> Batch:
+    """Patches turned by quarters, by how many, and of which photograph: 8 classes.
 
     The right fifth of each photograph is held out.
     """
@@ -253,18 +250,18 @@ def turned(
         torch.rot90(photos[i, :, y : y + PATCH, x : x + PATCH], int(t), (1, 2))
         for i, y, x, t in zip(image, top, left, turns, strict=True)
     ]
-    return torch.stack(rows), torch.from_numpy(turns + 4 * image * which)
+    return torch.stack(rows), torch.from_numpy(turns + 4 * image)
 
 
 def patches(
-    which: bool, batch_size: int, seed: int, rank: int
+    batch_size: int, seed: int, rank: int
 ) -> tuple[Callable[[int], Batch], Batch]:
     """Batches by step, and held-out patches."""
 
     def batch(step: int) -> Batch:
-        return turned(which, False, batch_size, stream(TRAIN, seed, rank, step))
+        return turned(False, batch_size, stream(TRAIN, seed, rank, step))
 
-    return batch, turned(which, True, EVALUATED, stream(HELD_OUT, 0))
+    return batch, turned(True, EVALUATED, stream(HELD_OUT, 0))
 
 
 # - The five -----------------------------------------------------------------------
@@ -309,14 +306,12 @@ TASKS = {
         (2e-3, 5e-3, 1e-2),
     ),
     "conv": Task(
-        partial(convolutional, 4),
-        partial(patches, False, 8),
+        partial(convolutional, 8),
+        partial(patches, 8),
         partial(SGD, momentum=0.9, weight_decay=1e-4),
         (0.01, 0.03, 0.1),
     ),
-    "mixer": Task(
-        partial(Mixer, 8), partial(patches, True, 16), ADAMW, (1e-3, 3e-3, 1e-2)
-    ),
+    "mixer": Task(partial(Mixer, 8), partial(patches, 16), ADAMW, (1e-3, 3e-3, 1e-2)),
 }
 
 
