@@ -335,7 +335,7 @@ def refusals() -> None:
     refused(lambda: attach(inside, group=dist.group.WORLD), "0.weight", "mesh['inner']")
     refused(lambda: attach(inside, group=mesh["inner"]), "0.weight", "mesh['inner']")
     refused(lambda: attach(net(mesh=mesh)), "('outer', 'inner')", "mesh['inner']")
-    refused(lambda: attach(inside, group=mesh), "2 dimensions", "mesh['outer']")
+    refused(lambda: attach(inside, group=mesh), "0.weight", "mesh['inner']")
     refused(lambda: attach(inside, "dear"), "0.weight is sharded", "wfbp")
     refused(lambda: attach(inside, "spd_kfac"), "0.weight is sharded", "K-FAC")
     refused(lambda: attach(inside, "auto"), "0.weight is sharded", "gradtide plan")
