@@ -65,7 +65,7 @@ def _construction() -> None:
         "not there",
     )
     refused(lambda: attach(net(), ["wfbp", "wfbq"][rank]), "'wfbq'")
-    refused(lambda: attach(net(), "Dense(wire='int8')"), "'bf16'", "'fp16'")
+    refused(lambda: attach(net(), "Dense(wire='int3')"), "'bf16'", "'fp16'")
     refused(lambda: attach(net(), buffers="none"), "'broadcast'", "'local'")
     refused(lambda: attach(DistributedDataParallel(net())), "plain module")
     refused(lambda: attach(net().requires_grad_(False)), "requires a gradient")
