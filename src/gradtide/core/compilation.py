@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 Function = Callable[..., Any]
 
@@ -39,6 +40,16 @@ def untraced(function: Function, reason: str | None = None) -> Function:
     disable: Any = torch.compiler.disable
     apart: Function = disable(function, reason=reason)
     return apart
+
+
+def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost module that was compiled around a parameter, by its name."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            for name, _ in module.named_parameters(path):
+                found.setdefault(name, module)
+    return found
 
 
 class Compilations:

@@ -19,10 +19,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from gradtide.core.compilation import compiled_parts
 from gradtide.core.payload import Collective
 from gradtide.fusion import Fusion, Trace
 from gradtide.runtime.buckets import GradientBucket, Place, Slot
-from gradtide.runtime.parameters import averaged
+from gradtide.runtime.parameters import averaged, shared_parameters
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import Shards, Spread, local, spread
 
@@ -65,6 +66,26 @@ class Placement:
         self._memory = {}
         self._lay_out(ready, self._scheme)
         self._find_reads()
+
+    def order(self) -> list[str] | None:
+        """What was recorded, for `follow`; None if nothing is.
+
+        Gradients of one compiled module get ready at once, in an order that means
+        nothing and that hooks change: they come as registered, the last one first.
+        """
+        if self.recorded is None:
+            return None
+        groups: dict[nn.Module | str, list[str]] = {}
+        of = compiled_parts(self._model)
+        for name in self.recorded:
+            groups.setdefault(of.get(name, name), []).append(name)
+        registered = {
+            name: -i for i, (name, _) in enumerate(shared_parameters(self._model))
+        }
+        together = (
+            sorted(names, key=registered.__getitem__) for names in groups.values()
+        )
+        return [*chain.from_iterable(together)]
 
     def resume(self, order: Sequence[str]) -> None:
         """`follow` an order that another run has recorded.

@@ -280,7 +280,7 @@ class Training:
         if ordering:
             # All follow the order in which rank 0's gradients got ready; or the first
             # rank's that has one, if rank 0 joined before it had any.
-            orders = self.engine.transport.gather_objects(self.placement.recorded)
+            orders = self.engine.transport.gather_objects(self.placement.order())
             self.placement.follow(next(filter(None, orders)))
             self._second.follow()
 
