@@ -9,11 +9,16 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # noqa: F401  (or every forked rank does, at length)
+import torch
+import torch._dynamo  # (or every forked rank does, at length)
 import torch.distributed as dist
+
+from gradtide.selectors import kernels
+from gradtide.wire import codec_of
 
 TIMEOUT = 20.0  # seconds that a collective may take
 
@@ -26,6 +31,7 @@ def run_ranks(
     Raises AssertionError with the traceback of the first rank that failed, also for a
     rank that ended without a word or outlived `limit` seconds.
     """
+    _load_kernels()
     fork = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(size)]
@@ -43,6 +49,19 @@ def run_ranks(
             for process in ranks:
                 process.kill()
                 process.join()
+
+
+@cache
+def _load_kernels() -> None:
+    """Load what numba has compiled, or every forked rank does: for more than a second."""
+    for dtype in (torch.float32, torch.float64):
+        x = torch.ones(300, dtype=dtype)
+        kernels.above(x, 0.5, 300)
+        kernels.entries(x, 0.5, 300)
+        codec = codec_of("int8", dtype)
+        message = torch.empty(codec.nbytes(300), dtype=torch.uint8)
+        codec.encode(x, message)
+        codec.add(message[None], x)
 
 
 def _collect(ranks: list[Any], pipes: list[Any], limit: float) -> list[Any]:
