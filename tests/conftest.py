@@ -1,7 +1,52 @@
-"""Shared set-up: one thread a process, so that ranks may be forked."""
+"""Shared set-up: one thread a process, so that ranks may be forked; and `--whole`."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
 import torch
 
 torch.set_num_threads(1)  # forking a process that has an OpenMP pool may hang the child
+
+Product = Callable[..., list[tuple[Any, ...]]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="run products of features whole, not only so that every pair meets",
+    )
+
+
+@pytest.fixture
+def product(request: pytest.FixtureRequest) -> Product:
+    """Combinations of features: all with `--whole`, else so that every pair meets.
+
+    `other` asks for ones that are not chosen without it, for another number of ranks.
+    """
+    if request.config.getoption("--whole"):
+        return lambda *axes, other=False: list(itertools.product(*axes))
+    return pairwise
+
+
+def pairwise(*axes: Iterable[Any], other: bool = False) -> list[tuple[Any, ...]]:
+    """Few combinations, in which any two values of different axes meet."""
+    every = list(itertools.product(*axes))
+    if other:
+        chosen_first = pairwise(*axes)
+        every = [case for case in every if case not in chosen_first]
+    missing = set().union(*map(_pairs, every))
+    chosen: list[tuple[Any, ...]] = []
+    while missing:
+        best = max(every, key=lambda case: len(_pairs(case) & missing))
+        missing -= _pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def _pairs(case: Sequence[Any]) -> set[Any]:
+    return set(itertools.combinations(enumerate(map(repr, case)), 2))

@@ -53,7 +53,7 @@ def run_ranks(
 
 @cache
 def _load_kernels() -> None:
-    """Load what numba has compiled, or every forked rank does: for more than a second."""
+    """Load what numba compiled, or every forked rank does: for more than a second."""
     for dtype in (torch.float32, torch.float64):
         x = torch.ones(300, dtype=dtype)
         kernels.above(x, 0.5, 300)

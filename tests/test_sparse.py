@@ -4,7 +4,6 @@ accumulation and clipping; gradients that are not numbers; a run stopped and res
 from __future__ import annotations
 
 import io
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ import gradtide
 from gradtide.collectives import COLLECTIVES, Dense
 from gradtide.runtime import hooks
 from gradtide.scheme import Scheme, parse
+from tests.conftest import Product
 from tests.ranks import run_ranks
 
 SPARSE = [kind.__name__ for kind in COLLECTIVES if hasattr(kind, "density")]
@@ -77,14 +77,12 @@ def named(collective: str, density: float, schedule: str) -> str:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("collective", SPARSE)
-def test_the_product_of_features(collective: str, size: int) -> None:
-    product = list(itertools.product(OPTIMIZERS, (1, 2), (None, 0.1)))
-    if size > 2:  # half of them: every pair of features still meets
-        product = [product[i] for i in (0, 3, 5, 6)]
+def test_the_product_of_features(collective: str, size: int, product: Product) -> None:
+    combined = product(OPTIMIZERS, (1, 2), (None, 0.1), other=size > 2)
 
     def run() -> list[tuple[Any, list[list[float]]]]:
         results = []
-        for case in product:
+        for case in combined:
             optimizer, accumulate, max_norm = case
             trained = [
                 train(scheme, optimizer, 4, accumulate, max_norm).tolist()

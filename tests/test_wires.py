@@ -4,7 +4,6 @@ gradients that are not numbers; warm-ups; another scheme; DDP's hook."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from gradtide.planner.search import rank
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.scheme import Scheme, parse
 from gradtide.wire import WIRES, keeps
+from tests.conftest import Product
 from tests.ranks import run_ranks
 from tests.test_sparse import (
     OPTIMIZERS,
@@ -46,11 +46,9 @@ def sparse(kind: str, wire: str, schedule: str) -> str:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_product_of_features(size: int) -> None:
+def test_the_product_of_features(size: int, product: Product) -> None:
     """All ranks have the same bits, under every schedule; and near the exact ones."""
-    cases = [*product(NARROW, ("sgd", "adamw"), (1, 2))]
-    if size > 2:
-        cases = cases[::3]
+    cases = product(NARROW, ("sgd", "adamw"), (1, 2), other=size > 2)
 
     def run() -> list[Any]:
         found = []

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.conftest import Product
 from tests.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -123,14 +124,12 @@ ACCUMULATIONS = None, "no_sync", "backward"
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_product_of_habits(size: int) -> None:
-    run_ranks(size, _product)
+def test_the_product_of_habits(size: int, product: Product) -> None:
+    axes = CLIPS, ACCUMULATIONS, (sgd, adamw), (False, True)
+    run_ranks(size, _product, product(*axes, other=size > 2))
 
 
-def _product() -> None:
-    cases = list(product(CLIPS, ACCUMULATIONS, (sgd, adamw), (False, True)))
-    if dist.get_world_size() > 2:  # a quarter: clips and accumulations still meet
-        cases = [case for i, case in enumerate(cases) if i % 4 == i // 4 % 4]
+def _product(cases: list[Any]) -> None:
     for clip, accumulate, optimizer, closure in cases:
         options = clip, accumulate, optimizer, closure
         eager = _trained(WFBP, *options)
@@ -215,7 +214,9 @@ def test_one_rank_alone_may_read_gradients(size: int) -> None:
 
 
 def _alone() -> None:
-    for clip, place in product((None, torch_clip, own_clip), ("before", "after")):
+    for clip, place in itertools.product(
+        (None, torch_clip, own_clip), ("before", "after")
+    ):
         few = TOUCHES[: 2 if dist.get_world_size() > 2 or clip else None]
         for touch in few:
 
@@ -251,7 +252,7 @@ def test_one_rank_alone_may_read_with_a_grad_scaler(skip: bool) -> None:
 
 def _scaled(skip: bool) -> None:
     results = []
-    for scheme, place in product((WFBP, DEAR), range(3)):
+    for scheme, place in itertools.product((WFBP, DEAR), range(3)):
         loop = Loop(scheme)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         found = []

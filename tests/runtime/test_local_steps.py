@@ -3,13 +3,13 @@ the product of collective, optimizer, accumulation and clipping on real ranks.""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.conftest import Product
 from tests.ranks import run_ranks
 from tests.test_sparse import (
     LOW_RANK,
@@ -165,16 +165,16 @@ def test_a_dense_exchange_is_the_mean_of_what_each_rank_would_have_done() -> Non
 
 
 @pytest.mark.parametrize("collective", SPARSE + LOW_RANK)
-def test_the_product_of_features(collective: str) -> None:
-    product = list(itertools.product(OPTIMIZERS, (1, 2), (None, 0.1)))
+def test_the_product_of_features(collective: str, product: Product) -> None:
+    combined = product(OPTIMIZERS, (1, 2), (None, 0.1))
     start = weights(network())
 
     def run() -> list[Any]:
         scheme = named(collective, 0.1, "LOCAL")
-        return [train(scheme, name, 4, *case).tolist() for name, *case in product]
+        return [train(scheme, name, 4, *case).tolist() for name, *case in combined]
 
     ranks = run_ranks(2, run)
-    for case, *trained in zip(product, *ranks, strict=True):
+    for case, *trained in zip(combined, *ranks, strict=True):
         assert trained[0] == trained[1], f"replicas differ: {case}"
         assert (torch.tensor(trained[0]) != start).any(), case
 

@@ -71,23 +71,22 @@ pytestmark = [
 ]
 
 
-CASES = [("wfbp", name) for name in SCRIPTS]
-CASES += [("dear", name) for name in SCRIPTS if name not in REFUSED]
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_equals_ddp(name: str, tmp_path: Path) -> None:
+    schemes = ["wfbp", *["dear"] * (name not in REFUSED)]
 
-
-@pytest.mark.parametrize(("scheme", "name"), CASES)
-def test_equals_ddp(scheme: str, name: str, tmp_path: Path) -> None:
-    def work() -> Any:
+    def work() -> list[Any]:
         own = str(tmp_path / "out")
-        return run(name, None, own), run(name, scheme, own)
+        return [run(name, scheme, own) for scheme in (None, *schemes)]
 
-    for ddps, ours in run_ranks(2, work):
-        near = ddps.pop("near", []), ours.pop("near", [])
-        assert near[1] == pytest.approx(near[0], rel=1e-5)
-        if scheme == "dear" and name in CLIPPED:
-            assert flat(ours) == pytest.approx(flat(ddps), rel=1e-4, abs=1e-5)
-        else:
-            assert ours == ddps
+    for ddps, *others in run_ranks(2, work):
+        expected = ddps.pop("near", [])
+        for scheme, ours in zip(schemes, others, strict=True):
+            assert ours.pop("near", []) == pytest.approx(expected, rel=1e-5)
+            if scheme == "dear" and name in CLIPPED:
+                assert flat(ours) == pytest.approx(flat(ddps), rel=1e-4, abs=1e-5)
+            else:
+                assert ours == ddps, scheme
 
 
 def flat(said: Any) -> list[float]:
