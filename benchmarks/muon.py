@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing as mp
 import shlex
 import sys
 import tempfile
@@ -28,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Muon, Optimizer
@@ -36,11 +36,12 @@ from torch.optim import AdamW, Muon, Optimizer
 import gradtide
 from gradtide.lab.record import commit, machine, versions
 from gradtide.optim import DistributedMuon
-from gradtide.optim import muon as ours
+from gradtide.optim import matrices as ours
 
 SIZES = (1, 2, 4)
 CONTESTANTS = ("AdamW", "Muon", "ZeroRedundancyOptimizer(Muon)", "DistributedMuon")
 HEADS = 4
+NEWTON = "_zeropower_via_newtonschulz"
 BAR = 1.2
 
 
@@ -84,9 +85,9 @@ class Orthogonalisation:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._inner: Callable[..., Tensor] = ours._zeropower_via_newtonschulz
+        self._inner: Callable[..., Tensor] = vars(ours)[NEWTON]
         for module in (ours, sys.modules["torch.optim._muon"]):
-            vars(module)["_zeropower_via_newtonschulz"] = self
+            vars(module)[NEWTON] = self
 
     def __call__(self, *args: Any) -> Tensor:
         begin = time.thread_time()
@@ -163,7 +164,18 @@ def rank_of(rank: int, size: int, folder: str, args: argparse.Namespace) -> None
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for size in SIZES:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank_of, (size, folder, args), nprocs=size)
+            ranks = [
+                mp.get_context("spawn").Process(
+                    target=rank_of, args=(rank, size, folder, args)
+                )
+                for rank in range(size)
+            ]
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join()
+            if any(process.exitcode for process in ranks):
+                raise SystemExit("a rank has failed")
             for line in Path(folder, "rows").read_text().splitlines():
                 yield json.loads(line)
 

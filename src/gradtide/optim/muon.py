@@ -1,16 +1,11 @@
-"""Muon whose matrices have owners: each is orthogonalised by one rank, for all.
-
-[Note: bits] torch's Muon orthogonalises in bfloat16, whatever the parameters are. So an
-update travels as bfloat16 and nothing is rounded: parameters get the bits that every
-rank would have computed for itself.
-"""
+"""Muon whose matrices have owners: each is orthogonalised by one rank, for all."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +13,17 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable loads all o
 
 from gradtide.core.engine import Engine
 from gradtide.core.levels import levels_of
-from gradtide.core.ops import AllGather
-from gradtide.optim.owners import assign, cost, together
 from gradtide.runtime.validation import Signature, check_ranks_agree
 from gradtide.scheme import Scheme, with_levels
 from gradtide.transport import Mesh, ProcessGroup, connect
-from gradtide.transport.shards import described, is_sharded
 
 try:
     from torch.optim import Muon
-    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+    from torch.optim._muon import _adjust_lr
+
+    from gradtide.optim.matrices import Matrix, orthogonalized, signature
+    from gradtide.optim.message import Message
+    from gradtide.optim.owners import assign, together
 except ImportError as error:
     raise ImportError(
         f"gradtide.optim stands on torch.optim.Muon, which torch {torch.__version__} "
@@ -88,7 +84,7 @@ class DistributedMuon(Muon):
         device = torch.device("cpu")
         try:
             super().__init__(params, *args, **kwargs)
-            device = self._device
+            device = next(self._params()).device
         except (ValueError, TypeError) as error:
             refused = error
         transport = connect(process_group, device)
@@ -125,13 +121,21 @@ class DistributedMuon(Muon):
                 loss = closure()
         if any(p not in self._owners for p in self._params()):  # added since
             self._assign()
+        matrices = self._matrices()
+        for matrix in matrices:  # before anything is sent, on every rank
+            if matrix.param.grad is not None and matrix.param.grad.is_sparse:
+                raise RuntimeError(
+                    "Muon does not take sparse gradients: build the embedding with "
+                    "sparse=False, or train it by another optimizer"
+                )
         self._drop()
-        travelling: deque[_Message] = deque()
-        for matrices in self._together():
-            message = _Message(matrices, torch.bfloat16, self._engine)
+        travelling: deque[Message] = deque()
+        trained = [m for m in matrices if m.param.requires_grad]
+        for members in self._together(trained):
+            message = Message(members, torch.bfloat16, self._engine)
             for matrix, value, there in message.own():
                 if matrix.param.grad is not None:
-                    value.copy_(self._orthogonalized(matrix))
+                    value.copy_(self._update(matrix))
                     there.fill_(1)
             message.leave()
             travelling.append(message)
@@ -141,7 +145,7 @@ class DistributedMuon(Muon):
             _apply(message)
         return loss
 
-    def _orthogonalized(self, matrix: _Matrix) -> Tensor:
+    def _update(self, matrix: Matrix) -> Tensor:
         """The update of a matrix that this rank owns, before its learning rate."""
         p, group, _ = matrix
         grad, state = p.grad, self.state[p]
@@ -152,15 +156,9 @@ class DistributedMuon(Muon):
         buffer.lerp_(grad, 1 - group["momentum"])
         nesterov = group["nesterov"]
         update = grad.lerp(buffer, group["momentum"]) if nesterov else buffer
-        return _zeropower_via_newtonschulz(
-            update, group["ns_coefficients"], group["ns_steps"], group["eps"]
-        )
+        return orthogonalized(update, group)
 
     # - Owners -------------------------------------------------------------------------
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self._params()).device
 
     def _params(self) -> Iterator[Tensor]:
         return (p for group in self.param_groups for p in group["params"])
@@ -171,11 +169,11 @@ class DistributedMuon(Muon):
         Raises on every rank what was `refused` on this one.
         """
 
-        def prepare() -> tuple[list[_Matrix], Signature]:
+        def prepare() -> tuple[list[Matrix], Signature]:
             if refused is not None:
                 raise refused
             matrices = [m for m in self._matrices() if m.owner < 0]
-            return matrices, self._signature()
+            return matrices, signature(self.param_groups)
 
         remedy = "build the same optimizer of the same model on every rank"
         transport = self._engine.transport
@@ -183,42 +181,15 @@ class DistributedMuon(Muon):
         owners = assign([m.cost for m in found], transport.group.size)
         self._owners.update(zip((m.param for m in found), owners, strict=True))
 
-    def _signature(self) -> Signature:
-        """What ranks have to have in common. Raises ValueError for what cannot be."""
-        named: dict[str, str] = {}
-        device = self._device
-        for i, group in enumerate(self.param_groups):
-            rest = {k: v for k, v in group.items() if k not in ("params", "lr")}
-            named[f"group {i}"] = repr({**rest, "lr": float(group["lr"])})
-            for j, p in enumerate(group["params"]):
-                name = f"parameter {j} of group {i}"
-                if is_sharded(p):
-                    raise ValueError(
-                        f"{name} is sharded, and a matrix is orthogonalised as a "
-                        "whole: shard nothing, or train it by another optimizer"
-                    )
-                if p.is_complex():
-                    raise ValueError(
-                        f"{name} is complex: train it by another optimizer"
-                    )
-                if p.device != device:
-                    raise ValueError(
-                        f"{name} is on {p.device} and others are on {device}: build "
-                        "an optimizer for each device"
-                    )
-                named[name] = described(p)
-        return named
-
-    def _matrices(self) -> list[_Matrix]:
+    def _matrices(self) -> list[Matrix]:
         return [
-            _Matrix(p, group, self._owners.get(p, -1))
+            Matrix(p, group, self._owners.get(p, -1))
             for group in self.param_groups
             for p in group["params"]
         ]
 
-    def _together(self) -> list[list[_Matrix]]:
-        """The matrices of each message; those that are frozen are left out."""
-        found = [m for m in self._matrices() if m.param.requires_grad]
+    def _together(self, found: list[Matrix]) -> list[list[Matrix]]:
+        """The matrices of each message."""
         owners, costs = [m.owner for m in found], [m.cost for m in found]
         numels = [m.param.numel() for m in found]
         return [[found[i] for i in m] for m in together(owners, costs, numels, MESSAGE)]
@@ -230,10 +201,10 @@ class DistributedMuon(Muon):
 
         This is a collective call, before `state_dict()`.
         """
-        for matrices in self._together():
+        for matrices in self._together(self._matrices()):
             for dtype in dict.fromkeys(m.param.dtype for m in matrices):
                 alike = [m for m in matrices if m.param.dtype == dtype]
-                message = _Message(alike, dtype, self._engine)
+                message = Message(alike, dtype, self._engine)
                 for matrix, value, there in message.own():
                     state = self.state.get(matrix.param, {})
                     if STATE in state:
@@ -290,64 +261,7 @@ class DistributedMuon(Muon):
         return self._engine.group.rank
 
 
-class _Matrix(NamedTuple):
-    """A parameter, its group, and the rank that owns it; -1: none yet."""
-
-    param: Tensor
-    group: dict[str, Any]
-    owner: int
-
-    @property
-    def cost(self) -> float:
-        rows, columns = self.param.shape
-        return cost(rows, columns, self.group["ns_steps"])
-
-
-class _Message:
-    """Something of each of some matrices, from their owners to all ranks.
-
-    Behind each value stands one element that says whether it is there: the owner
-    decides, and how long a message is depends on nothing that ranks might see
-    differently.
-    """
-
-    def __init__(
-        self, matrices: Sequence[_Matrix], dtype: torch.dtype, engine: Engine
-    ) -> None:
-        self._engine, self._rank = engine, engine.group.rank
-        self._matrices = sorted(matrices, key=lambda m: m.owner)
-        lengths = [m.param.numel() + 1 for m in self._matrices]
-        self._sizes = [0] * engine.group.size
-        for matrix, length in zip(self._matrices, lengths, strict=True):
-            self._sizes[matrix.owner] += length
-        device = matrices[0].param.device
-        self._flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
-        self._pieces = torch.split(self._flat, lengths)
-
-    def own(self) -> Iterator[tuple[_Matrix, Tensor, Tensor]]:
-        """This rank's matrices, where their values go, and whether they are there."""
-        for matrix, piece in zip(self._matrices, self._pieces, strict=True):
-            if matrix.owner == self._rank:
-                yield matrix, piece[:-1].view(matrix.param.shape), piece[-1]
-
-    def leave(self) -> None:
-        """Send it on its way."""
-        own = torch.split(self._flat, self._sizes)[self._rank]
-        gather = AllGather(own, self._sizes, into=self._flat)
-        self._wait = self._engine.ask("muon", gather)
-
-    def arrived(self) -> Iterator[tuple[_Matrix, Tensor]]:
-        """Wait for it; returns the values of the matrices that have one."""
-        self._wait()
-        there = torch.stack([piece[-1] for piece in self._pieces]).tolist()
-        for matrix, piece, is_there in zip(
-            self._matrices, self._pieces, there, strict=True
-        ):
-            if is_there:
-                yield matrix, piece[:-1].view(matrix.param.shape)
-
-
-def _apply(message: _Message) -> None:
+def _apply(message: Message) -> None:
     """Update the parameters of a message."""
     for (p, group, _), update in message.arrived():
         lr = float(group["lr"])
