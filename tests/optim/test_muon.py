@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -88,15 +89,16 @@ def train(
     """With a scheduler, accumulation and clipping; some steps without a layer."""
     model, rank = network(dtype), dist.get_rank()
     outer: nn.Module = model
-    if scheme == "install":
-        with gradtide.install("wfbp"):
+    wrapped = scheme in ("ddp", "install")  # torch's class or, by its name, ours
+    if wrapped:
+        with gradtide.install("wfbp") if scheme == "install" else nullcontext():
             outer = nn.parallel.DistributedDataParallel(
                 model, find_unused_parameters=True
             )
     optimizer = Both(model, kind, **options)
     begin(optimizer)
     sync = None
-    if scheme != "install":
+    if not wrapped:
         sync = gradtide.replicate(model, optimizer, scheme)
     scheduler = LambdaLR(optimizer, lambda i: 1 / (1 + i / 20))
     for step in range(STEPS):
@@ -104,7 +106,7 @@ def train(
         if sync is not None and step % 2:
             with sync.no_sync():
                 loss_of(model, batch(step, rank + 50, dtype)).backward()
-        if step == 4:  # the last layers are not used
+        if step == 4 and scheme != "ddp":  # the last layers are not used
             model[0](batch(step, rank, dtype)).square().mean().backward()
         else:
             loss_of(outer, batch(step, rank, dtype)).backward()
@@ -124,6 +126,7 @@ def products() -> None:
         ("wfbp", {"dtype": torch.float64}),
         ("wfbp", {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.5}),
         ("install", {}),
+        ("ddp", {}),
         ("topka2a(0.2)", {}),
     ]
     for scheme, options in cases if dist.get_world_size() == 2 else cases[2:4]:
