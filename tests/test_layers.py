@@ -18,7 +18,7 @@ LAYERS = (
     {"kfac"},
     {"scheme"},
     {"runtime"},
-    {"planner"},
+    {"optim", "planner"},
     {"replica"},
     {"parallel"},
     {"lab", "integrations"},

@@ -58,7 +58,7 @@ def balanced(
     found: list[tuple[float, dict[int, int]]] = []
     for count in range(len(order) + 1):
         shared, own = order[:count], order[count:]
-        loads, ranks = _longest_first([costs[i] for i in shared], [1.0] * size)
+        loads, ranks = longest_first([costs[i] for i in shared], [1.0] * size)
         seconds = sum(costs[i] for i in own) + max(loads)
         if shared:
             seconds += send(sum(numels[i] for i in shared))
@@ -120,7 +120,7 @@ def grid(costs: Sequence[float], size: int, fraction: float) -> Assignment:
     groups = [range(begin, end) for begin, end in pairwise(bounds)]
     layers = [costs[i] + costs[-1 - i] for i in range(num_layers)]
     order = sorted(range(num_layers), key=lambda i: (-layers[i], i))
-    _, chosen = _longest_first([layers[i] for i in order], [len(g) for g in groups])
+    _, chosen = longest_first([layers[i] for i in order], [len(g) for g in groups])
     workers = [range(0)] * num_layers
     for i, group in zip(order, chosen, strict=True):
         workers[i] = groups[group]
@@ -133,7 +133,7 @@ def grid(costs: Sequence[float], size: int, fraction: float) -> Assignment:
     return Assignment(tuple(owners), tuple(workers))
 
 
-def _longest_first(
+def longest_first(
     costs: Sequence[float], speeds: Sequence[float]
 ) -> tuple[list[float], list[int]]:
     """(loads, bins): costs, sorted from the longest, each to the least loaded bin."""

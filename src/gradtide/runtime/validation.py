@@ -225,8 +225,16 @@ def _refuse_wrapper(optimizer: object) -> None:
 
 
 def is_joinable(optimizer: Optimizer) -> bool:
-    """Whether a step exchanges something itself, as ZeroRedundancyOptimizer's does."""
-    return any(kind.__name__ == "Joinable" for kind in type(optimizer).__mro__)
+    """Whether a step exchanges something itself, as ZeroRedundancyOptimizer's does.
+
+    It is one of torch's by a class that is called Joinable, and one of ours by an
+    attribute; or one that holds such a one.
+    """
+    return any(
+        getattr(one, "exchanges", False)
+        or any(kind.__name__ == "Joinable" for kind in type(one).__mro__)
+        for one in (optimizer, *holds(optimizer))
+    )
 
 
 def _validate_steps(optimizer: Optimizer) -> None:

@@ -1,0 +1,74 @@
+"""A matrix and its group; its orthogonalisation; what ranks must have in common.
+
+[Note: bits] torch's Muon orthogonalises in bfloat16, whatever the parameters are. So an
+update travels as bfloat16 and nothing is rounded: parameters get the bits that every
+rank would have computed for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from gradtide.optim.owners import cost
+from gradtide.transport.shards import described, is_sharded
+
+ParamGroup: TypeAlias = dict[str, Any]
+
+
+class Matrix(NamedTuple):
+    """A parameter, its group, and the rank that owns it; -1: none yet."""
+
+    param: Tensor
+    group: ParamGroup
+    owner: int
+
+    @property
+    def cost(self) -> float:
+        rows, columns = self.param.shape
+        return cost(rows, columns, self.group["ns_steps"])
+
+
+def orthogonalized(update: Tensor, group: ParamGroup) -> Tensor:
+    """As torch's Muon does, in bfloat16."""
+    found = _zeropower_via_newtonschulz(
+        update, group["ns_coefficients"], group["ns_steps"], group["eps"]
+    )
+    assert found.dtype == torch.bfloat16, found.dtype  # see [Note: bits]
+    return found
+
+
+def signature(groups: Sequence[ParamGroup]) -> dict[str, str]:
+    """What ranks have to have in common. Raises ValueError for what cannot be."""
+    named: dict[str, str] = {}
+    device = next(p.device for group in groups for p in group["params"])
+    for i, group in enumerate(groups):
+        rest = {k: v for k, v in group.items() if k not in ("params", "lr")}
+        named[f"group {i}"] = repr({**rest, "lr": float(group["lr"])})
+        # What cannot be computed is refused here, and not by owners alone.
+        orthogonalized(torch.zeros(1, 1, device=device), group)
+        for j, p in enumerate(group["params"]):
+            name = f"parameter {j} of group {i}"
+            reason = _refusal(p, device)
+            if reason is not None:
+                raise ValueError(f"{name} {reason}")
+            named[name] = described(p)
+    return named
+
+
+def _refusal(p: Tensor, device: torch.device) -> str | None:
+    """Why a matrix can have no owner, and the remedy."""
+    if is_sharded(p):
+        return (
+            "is sharded, and a matrix is orthogonalised as a whole: shard nothing, or "
+            "train it by another optimizer"
+        )
+    if p.is_complex():
+        return "is complex: train it by another optimizer"
+    if p.device != device:
+        return f"is on {p.device} and others on {device}: one optimizer for each device"
+    return None
