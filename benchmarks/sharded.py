@@ -44,7 +44,11 @@ from gradtide.lab.workloads import build
 
 BATCH = 24  # samples a step, over all ranks
 MAX_NORM = 0.3  # most steps are clipped
-LEARNT = ("wfbp", "oktopk(0.1)", "exdyna(0.1, schedule='local')")
+LEARNT = (
+    "wfbp",
+    "oktopk(0.1, warmup=160)",
+    "exdyna(0.1, schedule='local', warmup=160)",
+)
 SPARSE = "exdyna(0.1)"
 
 
