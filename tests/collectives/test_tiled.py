@@ -1,4 +1,4 @@
-"""Tiles: who gives what, places in 12 bits, bytes, and what the planner says of them."""
+"""Tiles: what each gives, places in 12 bits, bytes, and what is planned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives import TiledTopK
-from gradtide.collectives._tiles import Grid, Places, grids_of, pack, unpack
+from gradtide.collectives._tiles import Places, grids_of, pack, unpack
 from gradtide.collectives.tiled import pays
 from gradtide.core.ops import Group, payload_bytes
 from gradtide.core.payload import Payload
@@ -44,7 +44,7 @@ def test_a_bucket_is_all_in_tiles_and_back() -> None:
     for grid in grids:
         whole = grid.kept(1.0)
         assert int(whole.sum()) == grid.length
-        assert torch.equal((grid.cut(payload.flat + 1, -9.0) > -9).sum(1), whole)
+        assert torch.equal((grid.cut(payload.flat.abs(), -1.0) >= 0).sum(1), whole)
     assert [g.columns for g in grids if g.columns != 64] == [70, 1800, 128, 2]
 
 
@@ -111,7 +111,7 @@ def test_bytes_are_the_published_ones_and_planned(wire: Any, bits: float) -> Non
     size, n = 3, 64 * 64 * 30
     collective = TiledTopK(wire=wire)
     sent = traffic_of(collective, size, [(64 * 30, 64)])
-    assert sent == pytest.approx((size - 1) * n / 64 * bits / 8, rel=1e-3)
+    assert sent == pytest.approx((size - 1) * n / 64 * bits / 8, abs=8 * (size - 1))
     found = rehearsal.scripts(collective, n, torch.float32, ((64 * 30, 64),), size)
     asked = [op for act in found[1].acts for op in act.asked]
     assert sum(payload_bytes(op, Group(0, size)) for op in asked) == sent

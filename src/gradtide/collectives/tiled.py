@@ -72,9 +72,7 @@ class TiledTopK(Traits):
             payload.add_residual(where, values)
         messages = yield AllGather(message)
         found = _tiles.unpack(messages, len(chosen), codec, flat.dtype)
-        return payload.mean_of_entries(
-            chosen.in_bucket(found[0], len(flat)), found[1]
-        )
+        return payload.mean_of_entries(chosen.in_bucket(found[0], len(flat)), found[1])
 
 
 def pays(n: int, k: int, size: int, codec: Codec) -> bool:

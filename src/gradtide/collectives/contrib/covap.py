@@ -16,10 +16,10 @@ from gradtide.wire import Wire, codec_of
 class COVAP(Traits):
     """Average one part of a bucket in every step, the next one in the step after.
 
-    This is COVAP (2023, arXiv:2311.04499), whose filter lets every bucket travel in one of `interval`
-    steps. Here it is one of so many parts of every bucket, so that all steps send the
-    same. What waits counts whole when it travels; the published method lets it count by
-    a factor that rises to 1, and forgets the rest.
+    This is COVAP (2023, arXiv:2311.04499), whose filter lets every bucket travel in one
+    of `interval` steps. Here it is one of so many parts of every bucket, so that all
+    steps send the same. What waits counts whole when it travels; the published method
+    lets it count by a factor that rises to 1, and forgets the rest.
 
     Cost, with P ranks: two rounds of P - 1 messages, the halves of a dense exchange. A
     rank sends 8 (P - 1) / P n / interval bytes for float32, less with `wire`. No time

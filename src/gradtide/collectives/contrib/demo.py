@@ -140,7 +140,7 @@ def _turned(tiles: Tensor, grid: Grid, back: bool) -> Tensor:
 
 def _cosines(n: int, like: Tensor) -> Tensor:
     """The orthonormal matrix of the DCT-II: a row for each frequency."""
-    k, at = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n)
-    rows = torch.cos(math.pi / n * (at + 0.5) * k) * math.sqrt(2 / n)
+    k = torch.arange(n, dtype=torch.float64)
+    rows = torch.cos(math.pi / n * k[:, None] * (k + 0.5)) * math.sqrt(2 / n)
     rows[0] /= math.sqrt(2)
     return rows.to(like)
