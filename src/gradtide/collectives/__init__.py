@@ -4,7 +4,7 @@ Those of `contrib` are yardsticks, to hold others against. They, and others that
 schemes ask for, are loaded by who asks for them.
 """
 
-from importlib import import_module
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradtide.collectives._entries import Selecting as Selecting
@@ -77,7 +77,7 @@ def __getattr__(name: str) -> Any:
     if name in _KINDS:
         found = tuple(globals().get(n) or __getattr__(n) for n in _KINDS[name])
     elif name in LATER:
-        found = getattr(import_module(f"{__name__}.{LATER[name]}"), name)
+        found = getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

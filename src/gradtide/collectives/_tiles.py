@@ -157,8 +157,8 @@ class Places:
             firsts.append(first.repeat_interleave(kept))
         columns = torch.tensor([[g.columns, g.shape[1]] for g in self.grids])
         counts = torch.tensor(self.counts)
-        wide, width = columns.repeat_interleave(counts, 0).unbind(1)
-        return torch.cat(firsts), wide, width
+        each = columns.repeat_interleave(counts, 0)
+        return torch.cat(firsts), each[:, 0], each[:, 1]
 
     def in_tiles(self, places: Tensor) -> Tensor:
         """Where places [..., entries] are in all grids' tiles, one after the other."""
