@@ -5,7 +5,7 @@ schemes ask for, are loaded by who asks for them.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import typing
 
 from gradtide.collectives._entries import Selecting as Selecting
 from gradtide.collectives.auto import Auto as Auto
@@ -22,7 +22,7 @@ from gradtide.collectives.topk import TopK as TopK
 from gradtide.collectives.topka2a import TopKA2A as TopKA2A
 from gradtide.collectives.warmup import Warmup as Warmup
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from gradtide.collectives.contrib.acpsgd import ACPSGD as ACPSGD
     from gradtide.collectives.contrib.arctopk import ARCTopK as ARCTopK
     from gradtide.collectives.contrib.by_norm import ByNorm as ByNorm
@@ -71,9 +71,9 @@ LATER = {  # where they are
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     """One of `LATER`, or all of a kind."""
-    found: Any
+    found: typing.Any
     if name in _KINDS:
         found = tuple(globals().get(n) or __getattr__(n) for n in _KINDS[name])
     elif name in LATER:

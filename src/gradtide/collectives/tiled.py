@@ -31,7 +31,9 @@ class TiledTopK(Traits):
     bucket for which this would not send fewer bytes travels by `Dense`, and then the
     casts of `wire` are lost.
 
-    Residual: what the rank itself did not select.
+    Residual: what the rank itself did not select. A tile that has nothing but zeros
+    gives zeros; "2bit" and "sign" have none, and move these entries a little to and
+    fro.
 
     Args:
         density: The share of its entries that every tile gives, above 0 and at most 1,
