@@ -76,6 +76,7 @@ def test_few_modules(loaded: list[str]) -> None:
 
 def test_what_no_plain_training_needs_is_not_loaded(loaded: list[str]) -> None:
     assert not ours(loaded, "planner", "lab", "optim", "profile", "simulate", "testing")
+    assert not ours(loaded, "collectives.contrib", "collectives.tiled")
     assert ours(loaded, "kfac") == ["gradtide.kfac", "gradtide.kfac.config"]
     extras = ("numba", "llvmlite", "triton", "typer", "rich", "matplotlib", "psutil")
     assert not [m for m in loaded if m.partition(".")[0] in (*extras, "sklearn")]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,25 @@ from gradtide.fusion import BySize, PerTensor, Trace
 from gradtide.kfac import KFAC
 from gradtide.runtime.placement import lay_out
 from gradtide.scheme import RECIPES, Scheme, parse, recipe
+from gradtide.scheme.table import Table
 from gradtide.selectors import Exact
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_names_and_reprs_parse_to_the_same(name: str) -> None:
     assert parse(name) == parse(repr(RECIPES[name])) == RECIPES[name]
+
+
+def test_a_table_makes_what_is_asked_for_once() -> None:
+    made: list[str] = []
+    names = ("b", "a")
+    table = Table({name: partial(made.append, name) for name in names})
+    assert "a" in table
+    assert "c" not in table
+    assert (tuple(table), len(table), made) == (names, 2, [])
+    assert [table["a"], table["a"], made] == [None, None, ["a"]]
+    with pytest.raises(KeyError):
+        table["c"]
 
 
 def test_constructor_calls() -> None:

@@ -23,6 +23,7 @@ from tests.ranks import run_ranks
 
 SPARSE = [kind.__name__ for kind in COLLECTIVES if hasattr(kind, "density")]
 LOW_RANK = ["PowerSGD", "ACPSGD"]
+COARSE = ["COVAP", "DeMo"]  # what they choose is no entry
 SCHEDULES = ("SEQUENTIAL", "WFBP", "DEAR")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
@@ -68,7 +69,7 @@ def train(
 
 
 def named(collective: str, density: float, schedule: str) -> str:
-    size = 2 if collective in LOW_RANK else density
+    size = 2 if collective in LOW_RANK + COARSE else density
     # Two buckets, so that DEAR holds one and the other runs on.
     return (
         f"Scheme({collective}({size}), BySize(0.004, ends=0.001), schedule={schedule})"
@@ -208,7 +209,7 @@ def by_torch_save(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(buffer, weights_only=True)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("collective", SPARSE + LOW_RANK)
+@pytest.mark.parametrize("collective", SPARSE + LOW_RANK + COARSE)
 def test_a_resumed_run_is_the_same_run(collective: str) -> None:
     schemes = [named(collective, 0.05, schedule) for schedule in ("WFBP", "DEAR")]
 

@@ -5,22 +5,20 @@ name or a text, or is built by `recipe`, or from the parts that are exported her
 have the names that the text has.
 """
 
+import typing
+
+from gradtide import collectives
 from gradtide.collectives import (
-    ACPSGD,
     Auto,
-    ByNorm,
-    CLTk,
     Dense,
     Dynamic,
     Even,
-    GTopK,
     MomentumCorrection,
     OkTopk,
     PartitionedTopK,
     PowerSGD,
     TopK,
     TopKA2A,
-    TopkDSA,
     Warmup,
 )
 from gradtide.core.outer import OuterSGD
@@ -40,16 +38,30 @@ from gradtide.scheme import Scheme, parse, recipe
 from gradtide.selectors import Exact, Threshold
 from gradtide.transport import CommunicationError
 
+if typing.TYPE_CHECKING:
+    from gradtide.collectives import (
+        ACPSGD,
+        COVAP,
+        ARCTopK,
+        ByNorm,
+        CLTk,
+        DeMo,
+        GTopK,
+        TiledTopK,
+        TopkDSA,
+    )
+
 __version__ = "0.2.0"  # read by pyproject.toml, too
 
-# Nothing is gained by importing parts later: the parser knows, and loads, all of them.
 __all__ = [
     "ACPSGD",
+    "COVAP",
     "DEAR",
     "KFAC",
     "LOCAL",
     "SEQUENTIAL",
     "WFBP",
+    "ARCTopK",
     "Auto",
     "Bayesian",
     "BinarySearch",
@@ -58,6 +70,7 @@ __all__ = [
     "CLTk",
     "CommunicationError",
     "Cuts",
+    "DeMo",
     "Dense",
     "DistributedDataParallel",
     "Dynamic",
@@ -75,6 +88,7 @@ __all__ = [
     "Schedule",
     "Scheme",
     "Threshold",
+    "TiledTopK",
     "TopK",
     "TopKA2A",
     "TopkDSA",
@@ -85,3 +99,11 @@ __all__ = [
     "recipe",
     "replicate",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """A collective that is loaded by who asks for it."""
+    if name in collectives.LATER:
+        globals()[name] = getattr(collectives, name)
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,8 +40,8 @@ def collectives(wire: str | None) -> list[Any]:
             found += [make(0.05, select, wire) for select in (Exact(), Threshold())]
         elif "partition" in names:
             found += [make(0.05, partition(), wire) for partition in PARTITIONS]
-        elif kind is not Dense and wire is None:
-            found.append(make())
+        elif kind is not Dense and ("wire" in names or wire is None):
+            found.append(make(wire=wire) if "wire" in names else make())
     return found
 
 

@@ -46,6 +46,21 @@ def test_a_mean_is_zero_but_where_it_is_not() -> None:
     assert second.data_ptr() == first.data_ptr()
 
 
+def test_entries_of_all_ranks_are_added_up_and_cleared_the_next_time() -> None:
+    payload = Payload(torch.zeros(5), [])
+    where = torch.tensor([[0, 3], [3, 4]], dtype=torch.int32)
+    values = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+    mean = payload.mean_of_entries(where, values)
+    assert mean.tolist() == [0.5, 0, 0, 3, 4]
+    found = payload.entries_of(mean)
+    assert found is not None
+    assert set(found.tolist()) == {0, 3, 4}
+    again = payload.mean_of_entries(where[:, :1], values[:, :1])
+    assert again.tolist() == [0.5, 0, 0, 2, 0]
+    assert again.data_ptr() == mean.data_ptr()
+    assert again._version == payload._version  # nobody else wrote: no pass over it
+
+
 @pytest.mark.parametrize("indirect", [False, True])
 def test_a_mean_that_somebody_wrote_to_is_cleared(indirect: bool) -> None:
     payload = Payload(torch.zeros(4), [])

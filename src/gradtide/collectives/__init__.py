@@ -1,15 +1,14 @@
 """The averaging algorithms; a new one is one file and one line here.
 
-Those of `contrib` are yardsticks, to hold others against.
+Those of `contrib` are yardsticks, to hold others against. They, and others that few
+schemes ask for, are loaded by who asks for them.
 """
+
+import importlib
+import typing
 
 from gradtide.collectives._entries import Selecting as Selecting
 from gradtide.collectives.auto import Auto as Auto
-from gradtide.collectives.contrib.acpsgd import ACPSGD as ACPSGD
-from gradtide.collectives.contrib.by_norm import ByNorm as ByNorm
-from gradtide.collectives.contrib.cltk import CLTk as CLTk
-from gradtide.collectives.contrib.gtopk import GTopK as GTopK
-from gradtide.collectives.contrib.topkdsa import TopkDSA as TopkDSA
 from gradtide.collectives.dense import Dense as Dense
 from gradtide.collectives.lowrank import PowerSGD as PowerSGD
 from gradtide.collectives.momentum_correction import (
@@ -23,17 +22,63 @@ from gradtide.collectives.topk import TopK as TopK
 from gradtide.collectives.topka2a import TopKA2A as TopKA2A
 from gradtide.collectives.warmup import Warmup as Warmup
 
-COLLECTIVES = (
-    Dense,
-    TopK,
-    GTopK,
-    TopKA2A,
-    TopkDSA,
-    OkTopk,
-    PartitionedTopK,
-    CLTk,
-    PowerSGD,
-    ACPSGD,
-)
-WRAPPERS = (Warmup, MomentumCorrection)
-PARTITIONS = (Even, Dynamic, ByNorm)
+if typing.TYPE_CHECKING:
+    from gradtide.collectives.contrib.acpsgd import ACPSGD as ACPSGD
+    from gradtide.collectives.contrib.arctopk import ARCTopK as ARCTopK
+    from gradtide.collectives.contrib.by_norm import ByNorm as ByNorm
+    from gradtide.collectives.contrib.cltk import CLTk as CLTk
+    from gradtide.collectives.contrib.covap import COVAP as COVAP
+    from gradtide.collectives.contrib.demo import DeMo as DeMo
+    from gradtide.collectives.contrib.gtopk import GTopK as GTopK
+    from gradtide.collectives.contrib.topkdsa import TopkDSA as TopkDSA
+    from gradtide.collectives.tiled import TiledTopK as TiledTopK
+
+    COLLECTIVES: tuple[type, ...]
+    WRAPPERS: tuple[type, ...]
+    PARTITIONS: tuple[type, ...]
+
+_KINDS = {
+    "COLLECTIVES": (
+        "Dense",
+        "TopK",
+        "GTopK",
+        "TopKA2A",
+        "TopkDSA",
+        "OkTopk",
+        "PartitionedTopK",
+        "CLTk",
+        "TiledTopK",
+        "ARCTopK",
+        "COVAP",
+        "DeMo",
+        "PowerSGD",
+        "ACPSGD",
+    ),
+    "WRAPPERS": ("Warmup", "MomentumCorrection"),
+    "PARTITIONS": ("Even", "Dynamic", "ByNorm"),
+}
+PARTS = (*(name for names in _KINDS.values() for name in names), "Auto")
+LATER = {  # where they are
+    "ACPSGD": "contrib.acpsgd",
+    "ARCTopK": "contrib.arctopk",
+    "ByNorm": "contrib.by_norm",
+    "CLTk": "contrib.cltk",
+    "COVAP": "contrib.covap",
+    "DeMo": "contrib.demo",
+    "GTopK": "contrib.gtopk",
+    "TiledTopK": "tiled",
+    "TopkDSA": "contrib.topkdsa",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    """One of `LATER`, or all of a kind."""
+    found: typing.Any
+    if name in _KINDS:
+        found = tuple(globals().get(n) or __getattr__(n) for n in _KINDS[name])
+    elif name in LATER:
+        found = getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found

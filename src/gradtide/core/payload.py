@@ -99,6 +99,22 @@ class Payload:
         self._mean, self._where, self._version = mean, where, mean._version
         return mean
 
+    def mean_of_entries(self, where: Tensor, values: Tensor) -> Tensor:
+        """The `sparse_mean` of entries that the ranks sent, a row for each rank.
+
+        Those of a row are unique, and may be in others, too. Rows are added up one
+        after the other, so that the sums are the same everywhere; no length depends on
+        a number, so that nothing waits for a device.
+        """
+        everywhere = where.flatten()
+        mean = self.sparse_mean(everywhere, values.new_zeros(values.numel()))
+        for places, row in zip(where, values, strict=True):
+            mean.index_add_(0, places, row.to(mean.dtype))
+        found = mean.index_select(0, everywhere).div_(len(where))
+        mean.index_copy_(0, everywhere.long(), found)
+        self._version = mean._version
+        return mean
+
     def entries_of(self, mean: Tensor) -> Tensor | None:
         """Where the last `sparse_mean` has entries, if `mean` is that."""
         own = self._mean
@@ -157,8 +173,8 @@ class Traits:
     undecided = False  # stands for what is still to be chosen
     transparent = False  # in the long run a wrapper asks for what is wrapped does
     # For rehearsals. What requests depend on: on the bucket's length in a straight
-    # line, on the shapes of its parts, or on numbers.
-    depends_on: Literal["length", "shapes", "numbers"] = "numbers"
+    # line, on its length in another way, on the shapes of its parts, or on numbers.
+    depends_on: Literal["length", "size", "shapes", "numbers"] = "numbers"
     alike = True  # what is gathered from others could be copies of what is sent
     searches_part = False  # of a bucket, and not by its `select`
     small = 0  # bytes up to which values travel in another way

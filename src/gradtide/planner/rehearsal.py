@@ -4,7 +4,7 @@ The real flow runs for some steps on random gradients, and its requests are note
 was noted is the script of a bucket: the virtual engine plays it, at the size of the
 real bucket, whenever the bucket is launched.
 
-[Note: Sizes] A flow whose requests depend on shapes alone runs on tensors without
+[Note: Sizes] A flow whose requests depend on sizes alone runs on tensors without
 memory, at full size. Others select from numbers. They run at some sizes, each twice the
 one before, and the totals of every request lie on a straight line through the two
 nearest: counts stay, entries grow. The largest size leaves every rank some entries for
@@ -66,7 +66,7 @@ def _scripts(
     collective: Any, numel: int, dtype: torch.dtype, shapes: Shapes, size: int
 ) -> Sequence[Script]:
     own = traits(collective)
-    if own.depends_on == "shapes":
+    if own.depends_on in ("size", "shapes"):
         return by_shapes(collective, numel, dtype, shapes, size)
     if own.depends_on == "length":
         part = PART * size

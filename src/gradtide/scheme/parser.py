@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from gradtide.collectives import COLLECTIVES, PARTITIONS, WRAPPERS, Auto
+from gradtide import collectives
 from gradtide.core.outer import OuterSGD
 from gradtide.core.schedule import Schedule
 from gradtide.fusion import FUSIONS
 from gradtide.kfac import KFAC
 from gradtide.scheme.config import Scheme, check
 from gradtide.scheme.recipes import RECIPES, SCHEDULES, nearest, recipe
+from gradtide.scheme.table import Table
 from gradtide.selectors import SELECTORS
 
-NAMES: dict[str, Any] = {
-    **{cls.__name__: cls for cls in (*COLLECTIVES, *WRAPPERS, *PARTITIONS, *SELECTORS)},
-    **{cls.__name__: cls for cls in (Auto, Scheme, Schedule, *FUSIONS, KFAC, OuterSGD)},
-    **{name.upper(): schedule for name, schedule in SCHEDULES.items()},
-}
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+_HERE = (*SELECTORS, Scheme, Schedule, *FUSIONS, KFAC, OuterSGD)
+NAMES: Mapping[str, Any] = Table(
+    {
+        **{name: partial(getattr, collectives, name) for name in collectives.PARTS},
+        **{cls.__name__: partial(_itself, cls) for cls in _HERE},
+        **{name.upper(): partial(_itself, it) for name, it in SCHEDULES.items()},
+    }
+)
 
 
 def as_scheme(scheme: str | Scheme) -> Scheme:

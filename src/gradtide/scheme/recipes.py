@@ -5,7 +5,7 @@ name(density_or_rank, wire=, schedule=, every=, warmup=, momentum_correction=, .
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any, cast
@@ -18,20 +18,25 @@ from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
 from gradtide.fusion import BySize
 from gradtide.kfac import DISTRIBUTIONS, KFAC
 from gradtide.scheme.config import Scheme, check
+from gradtide.scheme.table import Table
 
 SCHEDULES = {"sequential": SEQUENTIAL, "wfbp": WFBP, "dear": DEAR, "local": LOCAL}
-_SPARSE: dict[str, Collective] = {
-    "topk": collectives.TopK(),
-    "gtopk": collectives.GTopK(),
-    "topka2a": collectives.TopKA2A(),
-    "topkdsa": collectives.TopkDSA(),
-    "oktopk": collectives.OkTopk(),
-    "micro": collectives.PartitionedTopK(partition=collectives.Even()),
-    "exdyna": collectives.PartitionedTopK(partition=collectives.Dynamic()),
-    "deft": collectives.PartitionedTopK(partition=collectives.ByNorm()),
-    "cltk": collectives.CLTk(),
-    "powersgd": collectives.PowerSGD(),
-    "acpsgd": collectives.ACPSGD(),
+_SPARSE: dict[str, Callable[[], Collective]] = {
+    "topk": lambda: collectives.TopK(),
+    "gtopk": lambda: collectives.GTopK(),
+    "topka2a": lambda: collectives.TopKA2A(),
+    "topkdsa": lambda: collectives.TopkDSA(),
+    "oktopk": lambda: collectives.OkTopk(),
+    "micro": lambda: collectives.PartitionedTopK(partition=collectives.Even()),
+    "exdyna": lambda: collectives.PartitionedTopK(partition=collectives.Dynamic()),
+    "deft": lambda: collectives.PartitionedTopK(partition=collectives.ByNorm()),
+    "cltk": lambda: collectives.CLTk(),
+    "tiledtopk": lambda: collectives.TiledTopK(),
+    "arctopk": lambda: collectives.ARCTopK(),
+    "covap": lambda: collectives.COVAP(),
+    "demo": lambda: collectives.DeMo(),
+    "powersgd": lambda: collectives.PowerSGD(),
+    "acpsgd": lambda: collectives.ACPSGD(),
 }
 # Few messages: sparse ones are so short that starting them is what takes time.
 _LARGE = BySize(25.0, ends=25.0, pieces=1)
@@ -40,36 +45,44 @@ _LATE = replace(LOCAL, gain=1.4)
 _LOCAL = {"micro": _LATE, "exdyna": _LATE, "deft": _LATE}
 # DiLoCo's outer optimizer (Douillard et al., arXiv:2311.08105).
 _NESTEROV = OuterSGD(0.7, momentum=0.9, nesterov=True)
-_ROUNDS = {
+_ROUNDS: dict[str, Callable[[], Scheme]] = {
     # Lin et al. (Don't use large mini-batches, use local SGD, ICLR 2020) have 16 steps.
-    "local_sgd": Scheme(schedule=Schedule("step", every=16)),
-    "diloco": Scheme(schedule=Schedule("step", every=30), outer=_NESTEROV),
+    "local_sgd": lambda: Scheme(schedule=Schedule("step", every=16)),
+    "diloco": lambda: Scheme(schedule=Schedule("step", every=30), outer=_NESTEROV),
     # Douillard et al., arXiv:2501.18512: 4 bits; half of the own parameters is kept.
-    "streaming_diloco": Scheme(
+    "streaming_diloco": lambda: Scheme(
         collectives.Dense("e3m0"),
         schedule=Schedule("step", every=30, delay=5, fragments=3, mix=0.5),
         outer=_NESTEROV,
     ),
-    # Sarfi et al., arXiv:2508.15706: of 4096 entries 64 in 2 bits, outer rate 1.
-    "sparseloco": Scheme(
-        collectives.TopK(1 / 64, wire="2bit"),
+    # Sarfi et al., arXiv:2508.15706: of 64 x 64 entries 64 in 2 bits, outer rate 1.
+    "sparseloco": lambda: Scheme(
+        collectives.TiledTopK(1 / 64, wire="2bit"),
         _LARGE,
         Schedule("step", every=30, decay=0.95),
     ),
 }
 
-RECIPES: dict[str, Scheme] = {
-    "auto": Scheme(Auto()),
-    "sequential": Scheme(schedule=SEQUENTIAL),
-    "wfbp": Scheme(schedule=WFBP),
-    "dear": Scheme(schedule=DEAR),
-    **{name: Scheme(collective, _LARGE) for name, collective in _SPARSE.items()},
-    **_ROUNDS,
-    **{
-        f"{name}_kfac": Scheme(preconditioner=KFAC(cast(Any, name)))
-        for name in DISTRIBUTIONS
-    },
-}
+
+def _sparse(make: Callable[[], Collective]) -> Callable[[], Scheme]:
+    return lambda: Scheme(make(), _LARGE)
+
+
+def _kfac(name: Any) -> Callable[[], Scheme]:
+    return lambda: Scheme(preconditioner=KFAC(name))
+
+
+RECIPES: Mapping[str, Scheme] = Table(
+    {
+        "auto": lambda: Scheme(Auto()),
+        "sequential": lambda: Scheme(schedule=SEQUENTIAL),
+        "wfbp": lambda: Scheme(schedule=WFBP),
+        "dear": lambda: Scheme(schedule=DEAR),
+        **{name: _sparse(make) for name, make in _SPARSE.items()},
+        **_ROUNDS,
+        **{f"{name}_kfac": _kfac(name) for name in DISTRIBUTIONS},
+    }
+)
 
 # Densities that `warmup` steps go through in equal shares, as far as they are above the
 # collective's own: dense first, when gradients change fastest.

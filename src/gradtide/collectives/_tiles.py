@@ -1,0 +1,207 @@
+"""A bucket in tiles of up to 64 x 64 elements, and places in them on the wire.
+
+[Note: tiles] Tensors of two or more dimensions are matrices of their first dimension by
+the others, and cut in both. All between them (vectors, and what fills slots up) is cut
+into runs of 4096 elements, as a matrix of 64 columns is. Tiles at the edges are smaller
+and give fewer entries. Where a bucket comes in slices, as between hosts of several
+ranks, all is in such runs: then which entries compete is another choice, and no worse.
+
+All ranks have the same tiles, and of each the same number of entries travels: so a
+message has a known length, and a place in a tile takes 12 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradtide.core.payload import Payload
+from gradtide.selectors.kernels import index_dtype
+from gradtide.wire import Codec
+
+SIDE = 64  # elements: a tile has its square, so that a place takes 12 bits
+WIDTH = 1.5  # bytes of a place
+ALIGN = 8  # bytes: every message begins where any dtype may be viewed
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A stretch of a bucket in tiles; the last row of its matrix may be shorter."""
+
+    begin: int
+    length: int
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        return -(-self.length // self.columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of a tile."""
+        return min(SIDE, self.rows), min(SIDE, self.columns)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """How many there are one below the other, and side by side."""
+        height, width = self.shape
+        return -(-self.rows // height), -(-self.columns // width)
+
+    @property
+    def number(self) -> int:
+        """How many tiles there are."""
+        return prod(self.tiles)
+
+    def cut(self, flat: Tensor, fill: float = 0.0) -> Tensor:
+        """The tiles [number, elements] of a tensor like the bucket's: a copy.
+
+        Those at the edges are made complete by `fill`.
+        """
+        (height, width), (down, across) = self.shape, self.tiles
+        x = flat[self.begin : self.begin + self.length]
+        if missing := self.rows * self.columns - self.length:
+            x = F.pad(x, (0, missing), value=fill)
+        x = x.view(self.rows, self.columns)
+        right, below = across * width - self.columns, down * height - self.rows
+        if right or below:
+            x = F.pad(x, (0, right, 0, below), value=fill)
+        x = x.view(down, height, across, width).transpose(1, 2)
+        return x.reshape(down * across, height * width)
+
+    def joined(self, tiles: Tensor) -> Tensor:
+        """The stretch (1-D) that has these tiles: the inverse of `cut`."""
+        (height, width), (down, across) = self.shape, self.tiles
+        x = tiles.view(down, across, height, width).transpose(1, 2)
+        x = x.reshape(down * height, across * width)
+        return x[: self.rows, : self.columns].reshape(-1)[: self.length]
+
+    def kept(self, density: float) -> Tensor:
+        """How many entries each tile gives (int64, on the CPU): at least one."""
+        (height, width), (down, across) = self.shape, self.tiles
+        heights, widths = torch.full((down,), height), torch.full((across,), width)
+        heights[-1] = self.rows - (down - 1) * height
+        widths[-1] = self.columns - (across - 1) * width
+        sizes = (heights[:, None] * widths).flatten()
+        sizes[-1] -= self.rows * self.columns - self.length
+        return (sizes.double() * density).round().long().clamp_(min=1)
+
+
+def grids_of(payload: Payload) -> list[Grid]:
+    """What a bucket consists of, in memory order: see [Note: tiles]."""
+    n, origin = len(payload.flat), int(payload.flat.storage_offset())
+    found = []
+    for part in payload.parts:
+        if part.dim() >= 2 and part.numel():
+            begin = int(part.storage_offset()) - origin
+            found.append(Grid(begin, part.numel(), prod(part.shape[1:])))
+    found.sort(key=lambda grid: grid.begin)
+    edges = [0, *(e for g in found for e in (g.begin, g.begin + g.length)), n]
+    between = list(pairwise(edges))[::2]
+    found += [Grid(a, b - a, SIDE) for a, b in between if b > a]
+    return sorted(found, key=lambda grid: grid.begin)
+
+
+class Places:
+    """Of every tile some places: where they are, by the tiles' shapes alone."""
+
+    def __init__(self, grids: Sequence[Grid], density: float) -> None:
+        self.grids = grids
+        self._kept = [grid.kept(density) for grid in grids]
+        self.counts = [int(kept.sum()) for kept in self._kept]
+
+    def __len__(self) -> int:
+        return sum(self.counts)
+
+    def largest(self, tiles: Sequence[Tensor]) -> Tensor:
+        """Places (int32) of the largest of each tile, of one grid after the other.
+
+        `tiles` are magnitudes, grid by grid; what is no element is negative. NaN is
+        largest.
+        """
+        found = []
+        for sizes, kept in zip(tiles, self._kept, strict=True):
+            most = int(kept.max())
+            places = torch.topk(sizes, most, dim=1).indices.to(torch.int32).flatten()
+            if int(kept.min()) < most:
+                there = torch.arange(most) < kept[:, None]
+                places = places.index_select(
+                    0, there.flatten().nonzero().squeeze(1).to(places.device)
+                )
+            found.append(places)
+        return torch.cat(found)
+
+    def in_bucket(self, places: Tensor, n: int) -> Tensor:
+        """Where places [..., entries] are in a bucket of n elements."""
+        first, columns, width = (
+            x.to(places.device, index_dtype(n)) for x in self._tiles
+        )
+        down = torch.div(places, width, rounding_mode="floor")
+        return first + down * columns + (places - down * width)
+
+    @cached_property
+    def _tiles(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where each entry's tile begins, the matrix's columns and the tile's."""
+        firsts = []
+        for grid, kept in zip(self.grids, self._kept, strict=True):
+            (height, width), (_, across) = grid.shape, grid.tiles
+            tile = torch.arange(len(kept))
+            row, column = tile // across * height, tile % across * width
+            first = grid.begin + row * grid.columns + column
+            firsts.append(first.repeat_interleave(kept))
+        columns = torch.tensor([[g.columns, g.shape[1]] for g in self.grids])
+        counts = torch.tensor(self.counts)
+        each = columns.repeat_interleave(counts, 0)
+        return torch.cat(firsts), each[:, 0], each[:, 1]
+
+    def in_tiles(self, places: Tensor) -> Tensor:
+        """Where places [..., entries] are in all grids' tiles, one after the other."""
+        firsts, begin = [], 0
+        for grid, kept in zip(self.grids, self._kept, strict=True):
+            elements = prod(grid.shape)
+            first = begin + torch.arange(len(kept)) * elements
+            firsts.append(first.repeat_interleave(kept))
+            begin += len(kept) * elements
+        return torch.cat(firsts).to(places.device) + places
+
+
+# - On the wire ------------------------------------------------------------------------
+
+
+def length(count: int, codec: Codec) -> int:
+    """Bytes of a message of `count` entries."""
+    nbytes = codec.nbytes(count) + -(-count // 2) * 3
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def pack(places: Tensor, values: Tensor, codec: Codec) -> Tensor:
+    """One message (uint8) of entries; values are left with what it does not hold."""
+    count = len(places)
+    message = values.new_zeros(length(count, codec), dtype=torch.uint8)
+    coded = codec.nbytes(count)
+    codec.encode(values, message[:coded])
+    pairs = F.pad(places, (0, count % 2)).view(-1, 2)
+    one, two = pairs.unbind(1)
+    three = torch.stack([one & 0xFF, one >> 8 | (two & 0xF) << 4, two >> 4], 1)
+    message[coded : coded + three.numel()] = three.flatten().to(torch.uint8)
+    return message
+
+
+def unpack(
+    messages: Tensor, count: int, codec: Codec, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Places (int32) and values (`dtype`) of messages of `pack`, row by row."""
+    coded, packed = codec.nbytes(count), -(-count // 2) * 3
+    values = messages.new_empty(len(messages), count, dtype=dtype)
+    for message, row in zip(messages, values, strict=True):
+        codec.decode(message[:coded], row)
+    three = messages[:, coded : coded + packed].to(torch.int32)
+    a, b, c = three.view(len(messages), -1, 3).unbind(2)
+    pairs = torch.stack([a | (b & 0xF) << 8, b >> 4 | c << 4], 2)
+    return pairs.flatten(1)[:, :count], values
