@@ -45,7 +45,8 @@ test: $(READY) ## run all tests
 	@set -e; \
 	few() { "$$@" || test $$? -eq 5; }; \
 	few $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal \
-	    -m 'not alone' $(ARGS); \
+	    -m 'not alone and not waits' $(ARGS); \
+	few $(BIN)/python -m pytest -n 4 --dist worksteal -m waits $(ARGS); \
 	few $(BIN)/python -m pytest -m alone $(ARGS)
 
 check: $(READY) ## formatting, lint, types, layers

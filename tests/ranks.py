@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -83,6 +84,7 @@ def _collect(ranks: list[Any], pipes: list[Any], limit: float) -> list[Any]:
 
 
 def _rank(rank: int, size: int, folder: str, pipe: Any, work: Any, args: Any) -> None:
+    gc.freeze()  # what the parent has made is not looked through again and again
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         dist.init_process_group(

@@ -19,7 +19,7 @@ from torch import nn
 import gradtide
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 LIMIT = 10.0  # seconds: from the last common step to the end of all ranks
 
 

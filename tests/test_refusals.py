@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradtide
 from tests.ranks import TIMEOUT, run_ranks
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 DEAR = "Scheme(Dense(), fusion=BySize(0.004, 0.001, 1), schedule=DEAR)"
 

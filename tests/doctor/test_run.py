@@ -19,7 +19,7 @@ from gradtide.cli import app
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.launch import LabError, launch
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(240)]
 
 DOCTOR = [sys.executable, "-m", "gradtide", "doctor"]
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -14,6 +14,7 @@ from tests.ranks import run_ranks
 from tests.test_sparse import (
     LOW_RANK,
     OPTIMIZERS,
+    RECOMMENDED,
     SPARSE,
     batch,
     by_torch_save,
@@ -164,7 +165,7 @@ def test_a_dense_exchange_is_the_mean_of_what_each_rank_would_have_done() -> Non
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize("collective", SPARSE + LOW_RANK)
+@pytest.mark.parametrize("collective", RECOMMENDED + LOW_RANK)
 def test_the_product_of_features(collective: str, product: Product) -> None:
     combined = product(OPTIMIZERS, (1, 2), (None, 0.1))
     start = weights(network())
