@@ -44,10 +44,11 @@ demo: $(READY) ## race schemes to a loss on four emulated hosts at 50 Mb/s (minu
 test: $(READY) ## run all tests
 	@set -e; \
 	few() { "$$@" || test $$? -eq 5; }; \
+	marked() { grep -rl --include='test_*.py' "mark\.$$1" tests; }; \
 	few $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal \
 	    -m 'not alone and not waits' $(ARGS); \
-	few $(BIN)/python -m pytest -n 4 --dist worksteal -m waits $(ARGS); \
-	few $(BIN)/python -m pytest -m alone $(ARGS)
+	few $(BIN)/python -m pytest -n 4 --dist worksteal -m waits $$(marked waits) $(ARGS); \
+	few $(BIN)/python -m pytest -m alone $$(marked alone) $(ARGS)
 
 check: $(READY) ## formatting, lint, types, layers
 	@$(BIN)/ruff format --check .

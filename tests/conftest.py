@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # forking a process that has an OpenMP pool may hang the child
+gc.disable()  # until all is imported: the heap would be looked through again and again
 
 Product = Callable[..., list[tuple[Any, ...]]]
 
@@ -20,6 +22,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run products of features whole, not only so that every pair meets",
     )
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture
