@@ -29,6 +29,7 @@ from gradtide.runtime.momentum import Momentum
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
+from gradtide.runtime.undone import Undone
 from gradtide.runtime.updates import Updates
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, settle, spread
@@ -96,6 +97,7 @@ class Training:
         known = self.step, self.placement, self.tally, self.guard
         self.answers = Answers(*known, self.preconditioning)
         self.updates = Updates(self.placement, self._settle, self.answers)
+        self.undone = Undone(self.placement)
 
     def adopt(self, scheme: Scheme) -> None:
         """Go on with another scheme, when nothing is on its way."""
@@ -118,6 +120,7 @@ class Training:
             self._untaken = False
             self.num_steps += self.step.skipped()
         if self.step.begin(self.no_sync_active):
+            self.undone.settle()
             # Behind what others have called then: FSDP2 may have gradients till then.
             after_backward(lambda: after_backward(self._end))
 
@@ -210,6 +213,7 @@ class Training:
 
     def drop(self) -> None:
         """Forget what steps have sent: another state is to be loaded."""
+        self.undone.keep()
         self.arrive()
         for bucket in self.buckets:
             if bucket.stage is Stage.SENT:
