@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_ranks
 from torch import nn
 
 import gradtide
-from tests.ranks import run_ranks
 
 SMALL = "fusion=BySize(0.001, 0.0005, 1)"  # several buckets for a small model
 SCHEMES = [
