@@ -194,7 +194,8 @@ class Hooks:
             with torch.no_grad():
                 training.answers.deliver()
             training.announce(Event.FORWARD)
-            source = 0 if training.joining is None else training.joining.source
+            joining = training.joining
+            source = 0 if joining is None else joining.join.source
             broadcast(training.engine, self.buffers(), source)
 
     def buffers(self) -> list[Tensor]:

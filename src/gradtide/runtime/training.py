@@ -36,7 +36,7 @@ from gradtide.transport.shards import local, settle, spread
 
 if TYPE_CHECKING:
     from gradtide.runtime.comm_hook import CommHook
-    from gradtide.runtime.join import Join
+    from gradtide.runtime.join import Member
     from gradtide.runtime.local_steps import LocalSteps
     from gradtide.runtime.preconditioning import Launchable, Places, Preconditioning
 
@@ -57,7 +57,7 @@ class Training:
         check_every: int,
     ) -> None:
         self.engine, self.model, self.optimizer = engine, model, optimizer
-        self.joining: Join | None = None  # inside join()
+        self.joining: Member | None = None  # inside join()
         self.comm_hook: CommHook | None = None  # the user's own exchange
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
@@ -133,6 +133,8 @@ class Training:
             settle(place.slot.param)
             place.slot.arrived |= place.slot.grad is not None
         self.kept.clear()
+        if arrived and not self.step.silent and self.joining is not None:
+            self.joining.end()
         self.step.end(arrived)
         self.num_exchanges += arrived
         # What a step's closure evaluates is taken by that step.
@@ -302,8 +304,8 @@ class Training:
                 own = bucket.collective = with_momentum(bucket.collective, a, b)
                 bucket.momentum_applied = a > 0 and moves(own, bucket.payload.state)
             bucket.copy_in()
-            if self.joining is not None and self.joining.gain != 1:
-                bucket.payload.flat.mul_(self.joining.gain)
+            if self.joining is not None and self.joining.join.gain != 1:
+                bucket.payload.flat.mul_(self.joining.join.gain)
 
     def launch(self, bucket: Any, hold: bool) -> None:
         if self.comm_hook is None:
@@ -320,7 +322,7 @@ class Training:
 
     def conclude(self, hold: bool) -> None:
         """Ask which parameters got a gradient on some rank; let inverses follow."""
-        shadowing = self.joining is not None and self.joining.shadowing
+        shadowing = self.joining is not None and self.joining.join.shadowing
         self.tally.ask(hold, abstain=shadowing)
         self._second.invert(hold)
         if hold:
