@@ -152,7 +152,7 @@ class Hooks:
         # In a round what is loaded counts as done by its steps.
         if not training.step.schedule.rounds:
             with torch.no_grad():
-                training.undone.loading()
+                training.undone().loading()
 
     def _needed(self) -> str | None:
         """Why something has to be done before every forward of the model, if so."""

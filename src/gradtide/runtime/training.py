@@ -29,7 +29,6 @@ from gradtide.runtime.momentum import Momentum
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
-from gradtide.runtime.undone import Undone
 from gradtide.runtime.updates import Updates
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, settle, spread
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from gradtide.runtime.join import Member
     from gradtide.runtime.local_steps import LocalSteps
     from gradtide.runtime.preconditioning import Launchable, Places, Preconditioning
+    from gradtide.runtime.undone import Undone
 
 
 class Training:
@@ -97,7 +97,7 @@ class Training:
         known = self.step, self.placement, self.tally, self.guard
         self.answers = Answers(*known, self.preconditioning)
         self.updates = Updates(self.placement, self._settle, self.answers)
-        self.undone = Undone(self.placement)
+        self._undone: Undone | None = None  # since parameters were loaded
 
     def adopt(self, scheme: Scheme) -> None:
         """Go on with another scheme, when nothing is on its way."""
@@ -120,7 +120,8 @@ class Training:
             self._untaken = False
             self.num_steps += self.step.skipped()
         if self.step.begin(self.no_sync_active):
-            self.undone.settle()
+            if self._undone is not None:
+                self._undone.settle()
             # Behind what others have called then: FSDP2 may have gradients till then.
             after_backward(lambda: after_backward(self._end))
 
@@ -213,9 +214,16 @@ class Training:
             if bucket.stage is Stage.SENT:
                 bucket.finish(self.engine)
 
+    def undone(self) -> Undone:
+        """What looks after the residual where parameters are loaded."""
+        from gradtide.runtime.undone import Undone
+
+        self._undone = self._undone or Undone(self.placement)
+        return self._undone
+
     def drop(self) -> None:
         """Forget what steps have sent: another state is to be loaded."""
-        self.undone.keep()
+        self.undone().keep()
         self.arrive()
         for bucket in self.buckets:
             if bucket.stage is Stage.SENT:
