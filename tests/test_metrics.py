@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
+import os
 import re
 import runpy
 import sys
 import time
-from contextlib import redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradtide
+from gradtide.integrations.metrics import progress
 from tests.ranks import run_ranks
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "log_metrics.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = "fusion=BySize(0.004, 0.001, 1)"  # several buckets for a small model
 SCHEMES = {
     "dense": f"Scheme(Dense(), {SMALL})",
@@ -261,7 +265,7 @@ def test_what_a_closure_evaluates_is_not_skipped() -> None:
     assert run_ranks(2, line_search) == [[2, 0]] * 2
 
 
-# - The example ------------------------------------------------------------------------
+# - The examples -----------------------------------------------------------------------
 
 
 class Writer:
@@ -280,34 +284,135 @@ class Writer:
         Writer.closed += 1
 
 
-def example(installed: bool) -> str | list[tuple[str, float, int]]:
-    """What a rank prints, or writes."""
-    module = ModuleType("tensorboard")
-    module.SummaryWriter = Writer  # type: ignore[attr-defined]
-    found: Any = module if installed else None
-    sys.modules["torch.utils.tensorboard"] = found
+def example(name: str, stands_in: dict[str, Any]) -> str:
+    """What a rank prints, with these modules in the place of those installed."""
+    sys.modules.update(stands_in)
     dist.init_process_group = lambda backend: None  # there is one
     dist.destroy_process_group = lambda: None
-    with redirect_stdout(io.StringIO()) as out:
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(out):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return out.getvalue()
+
+
+def tensorboard(installed: bool) -> str | list[tuple[str, float, int]]:
+    module = SimpleNamespace(SummaryWriter=Writer) if installed else None
+    said = example("log_metrics.py", {"torch.utils.tensorboard": module})
     assert Writer.closed == installed
-    return Writer.written if installed else out.getvalue()
+    return Writer.written if installed else said
 
 
 def test_the_example_logs_to_tensorboard() -> None:
-    for written in run_ranks(2, example, True):
+    for written in run_ranks(2, tensorboard, True):
         names = {name for name, _, _ in written}
         assert names == {"loss", *documented()[:-1]}
         assert [step for name, _, step in written if name == "loss"] == [*range(1, 61)]
 
 
 def test_the_example_prints_without_tensorboard() -> None:
-    one, two = run_ranks(2, example, False)
+    one, two = run_ranks(2, tensorboard, False)
     assert one.count("sent_bytes: ") == 60
     assert not two
 
 
-def test_the_example_is_short_and_can_be_copied() -> None:
-    text = EXAMPLE.read_text()
+Rows = list[tuple[Any, Any]]
+
+
+def wandb() -> Rows:
+    """What a rank logs to W&B, whose calls these are."""
+    rows: Rows = []
+
+    def init(*, project: str, config: dict[str, Any]) -> Any:
+        rows.append((project, config))
+        return SimpleNamespace(
+            log=lambda data, step=None, commit=None: rows.append((data, step)),
+            finish=lambda exit_code=None: rows.append(("end", exit_code)),
+        )
+
+    example("log_wandb.py", {"wandb": SimpleNamespace(init=init)})
+    return rows
+
+
+def mlflow() -> Rows:
+    """What a rank logs to MLflow, whose calls these are."""
+    rows: Rows = []
+    module = SimpleNamespace(
+        start_run=lambda: None,
+        log_params=lambda params: rows.append(("gradtide", params)),
+        log_metrics=lambda metrics, step=None: rows.append((metrics, step)),
+        end_run=lambda status="FINISHED": rows.append(("end", None)),
+    )
+    example("log_mlflow.py", {"mlflow": module})
+    return rows
+
+
+@pytest.mark.parametrize("logger", [wandb, mlflow])
+def test_one_rank_logs_a_run(logger: Callable[[], Rows]) -> None:
+    (begin, *rows, end), others = run_ranks(2, logger)
+    assert not others
+    assert begin[1]["ranks"] == 2
+    assert end[0] == "end"
+    assert [numbers["step"] for numbers, _ in rows] == [*range(1, 21)]
+    for numbers, step in rows:
+        assert step in (None, numbers["step"])
+        assert set(numbers) == {"loss", *documented()[:-1]}
+        assert all(type(value) in (int, float) for value in numbers.values())
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_the_example_runs_with_the_package(name: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+
+    def work() -> None:
+        os.chdir(tmp_path)
+        os.environ.update(WANDB_MODE="offline")
+        os.environ.update(MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/runs.db")
+        example(f"log_{name}.py", {})
+
+    run_ranks(2, work)
+    assert any(tmp_path.iterdir())
+
+
+def test_the_example_shows_how_training_gets_on() -> None:
+    one, two = run_ranks(2, example, "log_progress.py", {})
+    *_, last = one.splitlines()
+    number = r"[\d.e+-]+"
+    assert re.fullmatch(
+        rf"batch 20/20, {number} a second, {number} ms exposed, {number} MB sent, "
+        rf"density {number}",
+        last,
+    )
+    assert not two
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_line_is_written_over_and_ends_with_the_loop() -> None:
+    def leave_early() -> str:
+        model = network()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, opt, SCHEMES["dense"])
+        out = Terminal()
+        for step in progress(iter(range(5)), sync, 0.0, out):
+            loss_of(model, step).backward()
+            opt.step()
+            opt.zero_grad()
+            if step == 3:
+                break
+        return out.getvalue()
+
+    one, two = run_ranks(2, leave_early)
+    lines = one.removesuffix("\n").split("\x1b[K")
+    assert [text[:9] for text in lines] == [f"\rbatch {n}," for n in (1, 2, 3)] + [""]
+    assert not two
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("log_*.py")))
+def test_the_examples_are_short_and_can_be_copied(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
     assert len(text.splitlines()) <= 40
     assert "gradtide.lab" not in text

@@ -396,6 +396,7 @@ class DistributedDataParallel(Torchs):
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
+        also: Sequence[DistributedDataParallel] = (),
     ) -> Any:
         """Train with uneven numbers of batches, as `Replica.join`.
 
@@ -405,6 +406,7 @@ class DistributedDataParallel(Torchs):
             enable: Whether to do anything.
             throw_on_early_termination: Whether all ranks raise when the first is out
                 of batches.
+            also: Other wrapped modules that are trained inside, as a GAN's other one.
 
         Returns:
             A context manager, around the training loop.
@@ -414,6 +416,7 @@ class DistributedDataParallel(Torchs):
             divide_by_initial_world_size=divide_by_initial_world_size,
             enable=enable,
             throw_on_early_termination=throw_on_early_termination,
+            also=[other.replica for other in also],
         )
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -428,7 +431,10 @@ class DistributedDataParallel(Torchs):
         Raises:
             ValueError: Always.
         """
-        raise ValueError("Join([...]) mirrors DDP's messages: use ddp.join()")
+        raise ValueError(
+            "Join([...]) mirrors DDP's messages: use ddp.join(), with also=[...] for "
+            "other wrapped modules"
+        )
 
     def _register_fused_optim(self, *_: Any, **__: Any) -> None:
         raise ValueError(

@@ -154,9 +154,8 @@ def link(
     except (ValueError, TypeError):
         transport.close()
         raise
-    return Replica(
-        model, optimizer, chosen, transport, buffers, grad_scaler, alike, check_every
-    )
+    rest = buffers, grad_scaler, alike, check_every, process_group
+    return Replica(model, optimizer, chosen, transport, *rest)
 
 
 class Replica:
@@ -185,8 +184,9 @@ class Replica:
         grad_scaler: torch.amp.GradScaler | None,
         alike: Sequence[Tensor],
         check_every: int,
+        process_group: ProcessGroup | Mesh | None,
     ) -> None:
-        self.model, self.scheme = model, scheme
+        self.model, self.scheme, self._process_group = model, scheme, process_group
         self.engine = Engine(transport)
         self.engine.levels = levels_of(transport.group, scheme.levels)
         synchronize(self.engine, alike)
@@ -339,6 +339,7 @@ class Replica:
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
+        also: Sequence[Replica] = (),
     ) -> Iterator[None]:
         """Train with numbers of batches that differ between ranks.
 
@@ -350,8 +351,8 @@ class Replica:
         a sparse scheme keeps as the residual goes on being delivered.
 
         Inside, ranks announce each exchange in a few bytes, and with buffers each
-        forward waits for the answer. Put one replica's training inside, and nothing
-        else that all ranks have to do together.
+        forward waits for the answer. Put nothing else inside that all ranks have to do
+        together; other replicas that are trained inside are named by `also`.
 
         Args:
             divide_by_initial_world_size: Whether the mean is over all ranks, also over
@@ -360,6 +361,8 @@ class Replica:
             enable: With False nothing is done here.
             throw_on_early_termination: Whether all ranks raise RuntimeError as soon as
                 one runs out of batches, instead of going on without it.
+            also: Other replicas of these ranks that are trained inside, such as that of
+                a GAN's other network; as many and in the same order on every rank.
 
         Returns:
             A context manager.
@@ -376,9 +379,17 @@ class Replica:
             return
         throw, over_all = throw_on_early_termination, divide_by_initial_world_size
 
+        replicas = (self, *also)
+
         def prepare() -> tuple[None, Signature]:
-            self._refuse_join(over_all)
+            if any(one.engine.group != self.engine.group for one in also):
+                raise ValueError("join(also=...) is for replicas of the same ranks")
+            if len({*map(id, replicas)}) < len(replicas):
+                raise ValueError("join(also=...): a replica is named twice")
+            for one in replicas:
+                one._refuse_join(over_all)
             return None, {
+                "join(also=)": repr([one.scheme for one in also]),
                 "join(throw_on_early_termination=)": str(throw),
                 "join(divide_by_initial_world_size=)": str(over_all),
             }
@@ -387,14 +398,20 @@ class Replica:
         check_ranks_agree(self.engine.transport, prepare, remedy)
         from gradtide.runtime.join import Join
 
-        shared = self._hooks.buffers if self.shares_buffers else list
-        joining = self._training.joining = Join(self._training, shared, throw, over_all)
+        words = self.engine
+        if also:
+            words = Engine(connect(self._process_group, torch.device("cpu")))
+        joining = Join(words, throw, over_all, apart=bool(also))
         try:
+            for one in replicas:
+                shared = one._hooks.buffers if one.shares_buffers else list
+                joining.add(one._training, shared)
             yield
-            self.flush()
+            for one in replicas:
+                one.flush()
             joining.finish()
         finally:
-            self._training.joining = None
+            joining.leave()
 
     def _refuse_join(self, over_all: bool) -> None:
         """Raise ValueError where uneven inputs cannot be trained."""

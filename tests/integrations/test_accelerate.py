@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.integrations.frameworks import on_ranks, run_example
+from tests.integrations.frameworks import EXAMPLES, on_ranks, run_example
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -134,3 +137,21 @@ def test_a_scheme_that_is_not_known_is_refused_at_once() -> None:
 
 def test_the_example_runs(tmp_path: Path) -> None:
     on_ranks(run_example, "accelerate_gpt.py", tmp_path, {"max_bytes": 8_000})
+
+
+def test_the_example_runs_by_accelerate_launch(tmp_path: Path) -> None:
+    words = ["--config_file", str(EXAMPLES / "accelerate_cpu.yaml")]
+    words.append(str(EXAMPLES / "accelerate_gpt.py"))
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *words],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == 23  # half of 92 batches on each of two ranks, two to a step
+    losses = [float(text.split()[1].rstrip(",")) for text in said]
+    assert losses[-1] < 0.7 * losses[0]

@@ -284,3 +284,70 @@ def test_other_things_on_other_ranks_are_named() -> None:
             loop()
 
     run_ranks(2, run)
+
+
+# - Several replicas -------------------------------------------------------------------
+
+
+def gan(scheme: str, counts: list[int], join: bool) -> list[Any]:
+    """A GAN's parameters; without `join`, gradients of ranks that ran out are zero."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    made, judge = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    nets = made, judge
+    opts = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+    syncs = [gradtide.replicate(*pair, scheme) for pair in zip(nets, opts, strict=True)]
+    with syncs[0].join(also=syncs[1:]) if join else nullcontext():
+        for i in range(counts[rank] if join else max(counts)):
+            share = float(i < counts[rank])
+            judge.zero_grad()
+            fake = made(batch(i, 7))
+            loss = judge(batch(i, rank)).mean() - judge(fake.detach()).mean()
+            (share * loss).backward()
+            opts[1].step()
+            made.zero_grad()
+            if i % 2:
+                (share * judge(fake).mean()).backward()  # of both
+                opts[0].step()
+    for sync in syncs:
+        sync.remove()
+    return [everything(net) for net in nets]
+
+
+@pytest.mark.parametrize(
+    "scheme", ["wfbp", DEAR, "topk(0.1)", "exdyna(0.1, schedule='local')"]
+)
+def test_two_replicas_in_one_join(scheme: str) -> None:
+    exact = scheme in ("wfbp", DEAR)
+
+    def run() -> Any:
+        return [
+            (gan(scheme, counts, True), exact and gan(scheme, counts, False))
+            for counts in ([4, 4], [0, 4], [5, 2])
+        ]
+
+    one, two = run_ranks(2, run)
+    assert one == two
+    for joined, expected in one:
+        assert not exact or joined == expected
+
+
+def test_replicas_that_do_not_belong_together_are_refused() -> None:
+    def run() -> list[str]:
+        model, other = net(False), net(False)
+        own = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+        sync = gradtide.replicate(model, torch.optim.SGD(model.parameters()), "wfbp")
+        second = gradtide.replicate(
+            other, torch.optim.SGD(other.parameters()), "wfbp", process_group=own
+        )
+        refused = []
+        for also in ([second], [sync], [second] if dist.get_rank() else []):
+            with pytest.raises(ValueError, match=" ") as raised, sync.join(also=also):
+                pass
+            refused.append(str(raised.value))
+        return refused
+
+    for apart, twice, uneven in run_ranks(2, run):
+        assert "of the same ranks" in apart
+        assert "named twice" in twice
+        assert "also" in uneven or "rank 1" in uneven

@@ -36,6 +36,7 @@ class Event(IntEnum):
     RELEASE = 3  # second halves
     STEP = 4  # steps in the place of gradients, or the name of what is not finite
     PARAMETERS = 5  # parameters, where gradients stand in for steps
+    END = 6  # of a backward, where several replicas may be in one
 
 
 class Stage(Enum):

@@ -56,6 +56,8 @@ class Hooks:
         # one (re-entrant activation checkpointing runs backwards inside backward).
         look = Hook(lambda *a: before_backward(a[-1], training.begin))
         keep(model.register_forward_hook(look))
+        loading = Hook(lambda *_: self._loading())
+        keep(model.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
         stepping = untraced(lambda _, *a: self.stepping(*a))
         stepped = untraced(lambda *_: self.stepped())
         keep(optimizer.register_step_pre_hook(stepping))
@@ -143,6 +145,15 @@ class Hooks:
         self._training.flush()
         self._training.placement.compile()
 
+    def _loading(self) -> None:
+        """Parameters are about to be loaded, perhaps in the middle of training."""
+        training = self._training
+        training.flush()
+        # In a round what is loaded counts as done by its steps.
+        if not training.step.schedule.rounds:
+            with torch.no_grad():
+                training.undone().loading()
+
     def _needed(self) -> str | None:
         """Why something has to be done before every forward of the model, if so."""
         if self._training.preconditioning is not None:
@@ -183,7 +194,8 @@ class Hooks:
             with torch.no_grad():
                 training.answers.deliver()
             training.announce(Event.FORWARD)
-            source = 0 if training.joining is None else training.joining.source
+            joining = training.joining
+            source = 0 if joining is None else joining.join.source
             broadcast(training.engine, self.buffers(), source)
 
     def buffers(self) -> list[Tensor]:

@@ -11,6 +11,12 @@ end. Outside of `join()` no word is sent, and nothing here runs.
 is still that of the program; the program of a rank that has joined is the loop in
 `finish`. Who trains waits for the answer only to learn whose buffers to take, over how
 many ranks to take the mean, or if it is to raise.
+
+[Note: members] Several replicas may train inside, as the two of a GAN. Each is a member
+and exchanges by an engine of its own. Words with their number travel by yet another
+one, or they would stand between the exchanges of one member and wait for the other's.
+One backward may go through both, so its end is announced as well: who shadows it must
+not wait for the first member before the second has begun.
 """
 
 from __future__ import annotations
@@ -33,22 +39,39 @@ if TYPE_CHECKING:
 
 
 class Join:
-    """What a rank knows of the others inside `join()`."""
+    """What a rank knows of the others inside `join()`; see [Note: words].
+
+    `apart`: the engine is for words alone, see [Note: members].
+    """
 
     def __init__(
-        self,
-        training: Training,
-        buffers: Callable[[], Sequence[Tensor]],
-        throw: bool,
-        over_all: bool,
+        self, engine: Engine, throw: bool, over_all: bool, apart: bool
     ) -> None:
-        self._training, self._buffers, self._throw = training, buffers, throw
+        self._engine, self._throw, self.apart = engine, throw, apart
         self._over_all = over_all  # the mean is over all ranks, also those that joined
-        self._engine: Engine = training.engine
+        self._members: list[Member] = []
         self._unread: Callable[[], Any] | None = None
-        self._active: list[int] = [*range(self._engine.group.size)]  # at the last event
+        self._active: list[int] = [*range(engine.group.size)]  # at the last event
         self._told = 0.0  # the number of the event that is being shadowed
         self.shadowing = False  # doing one's part of an event of others'
+
+    def add(
+        self, training: Training, buffers: Callable[[], Sequence[Tensor]]
+    ) -> Member:
+        """Have a replica train inside; the same ones in the same order on every rank.
+
+        `buffers` are those that all ranks have of one of them.
+        """
+        member = Member(self, len(self._members), training, buffers)
+        self._members.append(member)
+        return member
+
+    def leave(self) -> None:
+        """Have nobody train inside any longer."""
+        for member in self._members:
+            member.leave()
+        if self.apart:
+            self._engine.transport.close()
 
     @property
     def source(self) -> int:
@@ -65,11 +88,12 @@ class Join:
         """By what gradients are multiplied for the mean to be over the right ranks."""
         return 1.0 if self._over_all else self._engine.group.size / len(self._active)
 
-    def follow(self, training: Training) -> None:
-        """Go on with what takes the place of the training so far."""
-        self._training, training.joining = training, self
+    @property
+    def trains_on(self) -> bool:
+        """Whether this rank was one of the last to train."""
+        return self._engine.group.rank in self._active
 
-    def announce(self, event: Event, number: float = 0.0) -> float:
+    def announce(self, event: Event, number: float, member: int) -> float:
         """Say what comes next; returns the number that this was announced with.
 
         Raises RuntimeError if ranks are about to do different things, or if a rank has
@@ -78,7 +102,7 @@ class Join:
         if self.shadowing:
             return self._told
         self._read()
-        self._unread = self._say(event, number)
+        self._unread = self._say(event, number, member)
         soon = event in (Event.FORWARD, Event.PARAMETERS)
         if soon or self._throw or not self._over_all:
             self._read()
@@ -87,23 +111,22 @@ class Join:
     def finish(self) -> None:
         """This rank has no more batches: shadow the others until none has any."""
         self._read()
-        training = self._training
         while True:
             rows = self._say(Event.JOINED)().tolist()
             if not self._note(rows):
                 break
-            event, self._told = rows[self.source]
-            training.catch_up(int(self._told))
+            event, self._told, number = rows[self.source]
             self.shadowing = True
             with torch.no_grad():
-                self._shadow(Event(int(event)))
+                self._members[int(number)].shadow(Event(int(event)), self._told)
             self.shadowing = False
-        training.end_round()  # of which ranks may have made more steps, or fewer
-        if self.uneven:
-            self._take_over(training)
+        for member in self._members:
+            member.finish()
 
-    def _say(self, event: Event, number: float = 0.0) -> Callable[[], Any]:
-        word = torch.tensor([float(event), number], dtype=torch.float64)
+    def _say(
+        self, event: Event, number: float = 0.0, member: int = 0
+    ) -> Callable[[], Any]:
+        word = torch.tensor([float(event), number, member], dtype=torch.float64)
         return self._engine.ask("join", AllGather(word))
 
     def _read(self) -> None:
@@ -117,8 +140,8 @@ class Join:
         if not active:
             return False
         self._active = active
-        events = {rank: Event(int(rows[rank][0])).name for rank in active}
-        if len(set(events.values())) > 1:
+        if len({(rows[rank][0], rows[rank][2]) for rank in active}) > 1:
+            events = {rank: self._named(rows[rank]) for rank in active}
             raise RuntimeError(
                 f"ranks are about to exchange different things in join(): {events}; "
                 "all ranks that have batches have to do the same with them"
@@ -132,18 +155,65 @@ class Join:
             )
         return True
 
+    def _named(self, row: Sequence[float]) -> str:
+        name = Event(int(row[0])).name
+        return name if len(self._members) == 1 else f"{name} of replica {int(row[2])}"
+
+
+class Member:
+    """A replica that trains inside `join()`; see [Note: members]."""
+
+    def __init__(
+        self,
+        join: Join,
+        number: int,
+        training: Training,
+        buffers: Callable[[], Sequence[Tensor]],
+    ) -> None:
+        self.join, self._number, self._buffers = join, number, buffers
+        self._engine: Engine = training.engine
+        self.follow(training)
+
+    def follow(self, training: Training) -> None:
+        """Go on with what takes the place of the training so far."""
+        self._training, training.joining = training, self
+
+    def leave(self) -> None:
+        """Train on outside."""
+        self._training.joining = None
+
+    def announce(self, event: Event, number: float = 0.0) -> float:
+        """Say what this replica exchanges next, as `Join.announce`."""
+        return self.join.announce(event, number, self._number)
+
+    def end(self) -> None:
+        """Say that a backward ends, see [Note: members]."""
+        if self.join.apart:
+            self.announce(Event.END)
+
+    def send_parameters(self) -> None:
+        """Have ranks that joined follow a step that they could not take themselves."""
+        self.announce(Event.PARAMETERS)
+        if self.join.uneven:
+            broadcast(self._engine, self._parameters(), self.join.source)
+
     # - On a rank that has joined ------------------------------------------------------
 
-    def _shadow(self, event: Event) -> None:
+    def shadow(self, event: Event, told: float) -> None:
+        """Do one's part of an event of others'."""
         training = self._training
+        training.catch_up(int(told))
         match event:
             case Event.FORWARD:
-                broadcast(self._engine, self._buffers(), self.source)
+                broadcast(self._engine, self._buffers(), self.join.source)
             case Event.BACKWARD:
                 self._forget_gradients()
                 if training.step.schedule.update == "forward":  # as where it is called
                     training.placement.called |= {training.model}
                 training.step.begin()
+                training.step.end(arrived=not self.join.apart)
+                self._forget_gradients()
+            case Event.END:
                 training.step.end(arrived=True)
                 self._forget_gradients()
             case Event.RELEASE:
@@ -152,7 +222,7 @@ class Join:
             case Event.STEP:
                 training.shadow_step()
             case Event.PARAMETERS:
-                broadcast(self._engine, self._parameters(), self.source)
+                broadcast(self._engine, self._parameters(), self.join.source)
 
     def _forget_gradients(self) -> None:
         for p in self._training.placement.places:
@@ -163,17 +233,16 @@ class Join:
 
     # - On all ranks -------------------------------------------------------------------
 
-    def send_parameters(self) -> None:
-        """Have ranks that joined follow a step that they could not take themselves."""
-        self.announce(Event.PARAMETERS)
-        if self.uneven:
-            broadcast(self._engine, self._parameters(), self.source)
+    def finish(self) -> None:
+        """All have joined; ranks may have made more steps of a round, or fewer."""
+        self._training.end_round()
+        if self.join.uneven:
+            self._take_over(self._training)
 
     @torch.no_grad()
     def _take_over(self, training: Training) -> None:
         """Go on with what a rank has that trained to the end."""
-        engine, source = self._engine, self.source
-        joined = engine.group.rank not in self._active
+        engine, source = self._engine, self.join.source
         synchronize(engine, [*self._parameters(), *self._buffers()], source)
         optimizer, piece = training.optimizer, b""
         if training.steps is None and engine.group.rank == source:
@@ -184,5 +253,5 @@ class Join:
             return
         state = torch.frombuffer(bytearray(piece or length), dtype=torch.uint8)
         broadcast(engine, [state], source)
-        if joined:
+        if not self.join.trains_on:
             optimizer.load_state_dict(unpacked(state.numpy().tobytes()))

@@ -35,9 +35,10 @@ from gradtide.transport.shards import local, settle, spread
 
 if TYPE_CHECKING:
     from gradtide.runtime.comm_hook import CommHook
-    from gradtide.runtime.join import Join
+    from gradtide.runtime.join import Member
     from gradtide.runtime.local_steps import LocalSteps
     from gradtide.runtime.preconditioning import Launchable, Places, Preconditioning
+    from gradtide.runtime.undone import Undone
 
 
 class Training:
@@ -56,7 +57,7 @@ class Training:
         check_every: int,
     ) -> None:
         self.engine, self.model, self.optimizer = engine, model, optimizer
-        self.joining: Join | None = None  # inside join()
+        self.joining: Member | None = None  # inside join()
         self.comm_hook: CommHook | None = None  # the user's own exchange
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
@@ -96,6 +97,7 @@ class Training:
         known = self.step, self.placement, self.tally, self.guard
         self.answers = Answers(*known, self.preconditioning)
         self.updates = Updates(self.placement, self._settle, self.answers)
+        self._undone: Undone | None = None  # since parameters were loaded
 
     def adopt(self, scheme: Scheme) -> None:
         """Go on with another scheme, when nothing is on its way."""
@@ -118,6 +120,8 @@ class Training:
             self._untaken = False
             self.num_steps += self.step.skipped()
         if self.step.begin(self.no_sync_active):
+            if self._undone is not None:
+                self._undone.settle()
             # Behind what others have called then: FSDP2 may have gradients till then.
             after_backward(lambda: after_backward(self._end))
 
@@ -130,6 +134,8 @@ class Training:
             settle(place.slot.param)
             place.slot.arrived |= place.slot.grad is not None
         self.kept.clear()
+        if arrived and not self.step.silent and self.joining is not None:
+            self.joining.end()
         self.step.end(arrived)
         self.num_exchanges += arrived
         # What a step's closure evaluates is taken by that step.
@@ -208,8 +214,16 @@ class Training:
             if bucket.stage is Stage.SENT:
                 bucket.finish(self.engine)
 
+    def undone(self) -> Undone:
+        """What looks after the residual where parameters are loaded."""
+        from gradtide.runtime.undone import Undone
+
+        self._undone = self._undone or Undone(self.placement)
+        return self._undone
+
     def drop(self) -> None:
         """Forget what steps have sent: another state is to be loaded."""
+        self.undone().keep()
         self.arrive()
         for bucket in self.buckets:
             if bucket.stage is Stage.SENT:
@@ -298,8 +312,8 @@ class Training:
                 own = bucket.collective = with_momentum(bucket.collective, a, b)
                 bucket.momentum_applied = a > 0 and moves(own, bucket.payload.state)
             bucket.copy_in()
-            if self.joining is not None and self.joining.gain != 1:
-                bucket.payload.flat.mul_(self.joining.gain)
+            if self.joining is not None and self.joining.join.gain != 1:
+                bucket.payload.flat.mul_(self.joining.join.gain)
 
     def launch(self, bucket: Any, hold: bool) -> None:
         if self.comm_hook is None:
@@ -316,7 +330,7 @@ class Training:
 
     def conclude(self, hold: bool) -> None:
         """Ask which parameters got a gradient on some rank; let inverses follow."""
-        shadowing = self.joining is not None and self.joining.shadowing
+        shadowing = self.joining is not None and self.joining.join.shadowing
         self.tally.ask(hold, abstain=shadowing)
         self._second.invert(hold)
         if hold:
