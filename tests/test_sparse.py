@@ -85,6 +85,7 @@ def named(collective: str, density: float, schedule: str) -> str:
 )
 def test_the_product_of_features(collective: str, size: int, product: Product) -> None:
     combined = product(OPTIMIZERS, (1, 2), (None, 0.1), other=size > 2)
+    schemes = [named(collective, 0.1, schedule) for schedule in SCHEDULES]
 
     def run() -> list[tuple[Any, list[list[float]]]]:
         results = []
@@ -92,11 +93,7 @@ def test_the_product_of_features(collective: str, size: int, product: Product) -
             optimizer, accumulate, max_norm = case
             trained = [
                 train(scheme, optimizer, 4, accumulate, max_norm).tolist()
-                for scheme in (
-                    *(named(collective, 0.1, schedule) for schedule in SCHEDULES),
-                    named(collective, 1.0, "DEAR"),
-                    "wfbp",
-                )
+                for scheme in schemes
             ]
             results.append((case, trained))
         return results
@@ -106,16 +103,24 @@ def test_the_product_of_features(collective: str, size: int, product: Product) -
         case, first = results[0]
         for _, other in results[1:]:
             assert other == first, f"replicas differ: {case}"
-        *schedules, everything, dense = first
-        torch.testing.assert_close(
-            torch.tensor(everything), torch.tensor(dense), msg=str(case)
-        )
         if case[2] is None:  # the norm of a held part is added up in another order
-            assert schedules[0] == schedules[1] == schedules[2], case
-        for schedule in schedules[1:]:
+            assert first[0] == first[1] == first[2], case
+        for schedule in first[1:]:
             torch.testing.assert_close(
-                torch.tensor(schedule), torch.tensor(schedules[0]), msg=str(case)
+                torch.tensor(schedule), torch.tensor(first[0]), msg=str(case)
             )
+
+
+def test_where_everything_travels_it_is_the_dense_mean() -> None:
+    options = [("sgd", 4, 2, None), ("adamw", 4, 1, 0.1)]
+
+    def run() -> list[list[Tensor]]:
+        schemes = ["wfbp", *(named(collective, 1.0, "DEAR") for collective in SPARSE)]
+        return [[train(scheme, *given) for scheme in schemes] for given in options]
+
+    for dense, *others in run_ranks(3, run)[0]:
+        for collective, everything in zip(SPARSE, others, strict=True):
+            torch.testing.assert_close(everything, dense, msg=collective)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -154,23 +159,21 @@ def poisoned(scheme: str, scaled: bool) -> str | list[float]:
     return weights(model).tolist()
 
 
-@pytest.mark.parametrize("schedule", ["WFBP", "DEAR", "LOCAL"])
 @pytest.mark.parametrize("collective", SPARSE + LOW_RANK)
-def test_nan_is_refused_by_name_or_skipped_everywhere(
-    collective: str, schedule: str
-) -> None:
-    scheme = named(collective, 0.05, schedule)
+def test_nan_is_refused_by_name_or_skipped_everywhere(collective: str) -> None:
+    schemes = [named(collective, 0.05, s) for s in ("WFBP", "DEAR", "LOCAL")]
 
     def both() -> list[Any]:
-        return [poisoned(scheme, scaled=True), poisoned(scheme, scaled=False)]
+        return [[poisoned(s, scaled=yes) for yes in (True, False)] for s in schemes]
 
     ranks = run_ranks(2, both)
-    for weights, message in ranks:
-        assert isinstance(weights, list), weights
-        assert all(map(math.isfinite, weights))
-        assert weights == ranks[0][0]
-        assert "2.weight" in message
-        assert "rank 1" in message
+    for scheme, first, *others in zip(schemes, *ranks, strict=True):
+        for weights, message in (first, *others):
+            assert isinstance(weights, list), (scheme, weights)
+            assert all(map(math.isfinite, weights)), scheme
+            assert weights == first[0], scheme
+            assert "2.weight" in message, scheme
+            assert "rank 1" in message, scheme
 
 
 def resumed(scheme: str, through: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
