@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,12 +12,6 @@ import torch
 
 torch.set_num_threads(1)  # forking a process that has an OpenMP pool may hang the child
 gc.disable()  # until all is imported: the heap would be looked through again and again
-
-worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-if worker and hasattr(os, "sched_setaffinity") and "NOPIN" not in os.environ:
-    # Ranks of a test wake each other all the time: on one processor that is cheaper.
-    processors = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {processors[int(worker[2:]) % len(processors)]})
 
 Product = Callable[..., list[tuple[Any, ...]]]
 
