@@ -6,6 +6,7 @@ DEMO_SCHEMES ?= ddp,ddp(wire='bf16'),dear,dear(wire='bf16'),$(DEMO_SPARSE)
 DEMO_SPARSE ?= exdyna(0.01, schedule='local', warmup=60, wire='bf16')
 DEMO_OUT ?= out/demo
 EXTRAS ?= lab,fast,tune,optimizers,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
 ARGS ?=# for pytest: make test ARGS='-k law'
 
 VENV := .venv
@@ -45,7 +46,7 @@ test: $(READY) ## run all tests
 	@set -e; \
 	few() { "$$@" || test $$? -eq 5; }; \
 	marked() { grep -rl --include='test_*.py' "mark\.$$1" tests; }; \
-	few $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal \
+	few $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	    -m 'not alone and not waits' $(ARGS); \
 	few $(BIN)/python -m pytest -n 4 --dist worksteal -m waits $$(marked waits) $(ARGS); \
 	few $(BIN)/python -m pytest -m alone $$(marked alone) $(ARGS)

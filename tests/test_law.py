@@ -36,9 +36,9 @@ def test_law_on_every_wire(make: Any, wire: Any, size: int) -> None:
     """Exactly, up to the rounding of sums; parts end within a block, or are shorter."""
     if make is not Dense:
         collective = make(density=0.05, wire=wire)
-        check_law(collective, size, numel=333 * size, steps=6)
+        check_law(collective, size, numel=333 * size, steps=4)
     if keeps(wire):
-        check_law(Dense(wire), size, numel=333 * size, steps=6)
+        check_law(Dense(wire), size, numel=333 * size, steps=4)
         collective = make() if make is Dense else make(density=0.05)
         check_law(replace(collective, wire=wire), size, numel=3 * size, steps=3)
 

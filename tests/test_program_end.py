@@ -8,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.waits
+
 # As in the README: nothing is called at the end but what DDP wants, too.
 PROGRAM = """
 import sys

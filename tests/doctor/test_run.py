@@ -19,7 +19,7 @@ from gradtide.cli import app
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.launch import LabError, launch
 
-pytestmark = [pytest.mark.waits, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 DOCTOR = [sys.executable, "-m", "gradtide", "doctor"]
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -67,6 +67,7 @@ def doctors(*environments: dict[str, str], words: tuple[str, ...] = ()) -> list[
     ]
 
 
+@pytest.mark.alone  # it measures
 @pytest.mark.parametrize("launcher", [torchrun, srun])
 def test_two_processes_on_one_host(launcher: Any, tmp_path: Path) -> None:
     port, out = free_port(), tmp_path / "doctor.json"
@@ -90,6 +91,7 @@ def test_two_processes_on_one_host(launcher: Any, tmp_path: Path) -> None:
         assert "a model of params=1M,step=100ms: use " in found["advice"]
 
 
+@pytest.mark.waits
 def test_who_does_not_come_is_named_in_time() -> None:
     begin = time.monotonic()
     ((code, out, _),) = doctors(torchrun(0, 3, free_port()), words=("--wait", "1"))
@@ -99,6 +101,7 @@ def test_who_does_not_come_is_named_in_time() -> None:
     assert time.monotonic() - begin < 200
 
 
+@pytest.mark.waits
 def test_nobody_to_meet_is_told_by_each_rank() -> None:
     port = free_port()
     ((code, out, error),) = doctors(torchrun(1, 2, port), words=("--wait", "1"))
@@ -108,6 +111,7 @@ def test_nobody_to_meet_is_told_by_each_rank() -> None:
     assert error.count("\n") == 1
 
 
+@pytest.mark.waits
 def test_a_broken_link_is_named_and_nobody_hangs() -> None:
     needs_networks(1e9)
     script = """
@@ -143,6 +147,7 @@ def call(
     return result.exit_code, result.output
 
 
+@pytest.mark.waits
 def test_a_process_alone_is_told_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -169,6 +174,7 @@ def test_a_process_alone_is_told_what_is_missing(
         ),
     ],
 )
+@pytest.mark.waits
 def test_refused_in_a_sentence_before_anything_is_measured(
     words: list[str],
     environment: dict[str, str],
