@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "examples/clusters"
@@ -167,6 +166,7 @@ def test_the_batch_script_starts_what_it_says(tmp_path: Path) -> None:
 
 
 def test_the_objects_for_kubernetes_fit_together() -> None:
+    yaml = pytest.importorskip("yaml")
     objects: list[Any] = list(
         yaml.safe_load_all((FILES / "kubernetes.yaml").read_text(encoding="utf-8"))
     )

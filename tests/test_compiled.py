@@ -252,10 +252,10 @@ def by_inductor() -> dict[str, list[float]]:
     for name in ("oktopk-sequential", "oktopk", "oktopk-dear"):
         for compile in (blocks, whole):
             out[f"{name} {compile.__name__}"], *_ = trained(SCHEMES[name], compile)
-    backend = "inductor"
     out["exdyna-local"], graphs, breaks = trained(SCHEMES["exdyna-local"], blocks)
     assert graphs[0] == graphs[-1]
     assert breaks == []
+    backend = "inductor"
     torch._dynamo.reset()
     torch.manual_seed(7)
     net = Model().double()

@@ -264,7 +264,9 @@ def resolve(path: str) -> object:
     for end in range(len(parts), 0, -1):
         try:
             found = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("gradtide"):
+                return None  # it needs an optional package, which is missing
             continue
         for part in parts[end:]:
             found = getattr(found, part)

@@ -217,6 +217,8 @@ def _alone() -> None:
     for clip, place in itertools.product(
         (None, torch_clip, own_clip), ("before", "after")
     ):
+        if clip is own_clip and dist.get_world_size() > 2:
+            continue  # with two ranks it was
         few = TOUCHES[: 2 if dist.get_world_size() > 2 or clip else None]
         for touch in few:
 
