@@ -370,7 +370,7 @@ class Replica:
         Raises:
             ValueError: The arguments differ between ranks; or the scheme has K-FAC, or
                 is still being chosen or searched for; or the optimizer exchanges
-                something itself.
+                something itself; or a replica is inside join() already.
             RuntimeError: A rank ran out of batches, with `throw_on_early_termination`;
                 or ranks exchange different things.
         """
@@ -380,8 +380,14 @@ class Replica:
         throw, over_all = throw_on_early_termination, divide_by_initial_world_size
 
         replicas = (self, *also)
+        from gradtide.runtime.join import Join
 
         def prepare() -> tuple[None, Signature]:
+            if Join.inside:
+                raise ValueError(
+                    "a replica is inside join() already: name all that are trained "
+                    "there in one call, as join(also=[...])"
+                )
             if any(one.engine.group != self.engine.group for one in also):
                 raise ValueError("join(also=...) is for replicas of the same ranks")
             if len({*map(id, replicas)}) < len(replicas):
@@ -396,8 +402,6 @@ class Replica:
 
         remedy = "call join() with the same arguments on every rank"
         check_ranks_agree(self.engine.transport, prepare, remedy)
-        from gradtide.runtime.join import Join
-
         words = self.engine
         if also:
             words = Engine(connect(self._process_group, torch.device("cpu")))

@@ -289,6 +289,29 @@ def test_other_things_on_other_ranks_are_named() -> None:
 # - Several replicas -------------------------------------------------------------------
 
 
+def test_one_call_inside_another_is_refused_with_what_to_pass() -> None:
+    def run() -> None:
+        models = net(False), net(False)
+        first, second = (
+            gradtide.replicate(m, torch.optim.SGD(m.parameters(), 0.1), "wfbp")
+            for m in models
+        )
+
+        def nested() -> None:
+            with first.join(), second.join():
+                pass
+
+        with pytest.raises(ValueError, match=r"also=\[") as caught:
+            nested()
+        assert "inside join() already" in str(caught.value)
+        with second.join(also=[first]):
+            pass
+        with first.join():
+            pass
+
+    run_ranks(2, run)
+
+
 def gan(scheme: str, counts: list[int], join: bool) -> list[Any]:
     """A GAN's parameters; without `join`, gradients of ranks that ran out are zero."""
     rank = dist.get_rank()

@@ -22,7 +22,7 @@ not wait for the first member before the second has begun.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,9 +44,12 @@ class Join:
     `apart`: the engine is for words alone, see [Note: members].
     """
 
+    inside: ClassVar[int] = 0  # how many are under way: ranks would wait in both
+
     def __init__(
         self, engine: Engine, throw: bool, over_all: bool, apart: bool
     ) -> None:
+        Join.inside += 1
         self._engine, self._throw, self.apart = engine, throw, apart
         self._over_all = over_all  # the mean is over all ranks, also those that joined
         self._members: list[Member] = []
@@ -68,6 +71,7 @@ class Join:
 
     def leave(self) -> None:
         """Have nobody train inside any longer."""
+        Join.inside -= 1
         for member in self._members:
             member.leave()
         if self.apart:
