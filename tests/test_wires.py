@@ -49,7 +49,8 @@ def sparse(kind: str, wire: str, schedule: str) -> str:
 def test_the_product_of_features(size: int, product: Product) -> None:
     """All ranks have the same bits, under every schedule; and near the exact ones."""
     cases = product(NARROW, ("sgd", "adamw"), (1, 2), other=size > 2)
-    cases = cases[:: size - 1]
+    if size > 2 and len(cases) == 8:  # pairs: half of them is enough here
+        cases = cases[::2]
 
     def run() -> list[Any]:
         found = []
