@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing as mp
 import os
@@ -33,6 +34,7 @@ def run_ranks(
     rank that ended without a word or outlived `limit` seconds.
     """
     _load_kernels()
+    _load_codec()
     fork = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(size)]
@@ -59,10 +61,29 @@ def _load_kernels() -> None:
         x = torch.ones(300, dtype=dtype)
         kernels.above(x, 0.5, 300)
         kernels.entries(x, 0.5, 300)
-        codec = codec_of("int8", dtype)
-        message = torch.empty(codec.nbytes(300), dtype=torch.uint8)
-        codec.encode(x, message)
-        codec.add(message[None], x)
+
+
+_loaded: list[str] = []  # codecs
+
+
+def _load_codec() -> None:
+    """The same for a codec, which takes ten seconds to compile in a fresh clone.
+
+    One of pytest's workers does that; the others go on, and load it later.
+    """
+    if _loaded:
+        return
+    with Path(__file__).open() as own:
+        try:
+            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        for dtype in (torch.float32, torch.float64):
+            x, codec = torch.ones(300, dtype=dtype), codec_of("int8", dtype)
+            message = torch.empty(codec.nbytes(300), dtype=torch.uint8)
+            codec.encode(x, message)
+            codec.add(message[None], x)
+    _loaded.append("int8")
 
 
 def _collect(ranks: list[Any], pipes: list[Any], limit: float) -> list[Any]:
