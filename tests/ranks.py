@@ -63,27 +63,27 @@ def _load_kernels() -> None:
         kernels.entries(x, 0.5, 300)
 
 
-_loaded: list[str] = []  # codecs
-
-
 def _load_codec() -> None:
-    """The same for a codec, which takes ten seconds to compile in a fresh clone.
+    """The same for the codec that most tests of wires use.
 
-    One of pytest's workers does that; the others go on, and load it later.
+    Compiling it takes ten seconds in a fresh clone: one of pytest's workers does that,
+    and the others go on and load it at a later call.
     """
-    if _loaded:
-        return
     with Path(__file__).open() as own:
         try:
             fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        for dtype in (torch.float32, torch.float64):
-            x, codec = torch.ones(300, dtype=dtype), codec_of("int8", dtype)
-            message = torch.empty(codec.nbytes(300), dtype=torch.uint8)
-            codec.encode(x, message)
-            codec.add(message[None], x)
-    _loaded.append("int8")
+        _run_codec()
+
+
+@cache
+def _run_codec() -> None:
+    for dtype in (torch.float32, torch.float64):
+        x, codec = torch.ones(300, dtype=dtype), codec_of("int8", dtype)
+        message = torch.empty(codec.nbytes(300), dtype=torch.uint8)
+        codec.encode(x, message)
+        codec.add(message[None], x)
 
 
 def _collect(ranks: list[Any], pipes: list[Any], limit: float) -> list[Any]:
