@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradtide.core.ops import Group, Op
+from gradtide.core.ops import Group, Op, is_inside, message_of
 from gradtide.planner import bench as benches
 from gradtide.planner.bench import Bench
 from gradtide.planner.cost import FREE, seconds
@@ -49,10 +49,12 @@ class Shaped:
         return op
 
     def wait(self, op: Op) -> None:
-        name = type(op).__name__
+        inside, op = is_inside(op), message_of(op)
+        name = ("inside " if inside else "") + type(op).__name__
         self.counts[name] = self.counts.get(name, 0) + 1
+        hop = {"one_hop_bytes": 1 << 40} if inside else {}
         starts, carried = (
-            seconds(op, self.group, Network(SIZE, 1, Link.of(*ones)))
+            seconds(op, self.group, Network(SIZE, 1, Link.of(*ones), **hop))
             for ones in ((1.0, 0.0), (0.0, 1.0))
         )
         self.pass_time(starts * ALPHA)
@@ -95,6 +97,20 @@ def test_beta_is_the_links(
     for found in (link.ring, link.direct, link.swap, link.broadcast):
         assert found.beta == pytest.approx(8 / rate, rel=0.03)
         assert found.alpha < 2 * ALPHA
+
+
+def test_inside_a_host_direct_messages_are_the_hop_that_training_makes(
+    shaped: Callable[[float], Shaped],
+) -> None:
+    transport = shaped(1e9)
+    like = Network(1, SIZE, FREE, intra=FREE, rate=1e9)
+    link, rows = measure_link(_bench(transport), like, 20.0)
+    assert transport.counts["inside ReduceScatter"] > 3
+    assert transport.counts["inside AllGather"] > 3
+    assert "AllToAll" not in transport.counts
+    (direct,) = (row for row in rows if row.field == "direct")
+    assert {p.starts for p in direct.points} == {SIZE - 1}
+    assert link.direct.beta == pytest.approx(8e-9, rel=0.03)
 
 
 @pytest.mark.parametrize("budget", [2.0, 20.0, 60.0])

@@ -68,7 +68,7 @@ def measure_link(bench: Bench, like: Network, budget: float) -> tuple[Link, list
     The ranks are laid out on hosts as `like` says; `like.intra` is None where what
     travels within a host is free.
     """
-    everything = bench.prepared(lambda: kinds(bench))
+    everything = bench.prepared(lambda: kinds(bench, like.intra is not None))
     wanted = [kind for kind in everything if kind.needed or budget >= HURRIED]
     points: dict[Kind, list[Point]] = {}
     end = bench.first(bench.now) + budget

@@ -6,6 +6,11 @@ Knows requests and how long they took; the model that is fitted to them is `cost
 So requests of one size are made one behind the other, the first is not timed where
 there is time for a second, and what counts is from one answer to the next: what a link
 has saved up between two is what it was idle for.
+
+[Note: One hop inside] Inside a host, gradtide's transport over Gloo sends parts to
+everybody at once whatever their size, into memory that it keeps. Where such a link is
+measured, its direct messages are timed so: an all-to-all answers in fresh pages, and
+those take as long as the bytes do.
 """
 
 from __future__ import annotations
@@ -22,10 +27,14 @@ from gradtide.core.ops import (
     AllGather,
     AllReduce,
     AllToAll,
+    Among,
     Broadcast,
+    Message,
     Op,
     ReduceScatter,
     Swap,
+    is_inside,
+    message_of,
 )
 from gradtide.planner.bench import Bench
 from gradtide.planner.cost import seconds
@@ -57,8 +66,11 @@ class Kind:
     apart: bool = False  # waits until all ranks have their answer to the one before
 
 
-def kinds(bench: Bench) -> list[Kind]:
-    """What is timed, in this order; needed is one for each way of travelling."""
+def kinds(bench: Bench, inside: bool = False) -> list[Kind]:
+    """What is timed, in this order; needed is one for each way of travelling.
+
+    `inside` says that the ranks share a host, see [Note: One hop inside].
+    """
     rank, size = bench.group
     ring = round(1.25 * HOP * size)  # beyond what goes in one hop
     pair = size - 1 - rank  # on another host, at least for rank 0
@@ -67,15 +79,27 @@ def kinds(bench: Bench) -> list[Kind]:
         even = [len(x) // size] * size
         return AllToAll(x, even, even)
 
-    def gather(x: Tensor, _: int) -> Op:
+    def gather(x: Tensor, _: int) -> Message:
         return AllGather(x.chunk(size)[rank], into=x)
 
     def broadcast(x: Tensor, number: int) -> Op:
         return Broadcast(x, number % size)
 
+    def sums(x: Tensor, _: int) -> Op:
+        return Among(ReduceScatter(x), range(size), inside=True)
+
+    def parts(x: Tensor, number: int) -> Op:
+        return Among(gather(x, number), range(size), inside=True)
+
+    direct = [Kind("AllToAll", "direct", 1 << 12, exchange, 3.0, True)]
+    if inside and bench.device.type == "cpu":
+        direct = [
+            Kind("Reduce in one hop", "direct", 1 << 12, sums, 3.0, True),
+            Kind("Gather in one hop", "direct", 1 << 12, parts, 2.0),
+        ]
     return [
         Kind("ReduceScatter", "ring", ring, lambda x, _: ReduceScatter(x), 3.0, True),
-        Kind("AllToAll", "direct", 1 << 12, exchange, 3.0, True),
+        *direct,
         Kind("Swap", "swap", 1 << 12, lambda x, _: Swap(x, pair), 1.0, True),
         Kind("AllGather", "ring", ring, gather, 2.0),
         # A root that sends on and on would hide the tree.
@@ -90,11 +114,14 @@ def shape(op: Op, bench: Bench, network: Network) -> tuple[float, float]:
 
     Of its links, those count that are not free.
     """
+    if is_inside(op):
+        network = replace(network, one_hop_bytes=LARGEST)
     starts, carried = (
         replace(network, inter=ones, intra=network.intra and ones)
         for ones in (Link.of(1.0, 0.0), Link.of(0.0, 1.0))
     )
-    return seconds(op, bench.group, starts), seconds(op, bench.group, carried)
+    message = message_of(op)
+    return seconds(message, bench.group, starts), seconds(message, bench.group, carried)
 
 
 def sweep(bench: Bench, kind: Kind, budget: float, network: Network) -> list[Point]:
