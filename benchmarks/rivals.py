@@ -11,7 +11,7 @@ classes.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gradtide
+from gradtide.collectives import Warmup
 from gradtide.lab.hooks import casting
+from gradtide.scheme import parse
 
 
 @dataclass(frozen=True)
@@ -230,13 +232,17 @@ def one_bit_adam(dense: float = 0.2) -> Make:
     return make
 
 
-def scheme(text: str) -> Make:
-    """A scheme of gradtide."""
+def scheme(text: str, share: float = 1.0) -> Make:
+    """A scheme of gradtide, its warm-up cut down to a share of its steps."""
+    whole = parse(text)
+    if isinstance(warmup := whole.collective, Warmup):
+        fewer = max(1, round(warmup.steps * share))
+        whole = replace(whole, collective=replace(warmup, steps=fewer))
 
     def make(
         model: nn.Module, optimizer: Optimizer, steps: int, max_norm: float
     ) -> Entrant:
-        sync = gradtide.replicate(model, optimizer, text)
+        sync = gradtide.replicate(model, optimizer, whole)
 
         def step() -> None:
             sync.clip_grad_norm_(max_norm)
