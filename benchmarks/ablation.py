@@ -38,7 +38,7 @@ def compared(steps: int) -> dict[str, str]:
         "e3m0": "wfbp(wire='e3m0')",
         "exdyna": f"exdyna(0.01, {rest})",
         "topka2a": f"topka2a(0.02, {rest})",
-        "topka2a bf16": f"topka2a(0.02, {rest}, wire='bf16')",
+        "topka2a e3m0": f"topka2a(0.02, {rest}, wire='e3m0')",
         "oktopk": f"oktopk(0.01, {rest})",
     }
 
@@ -134,12 +134,12 @@ def tuned(table: Table, task: str) -> float:
     return best
 
 
-def go(table: Table, tasks: list[str], seeds: int) -> None:
+def go(table: Table, args: argparse.Namespace) -> None:
     """All runs: dense and each scheme as it is, then `exdyna` in variants."""
-    schemes = compared(table.steps)
+    schemes, tasks, seeds = compared(table.steps), args.tasks.split(","), args.seeds
     as_they_are = [(DENSE, "as it is", DENSE)]
-    as_they_are += [(name, "as it is", text) for name, text in schemes.items()]
-    variants = [("exdyna", variant, schemes["exdyna"]) for variant in VARIANTS]
+    as_they_are += [(s, "as it is", schemes[s]) for s in args.schemes.split(",") if s]
+    variants = [("exdyna", v, schemes["exdyna"]) for v in args.variants.split(",") if v]
     for rows in (as_they_are, variants):
         for seed in range(seeds):
             for task in tasks:
@@ -176,6 +176,8 @@ def summary(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--schemes", default=",".join(compared(1)))
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", type=Path, required=True)
@@ -183,7 +185,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     table = Table(args.out, args.steps)
-    go(table, args.tasks.split(","), args.seeds)
+    go(table, args)
     if dist.get_rank() == 0:
         print(summary(table.record))
     dist.destroy_process_group()
