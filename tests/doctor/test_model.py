@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradtide.doctor.advice import gain, rule
-from gradtide.doctor.model import parse_model
+from gradtide.doctor.advice import gain, parse_model, rule
 from gradtide.planner.network import Network
 
 

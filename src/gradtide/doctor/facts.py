@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 
-import gradtide
 from gradtide.doctor.addresses import chosen, interfaces
 from gradtide.doctor.place import Place
-from gradtide.transport.hosts import BOOT, host_name
+from gradtide.lab.record import versions
+from gradtide.planner.measure import machine
+from gradtide.transport.hosts import host_name
 
 SHARED = "/dev/shm"
 # What decides how the ranks of a job talk; it has to be the same for all.
@@ -59,7 +57,7 @@ def facts(place: Place | None) -> Facts:
     """This process's; as the one rank there is, where no launcher has started it."""
     there = interfaces()
     own = chosen(there)
-    boot = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
+    shared, cores = machine()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Facts(
         rank=place.rank if place else 0,
@@ -67,15 +65,12 @@ def facts(place: Place | None) -> Facts:
         local_size=place.local_size if place else None,
         host=host_name(),
         network=host_name().rpartition(" ")[0],  # whichever torchrun started it
-        machine=boot,
+        machine=shared,
         name=socket.gethostname(),
-        address=own.address,
-        interface=own.interface,
-        why=own.why,
-        error=own.error,
+        **vars(own),
         interfaces=there,
         versions=versions(),
-        cores=_cores(),
+        cores=cores,
         threads=torch.get_num_threads(),
         omp=os.environ.get("OMP_NUM_THREADS", ""),
         files=_files(),
@@ -84,28 +79,6 @@ def facts(place: Place | None) -> Facts:
         backend="nccl" if gpus and dist.is_nccl_available() else "gloo",
         variables={name: os.environ[name] for name in ALIKE if name in os.environ},
     )
-
-
-def versions() -> dict[str, str]:
-    """Of what has to be alike on all ranks, or had better be."""
-    return {
-        "gradtide": gradtide.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "numpy": numpy.__version__,
-    }
-
-
-def loaded(found: Any) -> Facts:
-    """A rank's facts as JSON has them."""
-    return Facts(**found)
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return os.cpu_count() or 1
 
 
 def _files() -> int | None:

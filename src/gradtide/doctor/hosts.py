@@ -27,12 +27,9 @@ class Host:
 
 def hosts(everybody: Sequence[Facts]) -> list[Host]:
     """The hosts, in the order of their first ranks."""
-    ranks: dict[str, list[Facts]] = {}
-    for each in everybody:
-        ranks.setdefault(each.host, []).append(each)
     return [
         Host(i, own[0].name, tuple(each.rank for each in own))
-        for i, own in enumerate(ranks.values())
+        for i, own in enumerate(by(everybody, lambda each: each.host).values())
     ]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BufferedReader
 from statistics import median
 
 PATIENCE = 5.0  # seconds for a connection, or an answer
@@ -90,8 +91,8 @@ def reach(
 
 def _ask(listener: Listener, door: tuple[str, int], other: int) -> Heard:
     try:
-        with _connected(listener, door, other) as end:
-            pings = [_ping(end) for _ in range(PINGS)]
+        with _connected(listener, door, other) as end, end.makefile("rb") as answers:
+            pings = [_ping(end, answers) for _ in range(PINGS)]
     except OSError as error:
         return Heard(_words(error))
     best = min(pings)
@@ -121,22 +122,17 @@ def _connected(
 
 def _line(end: socket.socket) -> bytes:
     """Up to the first newline, a byte at a time; what follows stays there."""
-    found = bytearray()
-    while len(found) < 4096 and (byte := end.recv(1)) and byte != b"\n":
-        found += byte
-    return bytes(found)
+    with end.makefile("rb", buffering=0) as unread:
+        return unread.readline(4096).strip()
 
 
-def _ping(end: socket.socket) -> tuple[float, float]:
+def _ping(end: socket.socket, answers: BufferedReader) -> tuple[float, float]:
     """Seconds of a round trip, and by how many the other's clock is ahead."""
     begin, told = time.perf_counter(), time.time()
     end.sendall(b"?")
-    answer = bytearray()
-    while len(answer) < CLOCK.size:
-        part = end.recv(CLOCK.size - len(answer))
-        if not part:
-            raise OSError("the connection was closed")
-        answer += part
+    answer = answers.read(CLOCK.size)
+    if len(answer) < CLOCK.size:
+        raise OSError("the connection was closed")
     trip = time.perf_counter() - begin
     return trip, CLOCK.unpack(answer)[0] - (told + trip / 2)
 

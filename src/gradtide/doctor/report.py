@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gradtide.doctor.facts import Facts
 from gradtide.doctor.hosts import parted
 from gradtide.doctor.run import Found
 from gradtide.lab import tables
@@ -106,12 +104,12 @@ def _links(found: Found) -> RenderableType:
 
 def _rest(found: Found) -> list[str]:
     """What fits into lines."""
-    first = found.everybody[:1]
     lines = [
         f"{', '.join(f'{name} {v}' for name, v in own.versions.items())}; "
-        f"backend {own.backend}, as init_process_group() would choose it{_gpu(own)}; "
+        f"backend {own.backend}, as init_process_group() would choose it "
+        f"({f'{own.gpus} GPUs' if own.gpus else 'no GPU is seen'}); "
         f"OMP_NUM_THREADS {own.omp or 'not set'}; {own.files or 'any number of'} files"
-        for own in first
+        for own in found.everybody[:1]
     ]
     if found.rates:
         rates = list(found.rates.values())
@@ -143,10 +141,6 @@ def _network(network: Network) -> str:
     return f"over Gloo {where}: {rate}, {1e3 * ring.alpha:.3g} ms to start a message"
 
 
-def _gpu(own: Facts) -> str:
-    return f" ({own.gpus} GPUs)" if own.gpus else " (no GPU is seen)"
-
-
 def _milliseconds(value: float | None) -> str:
     return "" if value is None else f"{1e3 * value:.3g}"
 
@@ -170,7 +164,15 @@ def dumps(found: Found) -> str:
         "findings": [asdict(finding) for finding in found.findings],
         "hosts": [asdict(host) for host in found.hosts],
         "ranks": [asdict(each) for each in found.everybody],
-        "links": _as_list(found),
+        "links": [
+            {
+                "from": sender,
+                "to": receiver,
+                "round_trip": trip,
+                "rate": found.rates.get((sender, receiver)),
+            }
+            for (sender, receiver), trip in sorted(found.round_trips.items())
+        ],
         "within_hosts": [
             {"host": number, "round_trip": trip, "rate": rate or None}
             for number, (trip, rate) in sorted(found.inside.items())
@@ -186,15 +188,3 @@ def dumps(found: Found) -> str:
         "predicted_steps": found.gain and found.gain.steps,
     }
     return json.dumps(document, indent=1) + "\n"
-
-
-def _as_list(found: Found) -> Sequence[dict[str, object]]:
-    return [
-        {
-            "from": sender,
-            "to": receiver,
-            "round_trip": trip,
-            "rate": found.rates.get((sender, receiver)),
-        }
-        for (sender, receiver), trip in sorted(found.round_trips.items())
-    ]

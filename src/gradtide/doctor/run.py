@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from gradtide.doctor import checks, pairs
 from gradtide.doctor.advice import Gain, gain, rule
 from gradtide.doctor.checks import Finding
-from gradtide.doctor.facts import Facts, facts, loaded
+from gradtide.doctor.facts import Facts, facts
 from gradtide.doctor.hosts import Host, hosts
 from gradtide.doctor.meeting import ROOT, Meeting
 from gradtide.doctor.pairs import Heard, Listener
@@ -63,12 +63,10 @@ class Found:
         return any(finding.level == "failure" for finding in self.findings)
 
 
-def alone(asked: Asked) -> Found:
+def alone() -> Found:
     """What a process can say that no launcher has started."""
     own = facts(None)
-    found = Found(None, [own], hosts([own]), checks.alone(own))
-    found.advice = NONE
-    return found
+    return Found(None, [own], hosts([own]), checks.alone(own), advice=NONE)
 
 
 def among(place: Place, asked: Asked, tell: Callable[[Found], None]) -> bool:
@@ -129,17 +127,18 @@ class Examined:
 
     def _compared(self) -> bool:
         self.stage("comparing facts")
-        own = facts(self.meeting.place)
-        came = self.meeting.gather(asdict(own))
+        self.own = facts(self.meeting.place)
+        came = self.meeting.gather(asdict(self.own))
         if self.rank == ROOT:
             found = self.found
-            found.everybody = [loaded(each) for each in came.values()]
+            found.everybody = [Facts(**each) for each in came.values()]
             found.hosts = hosts(found.everybody)
             if self._all_came(list(came), "the meeting"):
                 found.findings += checks.together(found.everybody)
         told = [asdict(each) for each in self.found.everybody]
-        self.everybody = [loaded(each) for each in self.meeting.tell(told)]
+        self.everybody = [Facts(**each) for each in self.meeting.tell(told)]
         self.hosts = hosts(self.everybody)
+        self.number = {rank: host.number for host in self.hosts for rank in host.ranks}
         # Who cannot be reached is still worth knowing where versions differ.
         doors = {each.rank: each.address for each in self.everybody}
         usable = all(doors.values()) and len(doors) == self.meeting.place.size
@@ -148,12 +147,11 @@ class Examined:
     def _reached(self) -> bool:
         self.stage("reaching others")
         word = self.meeting.tell(secrets.token_hex(8))
-        own = next(each for each in self.everybody if each.rank == self.rank)
-        self.listener = Listener(self.rank, word, own.address)
-        gathered = self.meeting.gather([own.address, self.listener.port])
+        self.listener = Listener(self.rank, word, self.own.address)
+        gathered = self.meeting.gather([self.own.address, self.listener.port])
         doors = self.meeting.tell(list(gathered.items()))
         self.doors = {rank: tuple(door) for rank, door in doors}
-        self.host = next(host for host in self.hosts if self.rank in host.ranks)
+        self.host = self.hosts[self.number[self.rank]]
         heads = [host.head for host in self.hosts]
         asked = heads if self.rank == self.host.head else [self.host.head]
         others = [rank for rank in asked if rank != self.rank and rank in self.doors]
@@ -175,12 +173,11 @@ class Examined:
         """What connections have told, by hosts."""
         found = self.found
         found.findings += checks.reached(found.hosts, heard)
-        number = {rank: host.number for host in found.hosts for rank in host.ranks}
         for asker, answers in heard.items():
             for other, told in answers.items():
                 if told.error:
                     continue
-                pair = number[asker], number[other]
+                pair = self.number[asker], self.number[other]
                 if pair[0] != pair[1]:
                     found.round_trips[pair] = told.round_trip
                     if pair[1] == 0:
@@ -222,10 +219,9 @@ class Examined:
         return self.host.head if second else None
 
     def _note_rates(self, got: dict[int, list[list[float]]]) -> None:
-        number = {rank: host.number for host in self.hosts for rank in host.ranks}
         for receiver, rates in got.items():
             for sender, rate in rates:
-                pair = number[int(sender)], number[receiver]
+                pair = self.number[int(sender)], self.number[receiver]
                 if pair[0] != pair[1]:
                     self.found.rates[pair] = rate
                 else:
