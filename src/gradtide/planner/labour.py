@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from operator import add
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,10 +35,8 @@ class Work(NamedTuple):
     nearby: float = 0.0  # entries that are close to each other
     calls: float = 0.0
 
-    def plus(self, other: Work, times: float = 1.0) -> Work:
-        """The sum with `times` the other; nothing is ever less than nothing."""
-        both = zip(self, other, strict=True)
-        return Work(*(max(mine + times * its, 0.0) for mine, its in both))
+    def plus(self, other: Work) -> Work:
+        return Work(*map(add, self, other))
 
     def times(self, factor: float) -> Work:
         """So many times the elements, in as many calls."""

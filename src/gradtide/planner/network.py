@@ -27,7 +27,6 @@ FIRST = ("take_in", "select", "scatter", "sort", "optimizer")
 # Of numbers that are no times: whether one fits, and in words what does.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "interference": (lambda x: 1 <= x < math.inf, "a factor, 1 (none) or more"),
-    "contention": (lambda x: 1 <= x < math.inf, "a factor, 1 (none) or more"),
     "sharing": (lambda x: 1 <= x <= 2, "a factor from 1 (none) to 2"),
     "processors": (lambda x: x is None or 0 < x < math.inf, "above 0, or None"),
     "spread": (lambda x: 0 <= x <= 1, "a share, from 0 to 1"),
@@ -99,11 +98,10 @@ class Network:
     inter: Link  # of a host
     intra: Link | None = None  # among the ranks of one host; None: free, as memory is
     device: Device = Device()  # noqa: RUF009  (frozen: not shared by mistake)
-    # Factors by which something slows: compute while the queue is busy, a request while
-    # another queue's is on the wire, the queue's own work and the training thread's (1
-    # where each has a processor, 2 where ranks have one or less).
+    # Factors by which something slows: compute while the queue is busy, the queue's own
+    # work and the training thread's (1 where each has a processor, 2 where ranks have
+    # one or less).
     interference: float = 1.0
-    contention: float = 2.0
     sharing: float = 1.0
     spread: float = 0.0  # of the work before it: by so much a request is answered later
     processors: float | None = None  # for each rank alone; None: enough
@@ -239,7 +237,8 @@ def imagine(
 def load(path: Path) -> Network:
     """The network that `Network.save` wrote; `ValueError` says what is wrong."""
     found = DOCUMENT.read(path)
-    found.pop("skew", None)  # seconds after any work, in files of earlier versions
+    for name in ("skew", "contention"):  # in files of earlier versions
+        found.pop(name, None)
     try:
         itemgetter("intra", "device")(found)
         itemgetter(*FIRST)(found["device"])

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from gradtide.lab import tables
 from gradtide.planner.report import stages
 from gradtide.simulate.grid import Grid, rate_name
 
@@ -19,23 +19,20 @@ FORMAT, VERSION = "gradtide simulation", 1
 def show(grid: Grid, console: Console) -> None:
     """A table for every rate: milliseconds a step, and the efficiency in percent."""
     for rate in grid.rates:
-        name = grid.trace.name
-        table = Table(
-            title=f"{name}, {rate_name(rate)} a host: ms a step (efficiency)",
-            box=None,
-            header_style="bold",
+        name, link = grid.trace.name, rate_name(rate)
+        table = tables.grid(
+            tables.name("scheme"),
+            *(tables.number(f"{ranks} ranks") for ranks in grid.ranks),
+            title=f"{name}, {link} a host: ms a step (efficiency)",
             title_justify="left",
         )
-        table.add_column("scheme", no_wrap=True)
-        for ranks in grid.ranks:
-            table.add_column(f"{ranks} ranks", justify="right", no_wrap=True)
         for scheme in grid.schemes:
             table.add_row(scheme, *(_entry(grid, scheme, n, rate) for n in grid.ranks))
         console.print(table)
         for ranks in grid.ranks:
             curved = stages({c.scheme: c.prediction for c in grid.at(ranks, rate)})
             if curved is not None:
-                console.print(f"{ranks} ranks, {rate_name(rate)}: stages of K-FAC")
+                console.print(f"{ranks} ranks, {link}: stages of K-FAC")
                 console.print(curved)
 
 
