@@ -37,7 +37,6 @@ ELSEWHERE = {
     "doctor/advice": "doctor/test_model",
     "doctor/cli": "doctor/test_run",
     "doctor/facts": "doctor/test_checks",
-    "doctor/hosts": "doctor/test_checks",
     "doctor/meeting": "doctor/test_run",
     "doctor/report": "doctor/test_run",
     "doctor/trial": "doctor/test_run",

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from gradtide.doctor.addresses import VARIABLE, loops, outward
-from gradtide.doctor.facts import SHARED, Facts
-from gradtide.doctor.hosts import Host, by, hosts, parted, ranks_of
+from gradtide.doctor.facts import SHARED, Facts, Host, by, hosts, parted, ranks_of
 from gradtide.doctor.pairs import Heard
 
 Level: TypeAlias = Literal["failure", "warning"]

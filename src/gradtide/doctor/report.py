@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from statistics import median
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gradtide.doctor.hosts import parted
+from gradtide.doctor.facts import parted
 from gradtide.doctor.run import Found
 from gradtide.lab import tables
+from gradtide.planner import document
 from gradtide.planner.network import Network
 
-FORMAT, VERSION = "gradtide doctor", 1
+FORMAT = "gradtide doctor"
 MOST = 16  # rows of a table
 LINK = "one TCP stream, all hosts at once; a fabric that only NCCL uses is not measured"
 
@@ -155,9 +155,7 @@ def _signed(value: float | None) -> str:
 
 def dumps(found: Found) -> str:
     """The report as JSON: seconds, bits/s; hosts by their numbers."""
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
+    content = {
         "verdict": verdict(found),
         "failed": found.failed,
         "launcher": found.place and found.place.launcher,
@@ -187,4 +185,4 @@ def dumps(found: Found) -> str:
         "advice": found.advice or None,
         "predicted_steps": found.gain and found.gain.steps,
     }
-    return json.dumps(document, indent=1) + "\n"
+    return document.dumps(FORMAT, content)

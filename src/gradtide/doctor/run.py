@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass, field
 from gradtide.doctor import checks, pairs
 from gradtide.doctor.advice import Gain, gain, rule
 from gradtide.doctor.checks import Finding
-from gradtide.doctor.facts import Facts, facts
-from gradtide.doctor.hosts import Host, hosts
+from gradtide.doctor.facts import Facts, Host, facts, hosts
 from gradtide.doctor.meeting import ROOT, Meeting
 from gradtide.doctor.pairs import Heard, Listener
 from gradtide.doctor.place import NONE, Place

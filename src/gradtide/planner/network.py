@@ -161,7 +161,8 @@ class Network:
 
         Within a host a message takes a tenth of `alpha`, and its bytes no time.
         """
-        _check_rate(bits_per_second)
+        if not 0 < bits_per_second < math.inf:
+            raise ValueError(f"{bits_per_second!r} bits/s: a rate is above 0")
         return Network(
             hosts,
             ranks_per_host,
@@ -188,7 +189,6 @@ class Network:
         there = replace(self, **given)
         if rate is None:
             return there
-        _check_rate(rate)
         ring = self.inter.ring
         if self.rate is None and ring.beta == 0:
             raise ValueError("this network's rings are free: no rate to scale")
@@ -248,8 +248,3 @@ def load(path: Path) -> Network:
         raise ValueError(f"{path} is damaged ({error}): {remedy}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _check_rate(bits_per_second: float) -> None:
-    if not 0 < bits_per_second < math.inf:
-        raise ValueError(f"{bits_per_second!r} bits/s: a rate is above 0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 from rich.console import Console
 
 from gradtide.lab import tables
+from gradtide.planner import document
 from gradtide.planner.report import stages
 from gradtide.simulate.grid import Grid, rate_name
 
-FORMAT, VERSION = "gradtide simulation", 1
+FORMAT = "gradtide simulation"
 
 
 def show(grid: Grid, console: Console) -> None:
@@ -45,8 +45,6 @@ def _entry(grid: Grid, name: str, ranks: int, rate: float | None) -> str:
 def record(grid: Grid, command: list[str]) -> dict[str, Any]:
     """Everything, for JSON: seconds, bytes, bits/s."""
     return {
-        "format": FORMAT,
-        "version": VERSION,
         "command": command,
         "trace": grid.trace.name,
         "compute_seconds": grid.trace.compute,
@@ -72,7 +70,7 @@ def write(grid: Grid, folder: Path, command: list[str]) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / n for n in ("simulate.json", "efficiency.png", "crossover.png")]
-    text = json.dumps(record(grid, command), indent=1) + "\n"
+    text = document.dumps(FORMAT, record(grid, command))
     paths[0].write_text(text, encoding="utf-8")
     draw_efficiency(grid, paths[1])
     draw_crossovers(grid, paths[2])
