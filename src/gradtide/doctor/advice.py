@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 
 from gradtide.planner import advice, search
 from gradtide.planner.network import Network
@@ -56,17 +55,11 @@ def parse_model(text: str) -> StepTrace:
     return StepTrace(f"a model of {text}", units, optimizer=0.0, replayed=True)
 
 
-@dataclass(frozen=True)
-class Gain:
-    """What to train with, and in one sentence why; seconds of a step of each."""
+def gain(trace: StepTrace, network: Network) -> tuple[str, dict[str, float]]:
+    """The planner's verdict for a step on a network, beside the plainest scheme.
 
-    words: str
-    recommended: str
-    steps: dict[str, float]
-
-
-def gain(trace: StepTrace, network: Network) -> Gain:
-    """The planner's verdict for a step on a network, beside the plainest scheme."""
+    In one sentence what to train with, and why; and seconds of a step of each scheme.
+    """
     step = with_optimizer(trace, network.device)
     asked = {text: parse(text) for text in SPARSE}
     found = advice.advise(search.rank(step, network, asked, tune=False), network.size)
@@ -77,7 +70,7 @@ def gain(trace: StepTrace, network: Network) -> Gain:
         times = plain / best.step
         words += f"; wfbp, which exchanges as DDP does, takes {advice.ms(plain)}"
         words += f" ({times:.2f} times as long)"
-    return Gain(words, best.name, steps)
+    return words, steps
 
 
 def rule(network: Network) -> str:

@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -146,10 +146,8 @@ def _words(error: OSError) -> str:
 # - How fast ---------------------------------------------------------------------------
 
 
-def send(
-    listener: Listener, door: tuple[str, int], other: int, seconds: float
-) -> Callable[[], None]:
-    """Begin to send to another rank for so long; what is returned waits for the end.
+def send(listener: Listener, door: tuple[str, int], other: int, seconds: float) -> None:
+    """Send to another rank for so long; ends soon after, whatever happens.
 
     How fast it was is in the other one's `Listener.rates`; nowhere, if it failed.
     """
@@ -157,7 +155,7 @@ def send(
         target=_send, args=(listener, door, other, seconds), daemon=True
     )
     thread.start()
-    return lambda: thread.join(seconds + 3 * PATIENCE)
+    thread.join(seconds + 3 * PATIENCE)
 
 
 def _send(

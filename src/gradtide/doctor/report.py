@@ -183,6 +183,6 @@ def dumps(found: Found) -> str:
             "network": found.tried.network and asdict(found.tried.network),
         },
         "advice": found.advice or None,
-        "predicted_steps": found.gain and found.gain.steps,
+        "predicted_steps": found.predicted_steps,
     }
     return document.dumps(FORMAT, content)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from gradtide.doctor import checks, pairs
-from gradtide.doctor.advice import Gain, gain, rule
+from gradtide.doctor.advice import gain, rule
 from gradtide.doctor.checks import Finding
 from gradtide.doctor.facts import Facts, Host, facts, hosts
 from gradtide.doctor.meeting import ROOT, Meeting
@@ -54,7 +54,7 @@ class Found:
     rates: dict[tuple[int, int], float] = field(default_factory=dict)  # bits/s
     inside: dict[int, tuple[float, float]] = field(default_factory=dict)
     tried: Tried | None = None
-    gain: Gain | None = None
+    predicted_steps: dict[str, float] | None = None  # seconds, by scheme
     advice: str = ""
 
     @property
@@ -198,7 +198,7 @@ class Examined:
             self.meeting.gather(None)
             self.meeting.tell()
             if other is not None:
-                pairs.send(self.listener, self.doors[other], other, each)()
+                pairs.send(self.listener, self.doors[other], other, each)
             self.meeting.gather(None, each + 3 * pairs.PATIENCE)
             self.meeting.tell(None, each + 3 * pairs.PATIENCE)
             got = self.meeting.gather(list(self.listener.rates.items()))
@@ -252,8 +252,8 @@ class Examined:
         if self.asked.model is None:
             self.found.advice = rule(own.network)
         else:
-            self.found.gain = gain(self.asked.model, own.network)
-            self.found.advice = self.found.gain.words
+            told = gain(self.asked.model, own.network)
+            self.found.advice, self.found.predicted_steps = told
 
 
 @contextmanager

@@ -68,13 +68,10 @@ def read_json(path: Path, noun: str) -> Any:
 
 def _deeper(found: Any, levels: int) -> bool:
     """Whether lists and objects are nested deeper than so many levels."""
-    inside: list[Any] = [[found]]
-    for _ in range(levels + 1):
-        lists = [x.values() if isinstance(x, dict) else x for x in inside]
-        inside = [x for each in lists for x in each if isinstance(x, dict | list)]
-        if not inside:
-            return False
-    return True
+    if not isinstance(found, dict | list):
+        return False
+    inside = found.values() if isinstance(found, dict) else found
+    return not levels or any(_deeper(x, levels - 1) for x in inside)
 
 
 def decode(kind: type[T], found: Any) -> T:

@@ -170,11 +170,6 @@ def _seconds(work: Work, selector: str, device: Device) -> float:
     )
 
 
-def like_replicas(scheme: Scheme, network: Network) -> Scheme:
-    """The scheme with the levels that `replicate` would find on such a network."""
-    return with_levels(scheme, network.members)
-
-
 def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     """Seconds of one exchange of `nbytes` of float32, alone on the queue."""
     numel = max(-(-nbytes // 4 // network.size), 1) * network.size
@@ -183,7 +178,7 @@ def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     transport = VirtualTransport(network)
     engine = Engine(transport, transport.clock)
     rehearsed = Rehearsed(transport, scheme.collective, ((numel,),), lambda: 2)
-    collective = by_levels(rehearsed, like_replicas(scheme, network).levels)
+    collective = by_levels(rehearsed, with_levels(scheme, network.members).levels)
     flow = collective.reduce(payload, engine.group)
     engine.finish(engine.launch("alone", flow))
     return transport.clock()
