@@ -8,7 +8,6 @@ import re
 from gradtide.planner import advice, search
 from gradtide.planner.network import Network
 from gradtide.planner.trace import StepTrace, Unit
-from gradtide.planner.training import with_optimizer
 from gradtide.scheme import parse
 
 # Of the sparse recipes those that the README recommends, at one choice of each.
@@ -60,9 +59,8 @@ def gain(trace: StepTrace, network: Network) -> tuple[str, dict[str, float]]:
 
     In one sentence what to train with, and why; and seconds of a step of each scheme.
     """
-    step = with_optimizer(trace, network.device)
     asked = {text: parse(text) for text in SPARSE}
-    found = advice.advise(search.rank(step, network, asked, tune=False), network.size)
+    found = advice.advise(search.rank(trace, network, asked, tune=False), network.size)
     steps = {c.name: c.step for c in found.choices if not c.refused}
     plain, best = steps["wfbp"], found.recommended
     words = f"for {trace.name}: {found.verdict}"

@@ -224,8 +224,6 @@ def imagine(
     ranks = measured.hosts * per_host if ranks is None else ranks
     if ranks < 2:
         raise ValueError(f"--ranks {ranks}: one rank has nobody to average with")
-    if ranks > MOST:
-        raise ValueError(f"--ranks {ranks}: at most {MOST} can be planned for")
     if ranks % per_host:
         raise ValueError(
             f"--ranks {ranks} on hosts of {per_host}: choose a multiple, or say "
