@@ -128,18 +128,14 @@ class Examined:
         self.stage("comparing facts")
         self.own = facts(self.meeting.place)
         came = self.meeting.gather(asdict(self.own))
-        if self.rank == ROOT:
-            found = self.found
-            found.everybody = [Facts(**each) for each in came.values()]
-            found.hosts = hosts(found.everybody)
-            if self._all_came(list(came), "the meeting"):
-                found.findings += checks.together(found.everybody)
-        told = [asdict(each) for each in self.found.everybody]
-        self.everybody = [Facts(**each) for each in self.meeting.tell(told)]
-        self.hosts = hosts(self.everybody)
+        everybody = [Facts(**each) for each in self.meeting.tell(list(came.values()))]
+        self.found.everybody, self.hosts = everybody, hosts(everybody)
+        self.found.hosts = self.hosts
         self.number = {rank: host.number for host in self.hosts for rank in host.ranks}
+        if self.rank == ROOT and self._all_came(list(came), "the meeting"):
+            self.found.findings += checks.together(everybody)
         # Who cannot be reached is still worth knowing where versions differ.
-        doors = {each.rank: each.address for each in self.everybody}
+        doors = {each.rank: each.address for each in everybody}
         usable = all(doors.values()) and len(doors) == self.meeting.place.size
         return bool(self.meeting.tell(usable))
 
