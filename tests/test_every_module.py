@@ -77,7 +77,6 @@ ELSEWHERE = {
     "planner/auto/decision": "test_auto",
     "planner/auto/inspector": "test_auto",
     "planner/auto/selector": "test_auto",
-    "planner/cutting": "planner/test_virtual",
     "planner/device": "planner/test_virtual",
     "planner/document": "planner/test_network",
     "planner/flows": "planner/test_rehearsal",

@@ -23,8 +23,7 @@ from gradtide.core.ops import AllReduce
 from gradtide.core.payload import settled, traits
 from gradtide.core.step import Stage
 from gradtide.planner.curvature import Laid, Second
-from gradtide.planner.cutting import buckets
-from gradtide.planner.rehearsal import Rehearsed
+from gradtide.planner.rehearsal import Rehearsed, buckets
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.planner.transport import VirtualTransport
 from gradtide.runtime.buckets import LARGE, GradientBucket
