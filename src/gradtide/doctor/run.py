@@ -89,7 +89,7 @@ def among(place: Place, asked: Asked, tell: Callable[[Found], None]) -> bool:
 
 
 class Examined:
-    """The stages on one rank; `found` is filled on rank 0 alone."""
+    """The stages on one rank; `found` is whole on rank 0 alone."""
 
     def __init__(
         self, meeting: Meeting, asked: Asked, stage: Callable[[str], None]
@@ -107,8 +107,7 @@ class Examined:
 
     def _goes_on(self, extra: float = 0.0) -> bool:
         """Whether rank 0 found nothing that ends the examination; on every rank."""
-        go = self.meeting.tell(not self.found.failed, extra)
-        return bool(go)
+        return bool(self.meeting.tell(not self.found.failed, extra))
 
     def _fail(self, words: str) -> None:
         self.found.findings.append(Finding("failure", words))

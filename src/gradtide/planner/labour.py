@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from operator import add
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,9 +33,6 @@ class Work(NamedTuple):
     ordered: float = 0.0
     nearby: float = 0.0  # entries that are close to each other
     calls: float = 0.0
-
-    def plus(self, other: Work) -> Work:
-        return Work(*map(add, self, other))
 
     def times(self, factor: float) -> Work:
         """So many times the elements, in as many calls."""
