@@ -24,7 +24,7 @@ from statistics import mean, median
 from torch import Tensor
 
 from gradtide.core import ops
-from gradtide.core.ops import AllGather, Message, Op
+from gradtide.core.ops import AllGather, AllToAll, Message, Op
 from gradtide.planner.bench import Bench
 from gradtide.planner.cost import seconds
 from gradtide.planner.fit import Point
@@ -66,7 +66,7 @@ def kinds(bench: Bench, inside: bool = False) -> list[Kind]:
 
     def exchange(x: Tensor, _: int) -> Op:
         even = [len(x) // size] * size
-        return ops.AllToAll(x, even, even)
+        return AllToAll(x, even, even)
 
     def reduce(x: Tensor, _: int) -> Message:
         return ops.ReduceScatter(x)
