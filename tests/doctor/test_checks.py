@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from gradtide.doctor.checks import alone, reached, slow, together
-from gradtide.doctor.facts import Facts, facts
-from gradtide.doctor.hosts import by, hosts, parted
+from gradtide.doctor.facts import Facts, by, facts, hosts, parted
 from gradtide.doctor.pairs import Heard
 
 GOOD = replace(

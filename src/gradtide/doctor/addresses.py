@@ -75,7 +75,7 @@ def chosen(there: dict[str, str] | None = None) -> Chosen:
         if missing and there:
             error = (
                 f"{VARIABLE} names {', '.join(missing)}, which this host does not have "
-                f"(it has {listed(there)})"
+                f"(it has {', '.join(f'{at} {there[at]}' for at in sorted(there))})"
             )
             return Chosen("", missing[0], VARIABLE, error)
         return Chosen(there.get(asked[0], LOOPBACK), asked[0], VARIABLE)
@@ -95,11 +95,6 @@ def loops(address: str) -> bool:
 def outward(there: dict[str, str]) -> dict[str, str]:
     """The interfaces that may lead to other hosts, by their names."""
     return {name: at for name, at in there.items() if not name.startswith(INSIDE)}
-
-
-def listed(there: dict[str, str]) -> str:
-    """Interfaces with their addresses, in a line."""
-    return ", ".join(f"{name} {address}" for name, address in sorted(there.items()))
 
 
 def _resolved(name: str) -> list[str]:

@@ -1,13 +1,13 @@
-"""What would be gained by which scheme here: one line, by the planner."""
+"""A user's model in a few words, and what would be gained with it by which scheme."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
 
 from gradtide.planner import advice, search
 from gradtide.planner.network import Network
-from gradtide.planner.trace import StepTrace
-from gradtide.planner.training import with_optimizer
+from gradtide.planner.trace import StepTrace, Unit
 from gradtide.scheme import parse
 
 # Of the sparse recipes those that the README recommends, at one choice of each.
@@ -16,22 +16,51 @@ SPARSE = (
     "exdyna(0.01, schedule='local')",
 )
 MILLION = 4e6  # bytes of a million parameters' gradients
+NUMBER = r"(\d+(?:\.\d+)?(?:e\d+)?)"
+PARAMETERS = re.compile(NUMBER + r"([kmb]?)", re.IGNORECASE)
+STEP = re.compile(NUMBER + r"(ms|s)")
+FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+EXAMPLE = "write it as params=25M,step=300ms"
+TENSORS = 50  # alike, which is near enough for advice
+FORWARD = 1 / 3  # of a step
+LARGEST, LONGEST = 1e12, 86400.0  # parameters, and seconds of a step
 
 
-@dataclass(frozen=True)
-class Gain:
-    """What to train with, and in one sentence why; seconds of a step of each."""
+def parse_model(text: str) -> StepTrace:
+    """The step that `params=25M,step=300ms` stands for, in float32.
 
-    words: str
-    recommended: str
-    steps: dict[str, float]
+    Raises ValueError for a text that says anything else.
+    """
+    given = dict(word.strip().partition("=")[::2] for word in text.split(","))
+    if set(given) != {"params", "step"}:
+        raise ValueError(f"--model {text!r}: {EXAMPLE}")
+    params = PARAMETERS.fullmatch(given["params"])
+    step = STEP.fullmatch(given["step"])
+    if params is None or step is None:
+        wrong = "params" if params is None else "step"
+        raise ValueError(f"--model: {wrong}={given[wrong]!r} is no number: {EXAMPLE}")
+    numel = float(params[1]) * FACTORS[params[2].lower()]
+    seconds = float(step[1]) * (1e-3 if step[2] == "ms" else 1.0)
+    if not TENSORS <= numel <= LARGEST or not 0 < seconds <= LONGEST:
+        raise ValueError(
+            f"--model {text!r}: a model of {TENSORS} to 1e12 parameters, and a step "
+            "of a day at most"
+        )
+    each, time = math.ceil(numel / TENSORS), seconds / TENSORS
+    units = tuple(
+        Unit(f"tensor{i}", each, 4, FORWARD * time, (1 - FORWARD) * time, 0.0)
+        for i in range(TENSORS)
+    )
+    return StepTrace(f"a model of {text}", units, optimizer=0.0, replayed=True)
 
 
-def gain(trace: StepTrace, network: Network) -> Gain:
-    """The planner's verdict for a step on a network, beside the plainest scheme."""
-    step = with_optimizer(trace, network.device)
+def gain(trace: StepTrace, network: Network) -> tuple[str, dict[str, float]]:
+    """The planner's verdict for a step on a network, beside the plainest scheme.
+
+    In one sentence what to train with, and why; and seconds of a step of each scheme.
+    """
     asked = {text: parse(text) for text in SPARSE}
-    found = advice.advise(search.rank(step, network, asked, tune=False), network.size)
+    found = advice.advise(search.rank(trace, network, asked, tune=False), network.size)
     steps = {c.name: c.step for c in found.choices if not c.refused}
     plain, best = steps["wfbp"], found.recommended
     words = f"for {trace.name}: {found.verdict}"
@@ -39,7 +68,7 @@ def gain(trace: StepTrace, network: Network) -> Gain:
         times = plain / best.step
         words += f"; wfbp, which exchanges as DDP does, takes {advice.ms(plain)}"
         words += f" ({times:.2f} times as long)"
-    return Gain(words, best.name, steps)
+    return words, steps
 
 
 def rule(network: Network) -> str:

@@ -5,13 +5,13 @@ A failure is what no training would survive. A warning is what costs time, or mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 from gradtide.doctor.addresses import VARIABLE, loops, outward
-from gradtide.doctor.facts import SHARED, Facts
-from gradtide.doctor.hosts import Host, by, hosts, parted, ranks_of
+from gradtide.doctor.facts import SHARED, Facts, Host, by, hosts, parted, ranks_of
 from gradtide.doctor.pairs import Heard
 
 Level: TypeAlias = Literal["failure", "warning"]
@@ -37,10 +37,7 @@ def alone(own: Facts) -> list[Finding]:
     if own.error:
         return [Finding("failure", own.error), *found]
     if loops(own.address):
-        words = (
-            f"Gloo listens at {own.address} ({own.why}), where no other host gets to: "
-            f"before several hosts train, export {VARIABLE}={_instead(own)}"
-        )
+        words = f"{_unheard(own)}: before several hosts train, {_instead(own)}"
         found.append(Finding("warning", words))
     return found
 
@@ -64,14 +61,14 @@ def _told_alike(everybody: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("failure", f"WORLD_SIZE differs: {parted(sizes)}")
     names = {name for each in everybody for name in each.variables}
     for name in sorted(names):
-        values = by(everybody, _value(name))
+        values = by(everybody, partial(_entry, "variables", name, "not set"))
         if len(values) > 1:
             yield Finding("warning", f"{name} differs: {parted(values)}")
 
 
 def _versions(everybody: Sequence[Facts]) -> Iterator[Finding]:
     for name in everybody[0].versions:
-        found = by(everybody, _version(name))
+        found = by(everybody, partial(_entry, "versions", name, "none"))
         if len(found) > 1:
             minor = {version.rpartition(".")[0] for version in found}
             strict = name in STRICT or (name == "python" and len(minor) > 1)
@@ -79,12 +76,8 @@ def _versions(everybody: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding("failure" if strict else "warning", words)
 
 
-def _value(name: str) -> Callable[[Facts], str]:
-    return lambda each: each.variables.get(name, "not set")
-
-
-def _version(name: str) -> Callable[[Facts], str]:
-    return lambda each: each.versions.get(name, "none")
+def _entry(field: str, name: str, missing: str, each: Facts) -> str:
+    return str(getattr(each, field).get(name, missing))
 
 
 def _addresses(everybody: Sequence[Facts]) -> Iterator[Finding]:
@@ -96,11 +89,7 @@ def _addresses(everybody: Sequence[Facts]) -> Iterator[Finding]:
         if own.error:
             yield Finding("failure", f"{host}: {own.error}")
         elif several and loops(own.address):
-            yield Finding(
-                "failure",
-                f"{host}: Gloo listens at {own.address} ({own.why}), where no other "
-                f"host gets to: export {VARIABLE}={_instead(own)}",
-            )
+            yield Finding("failure", f"{host}: {_unheard(own)}: {_instead(own)}")
         addresses = by(
             [by_rank[rank] for rank in host.ranks], lambda each: each.address
         )
@@ -115,17 +104,21 @@ def _addresses(everybody: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding(
                 "failure",
                 f"{address} ({own_heads[0].interface}) is the address of several hosts "
-                f"({names}): export {VARIABLE}={_instead(own_heads[0])}",
+                f"({names}): {_instead(own_heads[0])}",
             )
+
+
+def _unheard(own: Facts) -> str:
+    return f"Gloo listens at {own.address} ({own.why}), where no other host gets to"
 
 
 def _instead(own: Facts) -> str:
     """Another interface to name, with its address."""
     others = outward(own.interfaces)
     others.pop(own.interface, None)
-    if not others:
-        return "the interface that leads to the others (this host seems to have none)"
-    return " or ".join(f"{name} ({at})" for name, at in sorted(others.items()))
+    named = " or ".join(f"{name} ({at})" for name, at in sorted(others.items()))
+    none = "the interface that leads to the others (this host seems to have none)"
+    return f"export {VARIABLE}={named or none}"
 
 
 def _backends(everybody: Sequence[Facts]) -> Iterator[Finding]:
@@ -203,12 +196,9 @@ def reached(
     for asker, answers in sorted(heard.items()):
         for other, told in sorted(answers.items()):
             if told.error:
-                ends = f"rank {asker} on {own[asker]}", f"rank {other} on {own[other]}"
-                found.append(
-                    Finding(
-                        "failure", f"{ends[0]} does not reach {ends[1]}: {told.error}"
-                    )
-                )
+                ends = [f"rank {rank} on {own[rank]}" for rank in (asker, other)]
+                words = f"{' does not reach '.join(ends)}: {told.error}"
+                found.append(Finding("failure", words))
             elif other == there[0].head and own[asker] is not there[0]:
                 ahead[own[asker].number] = -told.clock
     late = {number: off for number, off in ahead.items() if abs(off) > LATE}

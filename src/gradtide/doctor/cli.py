@@ -42,8 +42,8 @@ def doctor(
     Started on all hosts as training will be: torchrun --no-python gradtide doctor, or
     srun gradtide doctor. Rank 0 reports. The exit code is 1 where training would fail.
     """
+    from gradtide.doctor.advice import parse_model
     from gradtide.doctor.meeting import Unmet
-    from gradtide.doctor.model import parse_model
     from gradtide.doctor.place import place
     from gradtide.doctor.run import Asked, alone, among
     from gradtide.simulate.grid import read_trace
@@ -61,7 +61,7 @@ def doctor(
             check_file("--json", json)
     asked = Asked(wait, seconds, step)
     if here is None:
-        _tell(alone(asked), json)
+        _tell(alone(), json)
         return
     try:
         failed = among(here, asked, lambda found: _tell(found, json))

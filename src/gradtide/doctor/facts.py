@@ -1,22 +1,22 @@
-"""What a rank knows of itself: versions, limits, processors, addresses, backend."""
+"""What a rank knows of itself, from versions to addresses; which ranks share a host."""
 
 from __future__ import annotations
 
 import os
-import platform
 import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 
-import gradtide
 from gradtide.doctor.addresses import chosen, interfaces
 from gradtide.doctor.place import Place
-from gradtide.transport.hosts import BOOT, host_name
+from gradtide.lab.record import versions
+from gradtide.planner.measure import machine
+from gradtide.transport.hosts import host_name
 
 SHARED = "/dev/shm"
 # What decides how the ranks of a job talk; it has to be the same for all.
@@ -59,7 +59,7 @@ def facts(place: Place | None) -> Facts:
     """This process's; as the one rank there is, where no launcher has started it."""
     there = interfaces()
     own = chosen(there)
-    boot = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
+    shared, cores = machine()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Facts(
         rank=place.rank if place else 0,
@@ -67,15 +67,12 @@ def facts(place: Place | None) -> Facts:
         local_size=place.local_size if place else None,
         host=host_name(),
         network=host_name().rpartition(" ")[0],  # whichever torchrun started it
-        machine=boot,
+        machine=shared,
         name=socket.gethostname(),
-        address=own.address,
-        interface=own.interface,
-        why=own.why,
-        error=own.error,
+        **vars(own),
         interfaces=there,
         versions=versions(),
-        cores=_cores(),
+        cores=cores,
         threads=torch.get_num_threads(),
         omp=os.environ.get("OMP_NUM_THREADS", ""),
         files=_files(),
@@ -84,28 +81,6 @@ def facts(place: Place | None) -> Facts:
         backend="nccl" if gpus and dist.is_nccl_available() else "gloo",
         variables={name: os.environ[name] for name in ALIKE if name in os.environ},
     )
-
-
-def versions() -> dict[str, str]:
-    """Of what has to be alike on all ranks, or had better be."""
-    return {
-        "gradtide": gradtide.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "numpy": numpy.__version__,
-    }
-
-
-def loaded(found: Any) -> Facts:
-    """A rank's facts as JSON has them."""
-    return Facts(**found)
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return os.cpu_count() or 1
 
 
 def _files() -> int | None:
@@ -122,3 +97,57 @@ def _shared() -> int | None:
         return None
     found = os.statvfs(SHARED)
     return found.f_blocks * found.f_frsize
+
+
+# - Who shares a host, and who has what, in words --------------------------------------
+
+
+@dataclass(frozen=True)
+class Host:
+    """The ranks that share a network, by the number of the host."""
+
+    number: int
+    name: str
+    ranks: tuple[int, ...]
+
+    @property
+    def head(self) -> int:
+        return self.ranks[0]
+
+    def __str__(self) -> str:
+        return f"host {self.number} ({self.name})"
+
+
+def hosts(everybody: Sequence[Facts]) -> list[Host]:
+    """The hosts, in the order of their first ranks."""
+    return [
+        Host(i, own[0].name, tuple(each.rank for each in own))
+        for i, own in enumerate(by(everybody, lambda each: each.host).values())
+    ]
+
+
+def by(
+    everybody: Iterable[Facts], key: Callable[[Facts], str]
+) -> dict[str, list[Facts]]:
+    """Facts by what `key` says of them, in the order of ranks."""
+    found: dict[str, list[Facts]] = {}
+    for each in everybody:
+        found.setdefault(key(each), []).append(each)
+    return found
+
+
+def parted(found: Mapping[str, Sequence[Facts]]) -> str:
+    """Who has what, in a line."""
+    return "; ".join(
+        f"{value} on {ranks_of([each.rank for each in own])}"
+        for value, own in found.items()
+    )
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """Ranks in a few words: rank 3, or ranks 0-3, 8."""
+    runs = []
+    for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0]):
+        own = [rank for _, rank in run]
+        runs.append(f"{own[0]}-{own[-1]}" if len(own) > 2 else ", ".join(map(str, own)))
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(runs)}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -42,20 +41,17 @@ class Meeting:
                 f"two processes have RANK={place.rank}: give each a rank of its own"
             )
 
-    def gather(
-        self, own: Any, extra: float = 0.0, ranks: Iterable[int] | None = None
-    ) -> dict[int, Any]:
+    def gather(self, own: Any, extra: float = 0.0) -> dict[int, Any]:
         """What each rank gives, by rank, on ROOT, without those that did not in time.
 
-        Elsewhere empty, at once. Only `ranks` (all) are waited for; `extra` seconds
-        longer than usual.
+        Elsewhere empty, at once. ROOT waits for `extra` seconds longer than usual.
         """
         self._turn += 1
         self.store.set(f"{self._turn}/{self.place.rank}", json.dumps(own))
         if self.place.rank != ROOT:
             return {}
         deadline, found = time.monotonic() + self.seconds + extra, {}
-        missing = list(range(self.place.size) if ranks is None else ranks)
+        missing = list(range(self.place.size))
         while missing and time.monotonic() < deadline:
             came = [r for r in missing if self.store.check([f"{self._turn}/{r}"])]
             for r in came:

@@ -14,10 +14,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BufferedReader
 from statistics import median
 
 PATIENCE = 5.0  # seconds for a connection, or an answer
@@ -90,8 +91,8 @@ def reach(
 
 def _ask(listener: Listener, door: tuple[str, int], other: int) -> Heard:
     try:
-        with _connected(listener, door, other) as end:
-            pings = [_ping(end) for _ in range(PINGS)]
+        with _connected(listener, door, other) as end, end.makefile("rb") as answers:
+            pings = [_ping(end, answers) for _ in range(PINGS)]
     except OSError as error:
         return Heard(_words(error))
     best = min(pings)
@@ -121,22 +122,17 @@ def _connected(
 
 def _line(end: socket.socket) -> bytes:
     """Up to the first newline, a byte at a time; what follows stays there."""
-    found = bytearray()
-    while len(found) < 4096 and (byte := end.recv(1)) and byte != b"\n":
-        found += byte
-    return bytes(found)
+    with end.makefile("rb", buffering=0) as unread:
+        return unread.readline(4096).strip()
 
 
-def _ping(end: socket.socket) -> tuple[float, float]:
+def _ping(end: socket.socket, answers: BufferedReader) -> tuple[float, float]:
     """Seconds of a round trip, and by how many the other's clock is ahead."""
     begin, told = time.perf_counter(), time.time()
     end.sendall(b"?")
-    answer = bytearray()
-    while len(answer) < CLOCK.size:
-        part = end.recv(CLOCK.size - len(answer))
-        if not part:
-            raise OSError("the connection was closed")
-        answer += part
+    answer = answers.read(CLOCK.size)
+    if len(answer) < CLOCK.size:
+        raise OSError("the connection was closed")
     trip = time.perf_counter() - begin
     return trip, CLOCK.unpack(answer)[0] - (told + trip / 2)
 
@@ -150,10 +146,8 @@ def _words(error: OSError) -> str:
 # - How fast ---------------------------------------------------------------------------
 
 
-def send(
-    listener: Listener, door: tuple[str, int], other: int, seconds: float
-) -> Callable[[], None]:
-    """Begin to send to another rank for so long; what is returned waits for the end.
+def send(listener: Listener, door: tuple[str, int], other: int, seconds: float) -> None:
+    """Send to another rank for so long; ends soon after, whatever happens.
 
     How fast it was is in the other one's `Listener.rates`; nowhere, if it failed.
     """
@@ -161,7 +155,7 @@ def send(
         target=_send, args=(listener, door, other, seconds), daemon=True
     )
     thread.start()
-    return lambda: thread.join(seconds + 3 * PATIENCE)
+    thread.join(seconds + 3 * PATIENCE)
 
 
 def _send(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gradtide.doctor.facts import Facts
-from gradtide.doctor.hosts import parted
+from gradtide.doctor.facts import parted
 from gradtide.doctor.run import Found
 from gradtide.lab import tables
+from gradtide.planner import document
 from gradtide.planner.network import Network
 
-FORMAT, VERSION = "gradtide doctor", 1
+FORMAT = "gradtide doctor"
 MOST = 16  # rows of a table
 LINK = "one TCP stream, all hosts at once; a fabric that only NCCL uses is not measured"
 
@@ -106,12 +104,12 @@ def _links(found: Found) -> RenderableType:
 
 def _rest(found: Found) -> list[str]:
     """What fits into lines."""
-    first = found.everybody[:1]
     lines = [
         f"{', '.join(f'{name} {v}' for name, v in own.versions.items())}; "
-        f"backend {own.backend}, as init_process_group() would choose it{_gpu(own)}; "
+        f"backend {own.backend}, as init_process_group() would choose it "
+        f"({f'{own.gpus} GPUs' if own.gpus else 'no GPU is seen'}); "
         f"OMP_NUM_THREADS {own.omp or 'not set'}; {own.files or 'any number of'} files"
-        for own in first
+        for own in found.everybody[:1]
     ]
     if found.rates:
         rates = list(found.rates.values())
@@ -143,10 +141,6 @@ def _network(network: Network) -> str:
     return f"over Gloo {where}: {rate}, {1e3 * ring.alpha:.3g} ms to start a message"
 
 
-def _gpu(own: Facts) -> str:
-    return f" ({own.gpus} GPUs)" if own.gpus else " (no GPU is seen)"
-
-
 def _milliseconds(value: float | None) -> str:
     return "" if value is None else f"{1e3 * value:.3g}"
 
@@ -161,16 +155,22 @@ def _signed(value: float | None) -> str:
 
 def dumps(found: Found) -> str:
     """The report as JSON: seconds, bits/s; hosts by their numbers."""
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
+    content = {
         "verdict": verdict(found),
         "failed": found.failed,
         "launcher": found.place and found.place.launcher,
         "findings": [asdict(finding) for finding in found.findings],
         "hosts": [asdict(host) for host in found.hosts],
         "ranks": [asdict(each) for each in found.everybody],
-        "links": _as_list(found),
+        "links": [
+            {
+                "from": sender,
+                "to": receiver,
+                "round_trip": trip,
+                "rate": found.rates.get((sender, receiver)),
+            }
+            for (sender, receiver), trip in sorted(found.round_trips.items())
+        ],
         "within_hosts": [
             {"host": number, "round_trip": trip, "rate": rate or None}
             for number, (trip, rate) in sorted(found.inside.items())
@@ -183,18 +183,6 @@ def dumps(found: Found) -> str:
             "network": found.tried.network and asdict(found.tried.network),
         },
         "advice": found.advice or None,
-        "predicted_steps": found.gain and found.gain.steps,
+        "predicted_steps": found.predicted_steps,
     }
-    return json.dumps(document, indent=1) + "\n"
-
-
-def _as_list(found: Found) -> Sequence[dict[str, object]]:
-    return [
-        {
-            "from": sender,
-            "to": receiver,
-            "round_trip": trip,
-            "rate": found.rates.get((sender, receiver)),
-        }
-        for (sender, receiver), trip in sorted(found.round_trips.items())
-    ]
+    return document.dumps(FORMAT, content)

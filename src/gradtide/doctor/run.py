@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from gradtide.doctor import checks, pairs
-from gradtide.doctor.advice import Gain, gain, rule
+from gradtide.doctor.advice import gain, rule
 from gradtide.doctor.checks import Finding
-from gradtide.doctor.facts import Facts, facts, loaded
-from gradtide.doctor.hosts import Host, hosts
+from gradtide.doctor.facts import Facts, Host, facts, hosts
 from gradtide.doctor.meeting import ROOT, Meeting
 from gradtide.doctor.pairs import Heard, Listener
 from gradtide.doctor.place import NONE, Place
@@ -55,7 +54,7 @@ class Found:
     rates: dict[tuple[int, int], float] = field(default_factory=dict)  # bits/s
     inside: dict[int, tuple[float, float]] = field(default_factory=dict)
     tried: Tried | None = None
-    gain: Gain | None = None
+    predicted_steps: dict[str, float] | None = None  # seconds, by scheme
     advice: str = ""
 
     @property
@@ -63,12 +62,10 @@ class Found:
         return any(finding.level == "failure" for finding in self.findings)
 
 
-def alone(asked: Asked) -> Found:
+def alone() -> Found:
     """What a process can say that no launcher has started."""
     own = facts(None)
-    found = Found(None, [own], hosts([own]), checks.alone(own))
-    found.advice = NONE
-    return found
+    return Found(None, [own], hosts([own]), checks.alone(own), advice=NONE)
 
 
 def among(place: Place, asked: Asked, tell: Callable[[Found], None]) -> bool:
@@ -92,7 +89,7 @@ def among(place: Place, asked: Asked, tell: Callable[[Found], None]) -> bool:
 
 
 class Examined:
-    """The stages on one rank; `found` is filled on rank 0 alone."""
+    """The stages on one rank; `found` is whole on rank 0 alone."""
 
     def __init__(
         self, meeting: Meeting, asked: Asked, stage: Callable[[str], None]
@@ -110,8 +107,7 @@ class Examined:
 
     def _goes_on(self, extra: float = 0.0) -> bool:
         """Whether rank 0 found nothing that ends the examination; on every rank."""
-        go = self.meeting.tell(not self.found.failed, extra)
-        return bool(go)
+        return bool(self.meeting.tell(not self.found.failed, extra))
 
     def _fail(self, words: str) -> None:
         self.found.findings.append(Finding("failure", words))
@@ -129,31 +125,27 @@ class Examined:
 
     def _compared(self) -> bool:
         self.stage("comparing facts")
-        own = facts(self.meeting.place)
-        came = self.meeting.gather(asdict(own))
-        if self.rank == ROOT:
-            found = self.found
-            found.everybody = [loaded(each) for each in came.values()]
-            found.hosts = hosts(found.everybody)
-            if self._all_came(list(came), "the meeting"):
-                found.findings += checks.together(found.everybody)
-        told = [asdict(each) for each in self.found.everybody]
-        self.everybody = [loaded(each) for each in self.meeting.tell(told)]
-        self.hosts = hosts(self.everybody)
+        self.own = facts(self.meeting.place)
+        came = self.meeting.gather(asdict(self.own))
+        everybody = [Facts(**each) for each in self.meeting.tell(list(came.values()))]
+        self.found.everybody, self.hosts = everybody, hosts(everybody)
+        self.found.hosts = self.hosts
+        self.number = {rank: host.number for host in self.hosts for rank in host.ranks}
+        if self.rank == ROOT and self._all_came(list(came), "the meeting"):
+            self.found.findings += checks.together(everybody)
         # Who cannot be reached is still worth knowing where versions differ.
-        doors = {each.rank: each.address for each in self.everybody}
+        doors = {each.rank: each.address for each in everybody}
         usable = all(doors.values()) and len(doors) == self.meeting.place.size
         return bool(self.meeting.tell(usable))
 
     def _reached(self) -> bool:
         self.stage("reaching others")
         word = self.meeting.tell(secrets.token_hex(8))
-        own = next(each for each in self.everybody if each.rank == self.rank)
-        self.listener = Listener(self.rank, word, own.address)
-        gathered = self.meeting.gather([own.address, self.listener.port])
+        self.listener = Listener(self.rank, word, self.own.address)
+        gathered = self.meeting.gather([self.own.address, self.listener.port])
         doors = self.meeting.tell(list(gathered.items()))
         self.doors = {rank: tuple(door) for rank, door in doors}
-        self.host = next(host for host in self.hosts if self.rank in host.ranks)
+        self.host = self.hosts[self.number[self.rank]]
         heads = [host.head for host in self.hosts]
         asked = heads if self.rank == self.host.head else [self.host.head]
         others = [rank for rank in asked if rank != self.rank and rank in self.doors]
@@ -175,12 +167,11 @@ class Examined:
         """What connections have told, by hosts."""
         found = self.found
         found.findings += checks.reached(found.hosts, heard)
-        number = {rank: host.number for host in found.hosts for rank in host.ranks}
         for asker, answers in heard.items():
             for other, told in answers.items():
                 if told.error:
                     continue
-                pair = number[asker], number[other]
+                pair = self.number[asker], self.number[other]
                 if pair[0] != pair[1]:
                     found.round_trips[pair] = told.round_trip
                     if pair[1] == 0:
@@ -202,7 +193,7 @@ class Examined:
             self.meeting.gather(None)
             self.meeting.tell()
             if other is not None:
-                pairs.send(self.listener, self.doors[other], other, each)()
+                pairs.send(self.listener, self.doors[other], other, each)
             self.meeting.gather(None, each + 3 * pairs.PATIENCE)
             self.meeting.tell(None, each + 3 * pairs.PATIENCE)
             got = self.meeting.gather(list(self.listener.rates.items()))
@@ -222,10 +213,9 @@ class Examined:
         return self.host.head if second else None
 
     def _note_rates(self, got: dict[int, list[list[float]]]) -> None:
-        number = {rank: host.number for host in self.hosts for rank in host.ranks}
         for receiver, rates in got.items():
             for sender, rate in rates:
-                pair = number[int(sender)], number[receiver]
+                pair = self.number[int(sender)], self.number[receiver]
                 if pair[0] != pair[1]:
                     self.found.rates[pair] = rate
                 else:
@@ -257,8 +247,8 @@ class Examined:
         if self.asked.model is None:
             self.found.advice = rule(own.network)
         else:
-            self.found.gain = gain(self.asked.model, own.network)
-            self.found.advice = self.found.gain.words
+            told = gain(self.asked.model, own.network)
+            self.found.advice, self.found.predicted_steps = told
 
 
 @contextmanager

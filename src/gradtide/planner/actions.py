@@ -23,8 +23,7 @@ from gradtide.core.ops import AllReduce
 from gradtide.core.payload import settled, traits
 from gradtide.core.step import Stage
 from gradtide.planner.curvature import Laid, Second
-from gradtide.planner.cutting import buckets
-from gradtide.planner.rehearsal import Rehearsed
+from gradtide.planner.rehearsal import Rehearsed, buckets
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.planner.transport import VirtualTransport
 from gradtide.runtime.buckets import LARGE, GradientBucket
@@ -109,8 +108,7 @@ class Actions:
         elif self.local:
             self._pass(bucket, OFFERED)
         else:
-            numels = [unit.numel for unit in self._units(bucket)]
-            small = sum(numel for numel in numels if numel < LARGE)
+            small = sum(u.numel for u in self._units(bucket) if u.numel < LARGE)
             self.transport.work(self.device.take_in(small))
 
     def _pass(self, bucket: GradientBucket, passes: int) -> None:
@@ -130,11 +128,11 @@ class Actions:
             self.steps.collect()
 
     def conclude(self, hold: bool) -> None:
-        flags = _flags(len(self.trace.units) + self._ranks + 1)
-        if hold and self.second is not None:  # norms, too, see `runtime.tally`
-            numel = flags.tensor.numel() + len(self.trace.units) + 2 * len(self.buckets)
-            flags = _flags(numel, torch.float64)
-        norms = flags.tensor.dtype == torch.float64
+        numel = len(self.trace.units) + self._ranks + 1
+        norms = hold and self.second is not None  # see `runtime.tally`
+        if norms:
+            numel += len(self.trace.units) + 2 * len(self.buckets)
+        flags = _flags(numel, torch.float64 if norms else torch.int32)
         self._used = self.engine.ask("used", flags, settled=norms)
         self.steps.invert(hold)
 

@@ -17,9 +17,9 @@ from gradtide.core.engine import Engine
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.layers import CONVOLUTIONS, KINDS, Kind, Layer
 from gradtide.kfac.preconditioner import Preconditioner
-from gradtide.planner.cutting import buckets, parameters
 from gradtide.planner.network import Network
 from gradtide.planner.parts import Parts, Told
+from gradtide.planner.rehearsal import buckets, parameters
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.transport import VirtualTransport
 from gradtide.runtime.buckets import GradientBucket, Place

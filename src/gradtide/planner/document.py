@@ -26,8 +26,7 @@ class Document:
 
     def save(self, path: Path, content: Any) -> None:
         """Write a dataclass as JSON."""
-        document = {"format": self.format, "version": VERSION, **asdict(content)}
-        path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        path.write_text(dumps(self.format, asdict(content)), "utf-8")
 
     def read(self, path: Path) -> dict[str, Any]:
         """What was saved; `ValueError` says what is wrong with the file."""
@@ -43,6 +42,12 @@ class Document:
 
     def remedy(self, path: Path) -> str:
         return f"make one with `gradtide profile {self.noun} --out {path}`"
+
+
+def dumps(format: str, content: Mapping[str, Any]) -> str:
+    """JSON that says what it is."""
+    document = {"format": format, "version": VERSION, **content}
+    return json.dumps(document, indent=1) + "\n"
 
 
 def read_json(path: Path, noun: str) -> Any:
@@ -63,13 +68,10 @@ def read_json(path: Path, noun: str) -> Any:
 
 def _deeper(found: Any, levels: int) -> bool:
     """Whether lists and objects are nested deeper than so many levels."""
-    inside: list[Any] = [[found]]
-    for _ in range(levels + 1):
-        lists = [x.values() if isinstance(x, dict) else x for x in inside]
-        inside = [x for each in lists for x in each if isinstance(x, dict | list)]
-        if not inside:
-            return False
-    return True
+    if not isinstance(found, dict | list):
+        return False
+    inside = found.values() if isinstance(found, dict) else found
+    return not levels or any(_deeper(x, levels - 1) for x in inside)
 
 
 def decode(kind: type[T], found: Any) -> T:

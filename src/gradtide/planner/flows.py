@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -167,7 +168,7 @@ def _noted(
                     asked.append(flow.send(one))
                 except StopIteration as stop:
                     means.append(stop.value)
-        work = work.plus(counter.read(len(flows)))
+        work = Work(*map(add, work, counter.read(len(flows))))
         if means:
             return Script(tuple(acts), work), means
         together = isinstance(asked[0], tuple)

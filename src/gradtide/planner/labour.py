@@ -34,11 +34,6 @@ class Work(NamedTuple):
     nearby: float = 0.0  # entries that are close to each other
     calls: float = 0.0
 
-    def plus(self, other: Work, times: float = 1.0) -> Work:
-        """The sum with `times` the other; nothing is ever less than nothing."""
-        both = zip(self, other, strict=True)
-        return Work(*(max(mine + times * its, 0.0) for mine, its in both))
-
     def times(self, factor: float) -> Work:
         """So many times the elements, in as many calls."""
         return Work(*(factor * n for n in self))._replace(calls=self.calls)

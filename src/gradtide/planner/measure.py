@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -25,6 +24,7 @@ from gradtide.planner.points import Kind, kinds, sweep
 from gradtide.planner.workbench import device as workbench
 from gradtide.planner.workbench import interference, sharing, turns
 from gradtide.transport import Transport
+from gradtide.transport.hosts import BOOT
 
 HURRIED = 10.0  # seconds for a link below which only what is needed is timed
 BUSY_BYTES = (1e5, 4e6)  # of the tensors that keep the queue busy, least and most
@@ -105,7 +105,7 @@ def finish(bench: Bench, network: Network, budget: float) -> Network:
     seconds = SHARES[2] * budget
     quick = seconds / 8 / max(network.inter.ring.beta, 1e-12)
     nbytes = max(min(quick, BUSY_BYTES[1]), BUSY_BYTES[0])
-    processors = bench.first(partial(_shared, bench.everyone(_machine)))
+    processors = bench.first(partial(_shared, bench.everyone(machine)))
     spread, occupancy = turns(bench, processors)
     return replace(
         network,
@@ -119,10 +119,9 @@ def finish(bench: Bench, network: Network, budget: float) -> Network:
     )
 
 
-def _machine() -> tuple[str, int]:
+def machine() -> tuple[str, int]:
     """What ranks have in common that share processors, and how many those are."""
-    started = Path("/proc/sys/kernel/random/boot_id")
-    name = started.read_text() if started.exists() else socket.gethostname()
+    name = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
     try:
         return name, len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system

@@ -27,7 +27,6 @@ FIRST = ("take_in", "select", "scatter", "sort", "optimizer")
 # Of numbers that are no times: whether one fits, and in words what does.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "interference": (lambda x: 1 <= x < math.inf, "a factor, 1 (none) or more"),
-    "contention": (lambda x: 1 <= x < math.inf, "a factor, 1 (none) or more"),
     "sharing": (lambda x: 1 <= x <= 2, "a factor from 1 (none) to 2"),
     "processors": (lambda x: x is None or 0 < x < math.inf, "above 0, or None"),
     "spread": (lambda x: 0 <= x <= 1, "a share, from 0 to 1"),
@@ -99,11 +98,10 @@ class Network:
     inter: Link  # of a host
     intra: Link | None = None  # among the ranks of one host; None: free, as memory is
     device: Device = Device()  # noqa: RUF009  (frozen: not shared by mistake)
-    # Factors by which something slows: compute while the queue is busy, a request while
-    # another queue's is on the wire, the queue's own work and the training thread's (1
-    # where each has a processor, 2 where ranks have one or less).
+    # Factors by which something slows: compute while the queue is busy, the queue's own
+    # work and the training thread's (1 where each has a processor, 2 where ranks have
+    # one or less).
     interference: float = 1.0
-    contention: float = 2.0
     sharing: float = 1.0
     spread: float = 0.0  # of the work before it: by so much a request is answered later
     processors: float | None = None  # for each rank alone; None: enough
@@ -163,7 +161,8 @@ class Network:
 
         Within a host a message takes a tenth of `alpha`, and its bytes no time.
         """
-        _check_rate(bits_per_second)
+        if not 0 < bits_per_second < math.inf:
+            raise ValueError(f"{bits_per_second!r} bits/s: a rate is above 0")
         return Network(
             hosts,
             ranks_per_host,
@@ -190,7 +189,6 @@ class Network:
         there = replace(self, **given)
         if rate is None:
             return there
-        _check_rate(rate)
         ring = self.inter.ring
         if self.rate is None and ring.beta == 0:
             raise ValueError("this network's rings are free: no rate to scale")
@@ -226,8 +224,6 @@ def imagine(
     ranks = measured.hosts * per_host if ranks is None else ranks
     if ranks < 2:
         raise ValueError(f"--ranks {ranks}: one rank has nobody to average with")
-    if ranks > MOST:
-        raise ValueError(f"--ranks {ranks}: at most {MOST} can be planned for")
     if ranks % per_host:
         raise ValueError(
             f"--ranks {ranks} on hosts of {per_host}: choose a multiple, or say "
@@ -239,7 +235,8 @@ def imagine(
 def load(path: Path) -> Network:
     """The network that `Network.save` wrote; `ValueError` says what is wrong."""
     found = DOCUMENT.read(path)
-    found.pop("skew", None)  # seconds after any work, in files of earlier versions
+    for name in ("skew", "contention"):  # in files of earlier versions
+        found.pop(name, None)
     try:
         itemgetter("intra", "device")(found)
         itemgetter(*FIRST)(found["device"])
@@ -249,8 +246,3 @@ def load(path: Path) -> Network:
         raise ValueError(f"{path} is damaged ({error}): {remedy}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _check_rate(bits_per_second: float) -> None:
-    if not 0 < bits_per_second < math.inf:
-        raise ValueError(f"{bits_per_second!r} bits/s: a rate is above 0")

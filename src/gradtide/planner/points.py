@@ -23,19 +23,8 @@ from statistics import mean, median
 
 from torch import Tensor
 
-from gradtide.core.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Among,
-    Broadcast,
-    Message,
-    Op,
-    ReduceScatter,
-    Swap,
-    is_inside,
-    message_of,
-)
+from gradtide.core import ops
+from gradtide.core.ops import AllGather, AllToAll, Message, Op
 from gradtide.planner.bench import Bench
 from gradtide.planner.cost import seconds
 from gradtide.planner.fit import Point
@@ -79,33 +68,33 @@ def kinds(bench: Bench, inside: bool = False) -> list[Kind]:
         even = [len(x) // size] * size
         return AllToAll(x, even, even)
 
+    def reduce(x: Tensor, _: int) -> Message:
+        return ops.ReduceScatter(x)
+
     def gather(x: Tensor, _: int) -> Message:
         return AllGather(x.chunk(size)[rank], into=x)
 
     def broadcast(x: Tensor, number: int) -> Op:
-        return Broadcast(x, number % size)
+        return ops.Broadcast(x, number % size)
 
-    def sums(x: Tensor, _: int) -> Op:
-        return Among(ReduceScatter(x), range(size), inside=True)
-
-    def parts(x: Tensor, number: int) -> Op:
-        return Among(gather(x, number), range(size), inside=True)
+    def within(make: Callable[[Tensor, int], Message]) -> Make:
+        return lambda x, _: ops.Among(make(x, 0), range(size), inside=True)
 
     direct = [Kind("AllToAll", "direct", 1 << 12, exchange, 3.0, True)]
     if inside and bench.device.type == "cpu":
         direct = [
-            Kind("Reduce in one hop", "direct", 1 << 12, sums, 3.0, True),
-            Kind("Gather in one hop", "direct", 1 << 12, parts, 2.0),
+            Kind("Reduce in one hop", "direct", 1 << 12, within(reduce), 3.0, True),
+            Kind("Gather in one hop", "direct", 1 << 12, within(gather), 2.0),
         ]
     return [
-        Kind("ReduceScatter", "ring", ring, lambda x, _: ReduceScatter(x), 3.0, True),
+        Kind("ReduceScatter", "ring", ring, reduce, 3.0, True),
         *direct,
-        Kind("Swap", "swap", 1 << 12, lambda x, _: Swap(x, pair), 1.0, True),
+        Kind("Swap", "swap", 1 << 12, lambda x, _: ops.Swap(x, pair), 1.0, True),
         Kind("AllGather", "ring", ring, gather, 2.0),
         # A root that sends on and on would hide the tree.
         Kind("Broadcast", "broadcast", 1 << 12, broadcast, 2.0, apart=True),
         # Gloo's own, not fitted: beside the ring that stands for it.
-        Kind("AllReduce", "", ring, lambda x, _: AllReduce(x)),
+        Kind("AllReduce", "", ring, lambda x, _: ops.AllReduce(x)),
     ]
 
 
@@ -114,13 +103,13 @@ def shape(op: Op, bench: Bench, network: Network) -> tuple[float, float]:
 
     Of its links, those count that are not free.
     """
-    if is_inside(op):
+    if ops.is_inside(op):
         network = replace(network, one_hop_bytes=LARGEST)
     starts, carried = (
         replace(network, inter=ones, intra=network.intra and ones)
         for ones in (Link.of(1.0, 0.0), Link.of(0.0, 1.0))
     )
-    message = message_of(op)
+    message = ops.message_of(op)
     return seconds(message, bench.group, starts), seconds(message, bench.group, carried)
 
 
@@ -177,9 +166,9 @@ def _timed(
         x = bench.empty(nbytes)
         return [kind.make(x, i) for i in range(count + ahead)]
 
-    ops = bench.prepared(make)
+    asked = bench.prepared(make)
     found, end, worked = list[float](), bench.now(), 0.0
-    for op in ops:
+    for op in asked:
         begin = end
         if kind.apart:
             bench.everyone(lambda: None)
@@ -189,9 +178,9 @@ def _timed(
         end = bench.now()
         found.append(end - begin)
         worked += time.process_time() - busy
-    everyone = bench.everyone(lambda: (found[ahead:], worked / len(ops)))
+    everyone = bench.everyone(lambda: (found[ahead:], worked / len(asked)))
     middle = [median(each) for each in zip(*(f for f, _ in everyone), strict=True)]
     processor = bench.first(lambda: mean(worked for _, worked in everyone))
     # Of a pair of swaps, or of a tree, each rank has its part; rank 0's is typical.
-    shaped = bench.first(partial(shape, ops[0], bench, network))
+    shaped = bench.first(partial(shape, asked[0], bench, network))
     return [Point(kind.name, round(nbytes), *shaped, s, processor) for s in middle]

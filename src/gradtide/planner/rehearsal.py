@@ -1,4 +1,4 @@
-"""What a collective asks for: found out by running it, on fewer numbers.
+"""What a collective asks for, found out by running it on fewer numbers; and buckets.
 
 The real flow runs for some steps on random gradients, and its requests are noted. What
 was noted is the script of a bucket: the virtual engine plays it, at the size of the
@@ -14,22 +14,28 @@ every other, so that no rounding to whole entries or to messages' alignment matt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from gradtide.collectives import Dense
 from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Collective, Payload, Traits, settled, traits
+from gradtide.fusion import Cost, Fusion, Trace
 from gradtide.planner.device import Device
 from gradtide.planner.flows import LOCKSTEP, Act, Script, Shapes, by_numbers, by_shapes
 from gradtide.planner.labour import Work
 from gradtide.planner.network import Network
 from gradtide.planner.sketch import between
+from gradtide.planner.trace import StepTrace
 from gradtide.planner.transport import VirtualTransport
+from gradtide.runtime.buckets import GradientBucket
+from gradtide.runtime.placement import Named, lay_out
 from gradtide.scheme import Scheme, with_levels
 
 ENTRIES = 128  # that a rank has for every other, where a script is continued
@@ -37,6 +43,7 @@ FEWEST = 8
 PART = 256  # elements for every rank: a multiple of what wires encode together
 FIRST = 64  # elements for every rank up to which a bucket is rehearsed as it is
 LONGEST = 1 << 15  # of a rank's part: indices in it take 16 bits, also if it is uneven
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 MOST = 1 << 21  # elements of all flows together, as far as FEWEST allows
 
 # - Scripts ----------------------------------------------------------------------------
@@ -170,11 +177,6 @@ def _seconds(work: Work, selector: str, device: Device) -> float:
     )
 
 
-def like_replicas(scheme: Scheme, network: Network) -> Scheme:
-    """The scheme with the levels that `replicate` would find on such a network."""
-    return with_levels(scheme, network.members)
-
-
 def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     """Seconds of one exchange of `nbytes` of float32, alone on the queue."""
     numel = max(-(-nbytes // 4 // network.size), 1) * network.size
@@ -183,7 +185,45 @@ def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     transport = VirtualTransport(network)
     engine = Engine(transport, transport.clock)
     rehearsed = Rehearsed(transport, scheme.collective, ((numel,),), lambda: 2)
-    collective = by_levels(rehearsed, like_replicas(scheme, network).levels)
+    collective = by_levels(rehearsed, with_levels(scheme, network.members).levels)
     flow = collective.reduce(payload, engine.group)
     engine.finish(engine.launch("alone", flow))
     return transport.clock()
+
+
+# - Buckets ----------------------------------------------------------------------------
+
+
+def buckets(trace: StepTrace, scheme: Scheme, network: Network) -> list[GradientBucket]:
+    """The buckets that a replica would cut, of `parameters`.
+
+    The fusion is told the times of the trace, and what an exchange of so many bytes
+    costs on the network (`exchange_seconds`).
+    """
+    seconds = cache(partial(exchange_seconds, scheme=scheme, network=network))
+    fusion = partial(_informed, scheme.fusion, trace, seconds)
+    pieces = scheme.schedule.fragments
+    return lay_out(
+        parameters(trace), fusion, Dense(), network.size, num_fragments=pieces
+    )
+
+
+def _informed(
+    fusion: Fusion, step: StepTrace, seconds: Cost, trace: Trace, cost: Cost
+) -> list[slice]:
+    """What a fusion makes of a trace with the step's times, and of seconds."""
+    if len(trace.nbytes) == len(step.units):
+        known = step.fusion()
+        trace = replace(trace, forward=known.forward, backward=known.backward)
+    return fusion(trace, seconds)
+
+
+@lru_cache(maxsize=16)
+def parameters(trace: StepTrace) -> Sequence[Named]:
+    """The units as parameters on the device "meta", in their order."""
+    found = []
+    for unit in trace.units:
+        shape, dtype = unit.shape or (unit.numel,), DTYPES[unit.itemsize]
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        found.append((unit.name, parameter))
+    return found

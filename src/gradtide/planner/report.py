@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
@@ -11,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from gradtide.planner import document
 from gradtide.planner.advice import Advice, percent
 from gradtide.planner.network import Network
 from gradtide.planner.search import Choice
@@ -18,7 +18,7 @@ from gradtide.planner.stages import Stages
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import Prediction
 
-FORMAT, VERSION = "gradtide plan", 1
+FORMAT = "gradtide plan"
 MOST = 6  # lossy schemes in a table
 _NUMBERS = ("step ms", "exposed", "limit", "MB sent", "buckets", "break-even")
 
@@ -114,9 +114,7 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
 
     `scheme` is what `gradtide.replicate` takes.
     """
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
+    content = {
         "trace": trace.name,
         "hosts": network.hosts,
         "ranks_per_host": network.ranks_per_host,
@@ -141,4 +139,4 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
             for choice in advice.choices
         ],
     }
-    return json.dumps(document, indent=1) + "\n"
+    return document.dumps(FORMAT, content)

@@ -18,11 +18,10 @@ from gradtide.planner.intervals import union, without
 from gradtide.planner.network import Network
 from gradtide.planner.parts import Parts
 from gradtide.planner.rehearsal import exchange_seconds as exchange_seconds
-from gradtide.planner.rehearsal import like_replicas
 from gradtide.planner.stages import Stages, exposed
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.training import Run as Run
-from gradtide.scheme import Scheme
+from gradtide.scheme import Scheme, with_levels
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,9 @@ def simulate(
     """
     if steps < 2:
         raise ValueError(f"steps={steps}: the first is left out, so 2 or more")
-    run = Run(trace, like_replicas(scheme, network), network, parts)
+    # As `replicate` would find them on such a network.
+    scheme = with_levels(scheme, network.members)
+    run = Run(trace, scheme, network, parts)
     if scheme.preconditioner is not None:
         run.step()  # by which K-FAC is planned
     if scheme.schedule.rounds:

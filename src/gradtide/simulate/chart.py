@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import cycle, islice
 from pathlib import Path
 
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from gradtide.lab import chart
 from gradtide.simulate.grid import Grid, rate_name
 
-# Okabe and Ito, then Paul Tol's muted ones: told apart by colour-blind readers.
-COLOURS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#332288",
-    "#88CCEE",
-    "#117733",
-    "#882255",
-    "#999933",
-    "#AA4499",
-    "#44AA99",
-    "#DDCC77",
-    "#666666",
-)
+# Paul Tol's muted ones, behind Okabe and Ito's: told apart by colour-blind readers.
+MUTED = ("#332288", "#88CCEE", "#117733", "#882255", "#999933", "#AA4499", "#44AA99")
+COLOURS = (*chart.COLOURS, *MUTED, "#DDCC77", "#666666")
 MARKERS = "os^Dv<>pPX*hd8"
 
 
@@ -77,7 +61,7 @@ def draw_crossovers(grid: Grid, path: Path) -> None:
     size = (2.5 + 0.9 * len(grid.ranks), 2.4 + 0.6 * len(grid.rates))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    colours = list(islice(cycle(COLOURS), len(names)))
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
     axes.imshow(
         numbers,
         cmap=ListedColormap(colours),

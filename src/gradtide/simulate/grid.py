@@ -114,7 +114,9 @@ def replayed(architecture: str, step_ms: float) -> StepTrace:
     for part, timing in zip(parts, by_work(parts, step_ms), strict=True):
         if part.shapes:
             tensors = ((f"{part.name}.{name}", shape) for name, shape in part.shapes)
-            groups.append([_unit(*tensor) for tensor in tensors])
+            groups.append(
+                [Unit(n, math.prod(s), 4, 0.0, 0.0, 0.0, s) for n, s in tensors]
+            )
         # Work without a tensor, as of a tied head, belongs to the layer before.
         group = groups[-1]
         # Read at once, and ready at once: [Note: Whose time] of planner.trace.
@@ -136,10 +138,6 @@ def replayed(architecture: str, step_ms: float) -> StepTrace:
         forward_order=tuple(place[unit.name] for group in groups for unit in group),
         layers=tuple(layers),
     )
-
-
-def _unit(name: str, shape: tuple[int, ...]) -> Unit:
-    return Unit(name, math.prod(shape), 4, 0.0, 0.0, 0.0, shape)
 
 
 def read_network(text: str, ranks_per_host: int = 1) -> Network:

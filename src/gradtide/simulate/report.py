@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from gradtide.lab import tables
+from gradtide.planner import document
 from gradtide.planner.report import stages
 from gradtide.simulate.grid import Grid, rate_name
 
-FORMAT, VERSION = "gradtide simulation", 1
+FORMAT = "gradtide simulation"
 
 
 def show(grid: Grid, console: Console) -> None:
     """A table for every rate: milliseconds a step, and the efficiency in percent."""
     for rate in grid.rates:
-        name = grid.trace.name
-        table = Table(
-            title=f"{name}, {rate_name(rate)} a host: ms a step (efficiency)",
-            box=None,
-            header_style="bold",
+        name, link = grid.trace.name, rate_name(rate)
+        table = tables.grid(
+            tables.name("scheme"),
+            *(tables.number(f"{ranks} ranks") for ranks in grid.ranks),
+            title=f"{name}, {link} a host: ms a step (efficiency)",
             title_justify="left",
         )
-        table.add_column("scheme", no_wrap=True)
-        for ranks in grid.ranks:
-            table.add_column(f"{ranks} ranks", justify="right", no_wrap=True)
         for scheme in grid.schemes:
             table.add_row(scheme, *(_entry(grid, scheme, n, rate) for n in grid.ranks))
         console.print(table)
         for ranks in grid.ranks:
             curved = stages({c.scheme: c.prediction for c in grid.at(ranks, rate)})
             if curved is not None:
-                console.print(f"{ranks} ranks, {rate_name(rate)}: stages of K-FAC")
+                console.print(f"{ranks} ranks, {link}: stages of K-FAC")
                 console.print(curved)
 
 
@@ -48,8 +45,6 @@ def _entry(grid: Grid, name: str, ranks: int, rate: float | None) -> str:
 def record(grid: Grid, command: list[str]) -> dict[str, Any]:
     """Everything, for JSON: seconds, bytes, bits/s."""
     return {
-        "format": FORMAT,
-        "version": VERSION,
         "command": command,
         "trace": grid.trace.name,
         "compute_seconds": grid.trace.compute,
@@ -75,7 +70,7 @@ def write(grid: Grid, folder: Path, command: list[str]) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / n for n in ("simulate.json", "efficiency.png", "crossover.png")]
-    text = json.dumps(record(grid, command), indent=1) + "\n"
+    text = document.dumps(FORMAT, record(grid, command))
     paths[0].write_text(text, encoding="utf-8")
     draw_efficiency(grid, paths[1])
     draw_crossovers(grid, paths[2])

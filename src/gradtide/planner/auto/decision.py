@@ -94,14 +94,10 @@ def plan(auto: Auto, seen: Sequence[Seen], network: Network) -> tuple[str, str]:
     choices = rank(slowest, network, sparse, refuse=refuse)
     advice = advise(choices, network.size, auto.margin)
     chosen = advice.recommended if auto.lossy else advice.dense
-    return repr(_adjusted(chosen, auto)), _words(advice, chosen, network)
-
-
-def _adjusted(choice: Choice, auto: Auto) -> Scheme:
-    """The choice with what else `auto` was asked for."""
-    if choice.kind != "lossy":
-        return choice.scheme
-    return prepared(choice.scheme, auto.warmup, auto.momentum_correction)
+    scheme = chosen.scheme
+    if chosen.kind == "lossy":  # with what else `auto` was asked for
+        scheme = prepared(scheme, auto.warmup, auto.momentum_correction)
+    return repr(scheme), _words(advice, chosen, network)
 
 
 def _words(advice: Advice, chosen: Choice, network: Network) -> str:

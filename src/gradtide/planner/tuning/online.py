@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -22,6 +21,7 @@ import torch
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Broadcast
 from gradtide.fusion import BySize, Search, Trial
+from gradtide.planner.watch import Clock as Moments
 
 START = 4  # steps before the first word: they are recorded, and everything is cold
 SETTLE = 2  # steps after a change that are not measured: caches and thresholds are cold
@@ -215,29 +215,17 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = None if device.type == "cpu" else device
-        self._marks = deque[Any](maxlen=2 if self._device is None else 3)
+        self._moments = Moments(device)
+        self._marks = deque[Any](maxlen=2 if device.type == "cpu" else 3)
 
     def reset(self) -> None:
         """Begin the first lap now."""
         self._marks.clear()
-        self._mark()
+        self._marks.append(self._moments.now())
 
     def lap(self) -> float | None:
         """End a lap; the seconds of the last one that is known, once there is one."""
-        self._mark()
+        self._marks.append(self._moments.now())
         if len(self._marks) != self._marks.maxlen:
             return None
-        begin, end, *_ = self._marks
-        if self._device is None:
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end) / 1000)
-
-    def _mark(self) -> None:
-        if self._device is None:
-            self._marks.append(time.perf_counter())
-        else:
-            event = torch.Event(self._device, enable_timing=True)
-            event.record()
-            self._marks.append(event)
+        return self._moments.between(self._marks[0], self._marks[1])

@@ -20,6 +20,7 @@ from gradtide.kfac.costs import InverseTime, time_inverses
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.job import Tell, joined, on_every_rank, passed_on, silent
 from gradtide.planner.bench import Bench
+from gradtide.planner.cost import FREE
 from gradtide.planner.device import Device, Line
 from gradtide.planner.measure import HURRIED, SHARES, Row, finish, measure_link
 from gradtide.planner.network import Link, Network
@@ -27,7 +28,6 @@ from gradtide.profile.device import check_device
 from gradtide.profile.network.overhead import with_overhead
 from gradtide.transport import connect
 
-FREE = Link.of(0.0, 0.0)
 DIMS = (16, 64, 256, 512, 1024)  # rows of matrices
 REPEATS = 5
 LONGEST = 86400.0  # seconds
