@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +29,7 @@ from gradtide.collectives import Dense
 from gradtide.core.compilation import leave_out
 from gradtide.core.payload import traits
 from gradtide.core.schedule import WFBP
-from gradtide.replica import Replica, link
+from gradtide.replica import Replica
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.validation import owners
 from gradtide.scheme import Scheme, as_scheme
@@ -157,10 +157,8 @@ class DistributedDataParallel(Torchs):
         self.broadcast_buffers = given  # a property of torch's, since 2.13
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view, self.static_graph = (
-            gradient_as_bucket_view,
-            static_graph,
-        )
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
         self.mixed_precision, self.logger = None, _Log()
         self.bucket_bytes_cap = int((bucket_cap_mb or 25) * 2**20)
         self.bucket_bytes_cap_list = [int(n * 2**20) for n in bucket_cap_mb_list or ()]
@@ -209,14 +207,9 @@ class DistributedDataParallel(Torchs):
         formers = {r for p in self.module.parameters() for r in owners(p)}
         for former in formers:
             _release(former)
-        self._replica = link(
-            self.module,
-            optimizer,
-            self.scheme,
-            self.process_group,
-            "local",  # this class sends them when DDP does
-            None,
-            alike,
+        group = self.process_group
+        self._replica = Replica(  # this class sends buffers when DDP does
+            self.module, optimizer, self.scheme, group, "local", None, alike
         )
         self._replica.wrapper = weakref.ref(self)
         self._replica.shares_buffers = self.broadcast_buffers
@@ -326,7 +319,11 @@ class DistributedDataParallel(Torchs):
     @property
     def reducer(self) -> Any:  # type: ignore[override]
         """What answers those who talk to DDP's Reducer, as Lightning does."""
-        return _NoReducer(self)
+        return SimpleNamespace(
+            prepare_for_backward=lambda *_: self._sync(True, self.replica),
+            prepare_for_forward=lambda: None,
+            _rebuild_buckets=lambda: False,
+        )
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward exchanges buffers.
@@ -457,11 +454,9 @@ class DistributedDataParallel(Torchs):
                 "DDP runtime logging sample rate should be equal or greater than 1"
             )
 
-    def _check_reducer_finalized(self) -> None: ...
+    def _nothing(self, *_: object, **__: object) -> None: ...
 
-    def _remove_autograd_hooks(self) -> None: ...
-
-    def _set_ddp_sink_clone(self, val: bool) -> None: ...
+    _check_reducer_finalized = _remove_autograd_hooks = _set_ddp_sink_clone = _nothing
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What DDP logs and there is here, under DDP's keys; and `metrics()`."""
@@ -494,23 +489,6 @@ class _Log:
 
     def set_error_and_log(self, message: str) -> None:
         self.said = {"has_error": 1, "error": message}
-
-
-class _NoReducer:
-    """Answers those who talk to DDP's Reducer."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
-
-    def prepare_for_backward(self, *_: object) -> None:
-        """The next backward exchanges."""
-        self._model._sync(True, self._model.replica)
-
-    def prepare_for_forward(self) -> None:
-        """Nothing is to be prepared."""
-
-    def _rebuild_buckets(self) -> bool:
-        return False
 
 
 def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | None:
@@ -548,13 +526,10 @@ def _release(replica: Replica) -> None:
     A collective call if gradients are held until `step()`. Also called by the garbage
     collector, perhaps on the communication queue's thread, which cannot end itself.
     """
-    if replica.wrapper is not None and _on_main_thread():
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if replica.wrapper is not None and on_main_thread:
         replica.wrapper = None
         replica.remove(end_round=False)
-
-
-def _on_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def install(scheme: Recipe = "wfbp") -> ExitStack:
