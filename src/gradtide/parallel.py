@@ -248,7 +248,9 @@ class DistributedDataParallel(Torchs):
                 self._after_forward()
             return output
 
-    def _enter(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    # See [Note: compiled]: torch.compile begins at the module, and not here.
+    @_disable_dynamo
+    def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, bool]:
         """Begin a forward.
 
         Returns the inputs, and whether gradients of them may be exchanged.
@@ -272,17 +274,13 @@ class DistributedDataParallel(Torchs):
             self._sync(self.require_backward_grad_sync, self._replica)
         return inputs, kwargs, True
 
-    def _leave(self) -> None:
-        """End a forward."""
+    @_disable_dynamo
+    def _after_forward(self) -> None:
         training = torch.is_grad_enabled()
         if training:  # a module may have changed its mind, as Lightning's does
             self._sync(self.require_backward_grad_sync, self.replica)
         self._exchange_buffers(_BufferCommHookLocation.POST_FORWARD)
         self.require_forward_param_sync = training and self.require_backward_grad_sync
-
-    # See [Note: compiled]: torch.compile begins at the module, and not here.
-    _before_forward = _disable_dynamo(_enter)
-    _after_forward = _disable_dynamo(_leave)
 
     def _exchange_buffers(self, place: _BufferCommHookLocation) -> None:
         """Have rank 0's buffers before a forward, or do what a hook does instead."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from gradtide.core.engine import Engine
 from gradtide.core.levels import levels_of
@@ -26,7 +26,7 @@ from gradtide.fusion import BySize, Search
 from gradtide.runtime import checkpoint as state
 from gradtide.runtime.broadcast import synchronize
 from gradtide.runtime.checkpoint import StateDict, packed
-from gradtide.runtime.finder import Finder, nobody
+from gradtide.runtime.finder import Finder
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.training import Training, momentum_of
@@ -48,7 +48,7 @@ from gradtide.scheme import (
     undecided,
     with_levels,
 )
-from gradtide.transport import Mesh, ProcessGroup, Transport, connect, members
+from gradtide.transport import Mesh, ProcessGroup, connect, members
 
 if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
     from gradtide.kfac.preconditioner import Preconditioner
@@ -154,7 +154,7 @@ class Replica:
         self.model, self._process_group = model, process_group
 
         def prepare() -> tuple[Scheme, Signature]:
-            chosen = _placed(scheme, transport)
+            chosen = with_levels(as_scheme(scheme), transport.hosts)
             validate(model, buffers, check_every, members(process_group))
             validate_scheme(model, chosen)
             if optimizer is not None:
@@ -182,7 +182,8 @@ class Replica:
         self._unknown = optimizer is None
         found = params if self._unknown else []
         self._finder = Finder(found, self._step_begins, self._step_ends)
-        self._train_with(nobody(params) if optimizer is None else optimizer)
+        # What stands for an optimizer that is not known never makes a step.
+        self._train_with(SGD(params) if optimizer is None else optimizer)
         self._counted = self._totals()  # when metrics() was last called
         self._density = 0.0
 
@@ -194,8 +195,6 @@ class Replica:
             model, optimizer, now, self.engine, self._scale, self._check_every
         )
         self._hooks = Hooks(
-            model,
-            optimizer,
             self._training,
             self._buffers,
             lambda: None if self.tuning is None else self.tuning.stepped(),
@@ -632,7 +631,7 @@ class Replica:
         self.flush()
 
         def prepare() -> tuple[Scheme, Signature]:
-            chosen = _placed(scheme, self.engine.transport)
+            chosen = with_levels(as_scheme(scheme), self.engine.transport.hosts)
             validate_scheme(self.model, chosen)
             if self._unknown:
                 return chosen, {"scheme": repr(chosen)}
@@ -829,7 +828,7 @@ class Replica:
         self.flush()
         if self.tuning is not None and found.size == group.size:
             self.tuning.load(saved.get("tuning"))
-        state.load(placement, self.scheme, group, found)
+        state.load(placement, self.scheme, found)
         training.updates.reset()
         training.num_steps = found.step or 0
         if second is not None:
@@ -875,8 +874,3 @@ class Replica:
             self.kfac.close()
         self._admitted.remove()
         self._hooks.remove()
-
-
-def _placed(scheme: str | Scheme, transport: Transport) -> Scheme:
-    """The scheme that is meant, on the hosts that there are."""
-    return with_levels(as_scheme(scheme), transport.hosts)
