@@ -18,9 +18,8 @@ import gradtide
 from gradtide.core.autograd import Hook
 from gradtide.core.compilation import Compilations
 from gradtide.core.step import Stage
-from gradtide.transport.capturing import refuse_capture
 from gradtide.transport.nccl import NcclTransport
-from gradtide.transport.staged import StagedTransport
+from gradtide.transport.staged import StagedTransport, refuse_capture
 from tests.ranks import run_ranks
 
 SCHEMES = {

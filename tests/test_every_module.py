@@ -123,7 +123,6 @@ ELSEWHERE = {
     "simulate/cli": "simulate/test_grid",
     "simulate/report": "simulate/test_grid",
     "testing": "test_law",
-    "transport/capturing": "test_compiled",
     "core/levels": "core/test_host_by_host",
     "transport/comm_queue": "test_transport",
     "transport/connect": "test_transport",

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +29,7 @@ from gradtide.collectives import Dense
 from gradtide.core.compilation import leave_out
 from gradtide.core.payload import traits
 from gradtide.core.schedule import WFBP
-from gradtide.replica import Replica, link
+from gradtide.replica import Replica
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.validation import owners
 from gradtide.scheme import Scheme, as_scheme
@@ -157,10 +157,8 @@ class DistributedDataParallel(Torchs):
         self.broadcast_buffers = given  # a property of torch's, since 2.13
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view, self.static_graph = (
-            gradient_as_bucket_view,
-            static_graph,
-        )
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
         self.mixed_precision, self.logger = None, _Log()
         self.bucket_bytes_cap = int((bucket_cap_mb or 25) * 2**20)
         self.bucket_bytes_cap_list = [int(n * 2**20) for n in bucket_cap_mb_list or ()]
@@ -209,14 +207,9 @@ class DistributedDataParallel(Torchs):
         formers = {r for p in self.module.parameters() for r in owners(p)}
         for former in formers:
             _release(former)
-        self._replica = link(
-            self.module,
-            optimizer,
-            self.scheme,
-            self.process_group,
-            "local",  # this class sends them when DDP does
-            None,
-            alike,
+        group = self.process_group
+        self._replica = Replica(  # this class sends buffers when DDP does
+            self.module, optimizer, self.scheme, group, "local", None, alike
         )
         self._replica.wrapper = weakref.ref(self)
         self._replica.shares_buffers = self.broadcast_buffers
@@ -255,7 +248,9 @@ class DistributedDataParallel(Torchs):
                 self._after_forward()
             return output
 
-    def _enter(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    # See [Note: compiled]: torch.compile begins at the module, and not here.
+    @_disable_dynamo
+    def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, bool]:
         """Begin a forward.
 
         Returns the inputs, and whether gradients of them may be exchanged.
@@ -279,17 +274,13 @@ class DistributedDataParallel(Torchs):
             self._sync(self.require_backward_grad_sync, self._replica)
         return inputs, kwargs, True
 
-    def _leave(self) -> None:
-        """End a forward."""
+    @_disable_dynamo
+    def _after_forward(self) -> None:
         training = torch.is_grad_enabled()
         if training:  # a module may have changed its mind, as Lightning's does
             self._sync(self.require_backward_grad_sync, self.replica)
         self._exchange_buffers(_BufferCommHookLocation.POST_FORWARD)
         self.require_forward_param_sync = training and self.require_backward_grad_sync
-
-    # See [Note: compiled]: torch.compile begins at the module, and not here.
-    _before_forward = _disable_dynamo(_enter)
-    _after_forward = _disable_dynamo(_leave)
 
     def _exchange_buffers(self, place: _BufferCommHookLocation) -> None:
         """Have rank 0's buffers before a forward, or do what a hook does instead."""
@@ -326,7 +317,11 @@ class DistributedDataParallel(Torchs):
     @property
     def reducer(self) -> Any:  # type: ignore[override]
         """What answers those who talk to DDP's Reducer, as Lightning does."""
-        return _NoReducer(self)
+        return SimpleNamespace(
+            prepare_for_backward=lambda *_: self._sync(True, self.replica),
+            prepare_for_forward=lambda: None,
+            _rebuild_buckets=lambda: False,
+        )
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward exchanges buffers.
@@ -457,11 +452,9 @@ class DistributedDataParallel(Torchs):
                 "DDP runtime logging sample rate should be equal or greater than 1"
             )
 
-    def _check_reducer_finalized(self) -> None: ...
+    def _nothing(self, *_: object, **__: object) -> None: ...
 
-    def _remove_autograd_hooks(self) -> None: ...
-
-    def _set_ddp_sink_clone(self, val: bool) -> None: ...
+    _check_reducer_finalized = _remove_autograd_hooks = _set_ddp_sink_clone = _nothing
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What DDP logs and there is here, under DDP's keys; and `metrics()`."""
@@ -494,23 +487,6 @@ class _Log:
 
     def set_error_and_log(self, message: str) -> None:
         self.said = {"has_error": 1, "error": message}
-
-
-class _NoReducer:
-    """Answers those who talk to DDP's Reducer."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
-
-    def prepare_for_backward(self, *_: object) -> None:
-        """The next backward exchanges."""
-        self._model._sync(True, self._model.replica)
-
-    def prepare_for_forward(self) -> None:
-        """Nothing is to be prepared."""
-
-    def _rebuild_buckets(self) -> bool:
-        return False
 
 
 def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | None:
@@ -548,13 +524,10 @@ def _release(replica: Replica) -> None:
     A collective call if gradients are held until `step()`. Also called by the garbage
     collector, perhaps on the communication queue's thread, which cannot end itself.
     """
-    if replica.wrapper is not None and _on_main_thread():
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if replica.wrapper is not None and on_main_thread:
         replica.wrapper = None
         replica.remove(end_round=False)
-
-
-def _on_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def install(scheme: Recipe = "wfbp") -> ExitStack:

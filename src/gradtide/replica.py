@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from gradtide.core.engine import Engine
 from gradtide.core.levels import levels_of
@@ -26,7 +26,7 @@ from gradtide.fusion import BySize, Search
 from gradtide.runtime import checkpoint as state
 from gradtide.runtime.broadcast import synchronize
 from gradtide.runtime.checkpoint import StateDict, packed
-from gradtide.runtime.finder import Finder, nobody
+from gradtide.runtime.finder import Finder
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.training import Training, momentum_of
@@ -48,7 +48,7 @@ from gradtide.scheme import (
     undecided,
     with_levels,
 )
-from gradtide.transport import Mesh, ProcessGroup, Transport, connect, members
+from gradtide.transport import Mesh, ProcessGroup, connect, members
 
 if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
     from gradtide.kfac.preconditioner import Preconditioner
@@ -119,43 +119,7 @@ def replicate(
     alike: list[Tensor] = [p for _, p in shared_parameters(model)]
     alike += [buffer for _, buffer in shared_buffers(model)]
     rest = buffers, grad_scaler, alike, check_every
-    return link(model, optimizer, scheme, process_group, *rest)
-
-
-def link(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    scheme: str | Scheme,
-    process_group: ProcessGroup | Mesh | None,
-    buffers: Buffers,
-    grad_scaler: torch.amp.GradScaler | None,
-    alike: Sequence[Tensor],
-    check_every: int = 100,
-) -> Replica:
-    """`replicate`, for which the tensors in `alike` are overwritten with rank 0's."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    transport = connect(process_group, device)
-
-    def prepare() -> tuple[Scheme, Signature]:
-        chosen = _placed(scheme, transport)
-        validate(model, buffers, check_every, members(process_group))
-        validate_scheme(model, chosen)
-        if optimizer is not None:
-            validate_optimizer(model, optimizer, chosen.schedule)
-            momentum_of(optimizer, chosen)
-        if chosen.preconditioner is not None:
-            from gradtide.kfac.costs import admitted
-
-            admitted(model, chosen.preconditioner)
-        return chosen, describe(model, chosen, check_every)
-
-    try:
-        chosen = check_ranks_agree(transport, prepare)
-    except (ValueError, TypeError):
-        transport.close()
-        raise
-    rest = buffers, grad_scaler, alike, check_every, process_group
-    return Replica(model, optimizer, chosen, transport, *rest)
+    return Replica(model, optimizer, scheme, process_group, *rest)
 
 
 class Replica:
@@ -178,18 +142,37 @@ class Replica:
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
-        scheme: Scheme,
-        transport: Transport,
+        scheme: str | Scheme,
+        process_group: ProcessGroup | Mesh | None,
         buffers: Buffers,
         grad_scaler: torch.amp.GradScaler | None,
         alike: Sequence[Tensor],
-        check_every: int,
-        process_group: ProcessGroup | Mesh | None,
+        check_every: int = 100,
     ) -> None:
-        self.model, self.scheme, self._process_group = model, scheme, process_group
-        self.engine = Engine(transport)
-        self.engine.levels = levels_of(transport.group, scheme.levels)
-        synchronize(self.engine, alike)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.engine = Engine(transport := connect(process_group, device))
+        self.model, self._process_group = model, process_group
+
+        def prepare() -> tuple[Scheme, Signature]:
+            chosen = with_levels(as_scheme(scheme), transport.hosts)
+            validate(model, buffers, check_every, members(process_group))
+            validate_scheme(model, chosen)
+            if optimizer is not None:
+                validate_optimizer(model, optimizer, chosen.schedule)
+                momentum_of(optimizer, chosen)
+            if chosen.preconditioner is not None:
+                from gradtide.kfac.costs import admitted
+
+                admitted(model, chosen.preconditioner)
+            return chosen, describe(model, chosen, check_every)
+
+        try:
+            self.scheme = check_ranks_agree(transport, prepare)
+        except (ValueError, TypeError):
+            transport.close()
+            raise
+        self.engine.levels = levels_of(transport.group, self.scheme.levels)
+        synchronize(self.engine, alike)  # tensors that become rank 0's
         self.wrapper: Callable[[], object] | None = None
         self._buffers = buffers == "broadcast"
         self.shares_buffers = self._buffers  # in training forwards, whoever begins them
@@ -199,7 +182,8 @@ class Replica:
         self._unknown = optimizer is None
         found = params if self._unknown else []
         self._finder = Finder(found, self._step_begins, self._step_ends)
-        self._train_with(nobody(params) if optimizer is None else optimizer)
+        # What stands for an optimizer that is not known never makes a step.
+        self._train_with(SGD(params) if optimizer is None else optimizer)
         self._counted = self._totals()  # when metrics() was last called
         self._density = 0.0
 
@@ -211,8 +195,6 @@ class Replica:
             model, optimizer, now, self.engine, self._scale, self._check_every
         )
         self._hooks = Hooks(
-            model,
-            optimizer,
             self._training,
             self._buffers,
             lambda: None if self.tuning is None else self.tuning.stepped(),
@@ -555,6 +537,7 @@ class Replica:
         sent = self.engine.transport.payload_bytes
         return {**self.engine.telemetry.totals(), "sent_bytes": sent}
 
+    @torch.no_grad()
     def _residual_norm(self) -> float:
         step = self._training.step
         if step.open or step.held:
@@ -563,7 +546,13 @@ class Replica:
                 "on their way: call it after optimizer.step()"
             )
         self.flush()
-        return _norm_of_residuals(self._training)
+        total = 0.0
+        for bucket in self._training.buckets:
+            if not bucket.residual_empty:
+                flat = bucket.payload.flat
+                wide = torch.promote_types(flat.dtype, torch.float32)
+                total += float(torch.linalg.vector_norm(flat, dtype=wide)) ** 2
+        return math.sqrt(total)
 
     def flush(self) -> None:
         """Apply the updates that `step()` has deferred. Local.
@@ -642,7 +631,7 @@ class Replica:
         self.flush()
 
         def prepare() -> tuple[Scheme, Signature]:
-            chosen = _placed(scheme, self.engine.transport)
+            chosen = with_levels(as_scheme(scheme), self.engine.transport.hosts)
             validate_scheme(self.model, chosen)
             if self._unknown:
                 return chosen, {"scheme": repr(chosen)}
@@ -772,30 +761,24 @@ class Replica:
                 "state_dict() between backward and step, while means are on their way: "
                 "call it after optimizer.step()"
             )
-        group = self.engine.transport.group
-        training = self._training
-        now = group.size, training.placement.shards.number[1]
+        from gradtide.runtime import rounds
+
+        group, training = self.engine.group, self._training
+        placement = training.placement
+        now = group.size, placement.shards.number[1]
         size, parts = world_size or now[0], shards or now[1]
         if (size, parts) == now:
-            saved = state.save(
-                training.placement, self.scheme, group, training.num_steps
-            )
+            saved = state.save(placement, self.scheme, group, training.num_steps)
             if training.steps is not None:  # every rank's optimizer has its own
-                own = self.optimizer.state_dict()["state"]
-                saved[state.own_key(training.placement, group)]["optimizer"] = packed(
-                    own
-                )
-                from gradtide.runtime import rounds
-
+                own = packed(self.optimizer.state_dict()["state"])
+                saved[state.own_key(placement, group)]["optimizer"] = own
                 rounds.save(training, saved)
         else:
-            saved = state.blank(training.placement, group, size, parts)
+            saved = state.blank(placement, group, size, parts)
             if self.scheme.schedule.rounds:
-                from gradtide.runtime import rounds
-
                 saved[rounds.common_key(training)] = packed({})
-        if self._training.preconditioning is not None:
-            self._training.preconditioning.save(saved, group)
+        if training.preconditioning is not None:
+            training.preconditioning.save(saved, group)
         if self.tuning is not None:
             saved["tuning"] = self.tuning.save()
         return saved
@@ -826,11 +809,11 @@ class Replica:
         from gradtide.runtime import rounds
 
         training, group = self._training, self.engine.group
-        second = training.preconditioning
+        placement, second = training.placement, training.preconditioning
 
         def prepare() -> tuple[Any, Signature]:
             with state.refusing_damage():
-                found = state.read(training.placement, group, saved)
+                found = state.read(placement, group, saved)
                 under_way = rounds.read(training, saved)
                 factors = [] if second is None else second.read(saved, group)
                 json.loads(saved.get("tuning") or "{}")
@@ -845,7 +828,7 @@ class Replica:
         self.flush()
         if self.tuning is not None and found.size == group.size:
             self.tuning.load(saved.get("tuning"))
-        state.load(training.placement, self.scheme, group, found)
+        state.load(placement, self.scheme, found)
         training.updates.reset()
         training.num_steps = found.step or 0
         if second is not None:
@@ -891,20 +874,3 @@ class Replica:
             self.kfac.close()
         self._admitted.remove()
         self._hooks.remove()
-
-
-def _placed(scheme: str | Scheme, transport: Transport) -> Scheme:
-    """The scheme that is meant, on the hosts that there are."""
-    return with_levels(as_scheme(scheme), transport.hosts)
-
-
-@torch.no_grad()
-def _norm_of_residuals(training: Training) -> float:
-    """The 2-norm of all that is left in buckets; nothing may be under way."""
-    total = 0.0
-    for bucket in training.buckets:
-        if not bucket.residual_empty:
-            flat = bucket.payload.flat
-            wide = torch.promote_types(flat.dtype, torch.float32)
-            total += float(torch.linalg.vector_norm(flat, dtype=wide)) ** 2
-    return math.sqrt(total)

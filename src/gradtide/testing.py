@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -128,11 +127,9 @@ def _reduce_scatter(row: Sequence[ops.ReduceScatter]) -> list[Tensor]:
     total = torch.stack([op.tensor for op in row]).sum(0)
     for op in row:
         op.tensor.fill_(float("nan"))  # used up: whoever reads it again is found out
-    parts = []
-    for op, end, n in zip(row, accumulate(sizes), sizes, strict=True):
-        part = op.tensor[end - n : end]
-        parts.append(part.copy_(total[end - n : end]))
-    return parts
+    sums = torch.split(total, sizes)
+    own = [torch.split(op.tensor, sizes)[rank] for rank, op in enumerate(row)]
+    return [part.copy_(whole) for part, whole in zip(own, sums, strict=True)]
 
 
 def _all_to_all(row: Sequence[ops.AllToAll]) -> list[Tensor]:

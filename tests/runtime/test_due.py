@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import gradtide
 from gradtide.core.step import Stage
-from gradtide.runtime.due import Aliases, DueParameters
+from gradtide.runtime.due import Aliases, due_kind
 
 SCHEMES = [
     f"Scheme(Dense(), BySize(0.004, 0.001, 1), {name})" for name in ("WFBP", "DEAR")
@@ -375,7 +375,7 @@ def _tied_by_data() -> None:
 def test_shape_and_the_like_are_told_without() -> None:
     settled: list[nn.Parameter] = []
     p = nn.Parameter(torch.ones(2, 3))
-    due = DueParameters(settled.append).kind(p)
+    due = due_kind(p, settled.append)
     assert due is not None
     p.__class__ = due
     p.grad = torch.ones(2, 3)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,17 +27,9 @@ from torch import Tensor
 # torch.profiler.record_function costs 30 us a call, this 1 us, with no profiler on.
 from torch._C._profiler import _RecordFunctionFast as record_function
 
+from gradtide.core import ops
 from gradtide.core.levels import Levels
-from gradtide.core.ops import (
-    Cut,
-    Flow,
-    Group,
-    Handover,
-    Op,
-    ToHost,
-    is_inside,
-    name_of,
-)
+from gradtide.core.ops import Cut, Flow, Group, Handover, Op
 from gradtide.core.telemetry import Record, Telemetry
 from gradtide.core.transport import CommunicationError, Ticket, Transport
 
@@ -94,14 +87,10 @@ class Engine:
         `hands_over` links has three stages, see [Note: Two links].
         """
         flight = InFlight(name, flow, hold, hands_over)
-
-        def begin() -> None:
-            self._resume(flight)
-
-        def work() -> None:
-            # A flow that is held has its last stage when it is released: if it has no
-            # cut, it is not held and has it here.
-            self._run(flight, hold, through=hold)
+        begin = partial(self._resume, flight)
+        # A flow that is held has its last stage when it is released: if it has no
+        # cut, it is not held and has it here.
+        work = partial(self._run, flight, hold, through=hold)
 
         def both() -> None:
             begin()
@@ -123,7 +112,10 @@ class Engine:
 
     def wait(self, flight: InFlight) -> None:
         """Wait until a held flow is at its cut, or at its end if it has none."""
-        self._join(flight)
+        assert flight.ticket is not None
+        start = self.clock()
+        flight.ticket.join()
+        self.telemetry.wait(start, self.clock())
 
     def release(self, flight: InFlight) -> None:
         """Start a second half. The first to be needed is released first.
@@ -150,7 +142,7 @@ class Engine:
     def finish(self, flight: InFlight) -> Any:
         """Wait for a flow that is not held; returns what it came to."""
         assert not flight.hold, f"{flight.name} is held: release it first"
-        self._join(flight)
+        self.wait(flight)
         return flight.mean
 
     def ask(
@@ -177,12 +169,6 @@ class Engine:
         """
         return flow if self.levels is None else self.levels.carried(flow)
 
-    def _join(self, flight: InFlight) -> None:
-        assert flight.ticket is not None
-        start = self.clock()
-        flight.ticket.join()
-        self.telemetry.wait(start, self.clock())
-
     def _last(self, flight: InFlight) -> Callable[[], None]:
         """The last stage of a flow that hands links over."""
 
@@ -204,16 +190,16 @@ class Engine:
         flight.asked = asked
         if isinstance(asked, Handover):
             return
-        if not (flight.begun or is_inside(asked)):
+        if not (flight.begun or ops.is_inside(asked)):
             flight.begun = True
             self.telemetry.select_seconds += self.clock() - start
         if isinstance(asked, Cut):
             return
-        ops = asked if isinstance(asked, tuple) else (asked,)
-        flight.label = "+".join([name_of(op) for op in ops])
+        several = asked if isinstance(asked, tuple) else (asked,)
+        flight.label = "+".join([ops.name_of(op) for op in several])
         sent = self.transport.payload_bytes
         with record_function(f"gradtide::{flight.name}::{flight.label}::issue"):
-            flight.pending = [self.transport.issue(op) for op in ops]
+            flight.pending = [self.transport.issue(op) for op in several]
         flight.sent = self.transport.payload_bytes - sent
 
     def _run(self, flight: InFlight, hold: bool, through: bool = False) -> None:
@@ -244,10 +230,10 @@ class Engine:
                 answers = tuple([self.transport.wait(one) for one in pending])
             except CommunicationError as error:
                 raise CommunicationError(f"{error} [{flight.name}]") from error
-        if flight.label != ToHost.__name__:  # which does not travel
+        if flight.label != ops.ToHost.__name__:  # which does not travel
             assert flight.asked is not None
             seen = flight.name, flight.label, flight.sent, start, self.clock()
-            inside = is_inside(flight.asked)
+            inside = ops.is_inside(flight.asked)
             self.telemetry.record(Record(*seen, flight.turned, inside))
         return answers if isinstance(flight.asked, tuple) else answers[0]
 

@@ -18,21 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradtide.core.ops import (
-    AllGather,
-    AllReduce,
-    Among,
-    Broadcast,
-    Cut,
-    Flow,
-    Group,
-    Handover,
-    Message,
-    Op,
-    ReduceScatter,
-    ToHost,
-    part_sizes,
-)
+from gradtide.core import ops
+from gradtide.core.ops import Among, Flow, Group, Message, Op
 
 # How many ranks each host has, numbered host by host; or which, for every host alike.
 Members: TypeAlias = tuple[tuple[int, ...], ...]  # the ranks of every host
@@ -82,7 +69,7 @@ class Levels:
         return (yield self._outward_of(asked))
 
     def _outward_of(self, op: Op) -> Op:
-        if isinstance(op, Cut | ToHost | Handover):
+        if isinstance(op, ops.Cut | ops.ToHost | ops.Handover):
             return op
         assert not isinstance(op, Among), "hosts have no levels of their own"
         return self.across(op)
@@ -96,37 +83,37 @@ class Levels:
         match asked:
             case _ if _whole(asked, self.group) <= SHORT:
                 pass
-            case AllReduce(tensor=x):
+            case ops.AllReduce(tensor=x):
                 return (yield from self._all_reduce(x))
-            case ReduceScatter():
+            case ops.ReduceScatter():
                 return (yield from self._reduce_scatter(asked))
-            case AllGather():
+            case ops.AllGather():
                 return (yield from self._all_gather(asked))
-            case Broadcast(tensor=x, source=source):
+            case ops.Broadcast(tensor=x, source=source):
                 return (yield from self._broadcast(x, source))
         return (yield asked)
 
     def _all_reduce(self, x: Tensor) -> Flow:
         short = -x.numel() % self.local
         padded = torch.nn.functional.pad(x.flatten(), (0, short))
-        own = yield self.inside(ReduceScatter(padded))
-        yield self.across(AllReduce(own))
-        yield self.inside(AllGather(own, into=padded))
+        own = yield self.inside(ops.ReduceScatter(padded))
+        yield self.across(ops.AllReduce(own))
+        yield self.inside(ops.AllGather(own, into=padded))
         return x.copy_(padded[: x.numel()].view(x.shape))
 
-    def _reduce_scatter(self, op: ReduceScatter) -> Flow:
-        sizes = part_sizes(op, self.group)
+    def _reduce_scatter(self, op: ops.ReduceScatter) -> Flow:
+        sizes = ops.part_sizes(op, self.group)
         x, own = self.by_place(op.tensor, sizes), torch.split(op.tensor, sizes)
-        part = yield self.inside(ReduceScatter(x, self.shares(sizes)))
-        part = yield self.across(ReduceScatter(part, self.column(sizes)))
+        part = yield self.inside(ops.ReduceScatter(x, self.shares(sizes)))
+        part = yield self.across(ops.ReduceScatter(part, self.column(sizes)))
         return own[self.group.rank].copy_(part)
 
-    def _all_gather(self, op: AllGather) -> Flow:
-        sizes = part_sizes(op, self.group)
+    def _all_gather(self, op: ops.AllGather) -> Flow:
+        sizes = ops.part_sizes(op, self.group)
         there, here = self.column(sizes), self.shares(sizes)
         own = op.tensor.flatten()
-        part = yield self.across(AllGather(own, there, own.new_empty(sum(there))))
-        x = yield self.inside(AllGather(part, here, own.new_empty(sum(here))))
+        part = yield self.across(ops.AllGather(own, there, own.new_empty(sum(there))))
+        x = yield self.inside(ops.AllGather(part, here, own.new_empty(sum(here))))
         order = [rank for place in zip(*self.table, strict=True) for rank in place]
         pieces = dict(
             zip(order, torch.split(x, [sizes[r] for r in order]), strict=True)
@@ -147,8 +134,8 @@ class Levels:
             sizes[host] = flat.numel()
         own = flat if place == self.place and host == self.outer.rank else nothing
         into = flat if place == self.place else nothing
-        yield self.across(AllGather(own, sizes, into))
-        yield self.inside(Broadcast(flat, place))
+        yield self.across(ops.AllGather(own, sizes, into))
+        yield self.inside(ops.Broadcast(flat, place))
         return x
 
     # - Parts --------------------------------------------------------------------------
@@ -204,11 +191,10 @@ def levels_of(group: Group, hosts: Hosts | None) -> Levels | None:
 
 def _whole(op: Op, group: Group) -> float:
     """Bytes of all that is asked for; none of what is no business of all ranks."""
-    match op:
-        case AllGather(tensor=x):
-            return sum(part_sizes(op, group)) * x.element_size()
-        case AllReduce(tensor=x) | ReduceScatter(tensor=x) | Broadcast(tensor=x):
-            return x.nbytes
+    if isinstance(op, ops.AllGather):
+        return sum(ops.part_sizes(op, group)) * op.tensor.element_size()
+    if isinstance(op, ops.AllReduce | ops.ReduceScatter | ops.Broadcast):
+        return op.tensor.nbytes
     return 0
 
 

@@ -54,13 +54,8 @@ class Telemetry:
 
     def totals(self) -> dict[str, float]:
         """What has been added up since the engine was made; `clear` lowers none."""
-        seen = {
-            "exposed_seconds": self.exposed_seconds,
-            "exchange_seconds": self.exchange_seconds,
-            "selected": self.selected,
-            "offered": self.offered,
-        }
-        return {name: self._cleared.get(name, 0) + now for name, now in seen.items()}
+        names = "exposed_seconds", "exchange_seconds", "selected", "offered"
+        return {n: self._cleared.get(n, 0) + getattr(self, n) for n in names}
 
     def clear(self) -> None:
         """Forget all of it but the totals."""

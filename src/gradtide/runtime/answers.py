@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gradtide.core.step import Stage, Step
 from gradtide.runtime.buckets import GradientBucket
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 _EDITED = -1  # in the place of a number of writes
 
 
+@dataclass(eq=False)
 class Answers:
     """The source of a replica's deferred gradients.
 
@@ -29,19 +32,14 @@ class Answers:
     ranks together can have them before it.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        placement: Placement,
-        tally: Tally,
-        guard: NonFiniteGuard,
-        preconditioning: Preconditioning | None,
-    ) -> None:
-        self._step, self._placement, self._tally = step, placement, tally
-        self._guard, self._preconditioning = guard, preconditioning
-        self._versions: int | None = None  # of means that were asked for before step()
-        self._early = False  # a norm was asked for that no rank had sent yet
-        self._warned = False
+    _step: Step
+    _placement: Placement
+    _tally: Tally
+    _guard: NonFiniteGuard
+    _preconditioning: Preconditioning | None
+    _versions: int | None = None  # of means that were asked for before step()
+    _early: bool = False  # a norm was asked for that no rank had sent yet
+    _warned: bool = False
 
     def begin(self) -> None:
         """The gradients of another backward are deferred."""
@@ -57,12 +55,19 @@ class Answers:
             self._step.gather()
             self._versions = self._count()
 
+    @torch.no_grad()
+    def settle(self, p: nn.Parameter) -> None:
+        """Somebody reads a parameter whose update is due."""
+        self._step.apply(self._placement.places[p].bucket)
+
     # - For a deferred gradient --------------------------------------------------------
 
     def awaits(self, grad: DeferredGrad) -> bool:
+        """Whether a step() is to come that will have it delivered."""
         return self._bucket(grad).stage is Stage.HELD or self._versions is not None
 
     def have(self, grad: DeferredGrad) -> None:
+        """Have the values delivered, of this one at least."""
         bucket = self._bucket(grad)
         if bucket.stage is Stage.HELD:
             self._refuse(grad)
@@ -72,11 +77,13 @@ class Answers:
             self._step.apply(bucket)
 
     def edit(self, grad: DeferredGrad) -> None:
+        """Have the values delivered, which are about to be changed."""
         self.have(grad)
         if self._versions is not None:
             self._versions = _EDITED
 
     def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None:
+        """Scale the values, which are here."""
         assert grad.value is not None
         known = self._versions == self._count()
         function(grad.value, by)
@@ -84,6 +91,7 @@ class Answers:
             self._versions = self._count()
 
     def square(self, grad: DeferredGrad) -> float | None:
+        """The square of the 2-norm as exchanged; None if it is not known."""
         if not self._known():
             return None
         squares = self._tally.squares
@@ -91,6 +99,7 @@ class Answers:
         return None if grad.before is not None else squares.get(grad.slot)
 
     def finite(self, grads: Sequence[DeferredGrad]) -> bool | None:
+        """Whether some are, on all ranks; None if that is not known."""
         if self._preconditioning is not None:
             self._preconditioning.check_scale()
         if not self._known():
@@ -110,9 +119,10 @@ class Answers:
 
         It is that of what this rank has of them, by how their parameters are divided.
         """
-        if any(not isinstance(grad, DeferredGrad) for grad in grads):
+        deferred = [grad for grad in grads if isinstance(grad, DeferredGrad)]
+        if len(deferred) < len(grads) or not self._known():
             return None
-        if not self._known() or any(map(_changed, grads)):
+        if any(own.scales or own.zeroed or own.before is not None for own in deferred):
             return None
         squares: dict[Spread, float] = {}
         for bucket, square in self._tally.totals.items():
@@ -159,8 +169,3 @@ class Answers:
             "that updates at step(), such as 'wfbp'",
             stacklevel=2,
         )
-
-
-def _changed(grad: Tensor | None) -> bool:
-    assert isinstance(grad, DeferredGrad)
-    return bool(grad.scales) or grad.zeroed or grad.before is not None

@@ -29,7 +29,7 @@ class Slot:
     name: str
     param: nn.Parameter
     position: int  # in the order in which gradients get ready
-    begin: int
+    begin: int = 0  # of its elements
     arrived: bool = False  # its gradient, in this backward
     copied: bool = False  # in already: not left to the bucket's copy_in()
     undefined: bool = False  # what arrived is no gradient: a function returned None

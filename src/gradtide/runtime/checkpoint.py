@@ -100,9 +100,9 @@ def blank(placement: Placement, group: Group, size: int, parts: int) -> StateDic
 
     Each of them had one of so many parts.
     """
-    empty = {n: torch.zeros_like(r) for n, r in _residuals(placement).items()}
+    own = _residuals(placement)
     ranks = {
-        f"rank{rank}": {"remainders": {n: r.clone() for n, r in empty.items()}}
+        f"rank{rank}": {"remainders": {n: torch.zeros_like(r) for n, r in own.items()}}
         for rank in range(group.rank, size, group.size)
     }
     common = {"scheme": "", "world_size": size, "shards": parts, "step": 0}
@@ -162,7 +162,7 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
     return found
 
 
-def load(placement: Placement, scheme: object, group: Group, saved: Saved) -> None:
+def load(placement: Placement, scheme: object, saved: Saved) -> None:
     """Go on from a state that all ranks have read and agreed on.
 
     With another number of ranks each takes over the residuals of some, so that their

@@ -13,7 +13,7 @@ program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 import torch
@@ -106,23 +106,15 @@ def compare(
     All ranks call it at the same point, with the same names; those with other parts of
     the parameters, too, and they raise as well.
     """
-    everyone = transport.gather_objects(dict(own))
-    difference = _difference(everyone, own)
-    if shards.anywhere(difference is not None):
-        where = difference or "another part of a parameter differs between ranks"
+    first, *others = transport.gather_objects(dict(own))
+    where = ""
+    for name in own:
+        odd = [i for i, one in enumerate(others, 1) if one.get(name) != first.get(name)]
+        if odd and not where:
+            where = f"{name} differs between ranks 0 and {', '.join(map(str, odd))}"
+    if shards.anywhere(bool(where)):
+        where = where or "another part of a parameter differs between ranks"
         raise RuntimeError(f"{where}{moment}: {causes}")
-
-
-def _difference(
-    everyone: Sequence[Mapping[str, bytes]], names: Iterable[str]
-) -> str | None:
-    """The first digest in which ranks differ, and which; None if they are alike."""
-    for name in names:
-        found = [theirs.get(name) for theirs in everyone]
-        odd = [rank for rank, value in enumerate(found) if value != found[0]]
-        if odd:
-            return f"{name} differs between ranks 0 and {', '.join(map(str, odd))}"
-    return None
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradtide.runtime.owned import squares
 from gradtide.transport.shards import Shards, Spread
 
 
@@ -57,11 +58,7 @@ def _kinds(
 
 def _square(grads: list[Tensor], where: torch.device) -> Tensor:
     """The square of the 2-norm of gradients, in float64."""
-    squares = []
-    for (dtype, _), members in _kinds(grads).items():
-        half = dtype in (torch.float16, torch.bfloat16)
-        norms = torch._foreach_norm(members, 2, torch.float32 if half else None)
-        squares.append(torch.stack(norms).double().square().sum().to(where))
-    if not squares:
+    found = [squares(alike).sum().to(where) for alike in _kinds(grads).values()]
+    if not found:
         return torch.zeros((), dtype=torch.float64, device=where)
-    return torch.stack(squares).sum()
+    return torch.stack(found).sum()

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,31 +25,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gradtide.runtime.buckets import Slot
 from gradtide.runtime.due import METADATA
 
+if TYPE_CHECKING:
+    from gradtide.runtime.answers import Answers
+
 aten = torch.ops.aten
 Scale: TypeAlias = Callable[[Tensor, Any], Any]  # in place, by a number
 Scales: TypeAlias = list[tuple[Scale, Any]]
-
-
-class Source(Protocol):
-    """Where gradients come from, and what is known of them before."""
-
-    def awaits(self, grad: DeferredGrad) -> bool:
-        """Whether a step() is to come that will have it delivered."""
-
-    def have(self, grad: DeferredGrad) -> None:
-        """Have the values delivered, of this one at least."""
-
-    def edit(self, grad: DeferredGrad) -> None:
-        """Have the values delivered, which are about to be changed."""
-
-    def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None:
-        """Scale the values, which are here."""
-
-    def square(self, grad: DeferredGrad) -> float | None:
-        """The square of the 2-norm as exchanged; None if it is not known."""
-
-    def finite(self, grads: Sequence[DeferredGrad]) -> bool | None:
-        """Whether some are, on all ranks; None if that is not known."""
 
 
 class DeferredGrad(Tensor):
@@ -60,14 +41,14 @@ class DeferredGrad(Tensor):
     """
 
     slot: Slot
-    source: Source
+    source: Answers  # where it comes from, and what is known of it before
     scales: Scales
     zeroed: bool
     value: Tensor | None
     before: Tensor | None
 
     @staticmethod
-    def of(slot: Slot, source: Source) -> DeferredGrad:
+    def of(slot: Slot, source: Answers) -> DeferredGrad:
         """What stands for the gradient of a slot's parameter."""
         p = slot.param
         deferred: DeferredGrad = Tensor._make_wrapper_subclass(
@@ -96,11 +77,7 @@ class DeferredGrad(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in METADATA or func in _FUNCTIONS:
@@ -112,17 +89,13 @@ class DeferredGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SAME:
             return args[0]
         if func in _ANSWERS:
-            answer = _ANSWERS[func](func, *args, **kwargs)
+            answer = _ANSWERS[func](*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
         if func._schema.is_mutable:
@@ -156,7 +129,7 @@ def _each(target: Any) -> Sequence[Tensor]:
     return [target] if isinstance(target, Tensor) else target
 
 
-def _zero(func: Any, target: Any) -> Any:
+def _zero(target: Any) -> Any:
     for grad in _each(target):
         if isinstance(grad, DeferredGrad):
             grad.zeroed = True
@@ -170,7 +143,7 @@ def _zero(func: Any, target: Any) -> Any:
 def _scaling(function: Scale) -> Callable[..., Any]:
     """The answer of what scales in place, by one number."""
 
-    def answer(func: Any, target: Any, by: Any) -> Any:
+    def answer(target: Any, by: Any) -> Any:
         if not isinstance(by, int | float | Tensor):
             return NotImplemented
         if isinstance(by, Tensor) and (by.numel() != 1 or type(by) is not Tensor):
@@ -199,7 +172,6 @@ def scale(grad: DeferredGrad, function: Scale, by: Any) -> None:
 
 
 def _norm(
-    func: Any,
     target: Any,
     ord: Any = 2,  # these are torch's names
     dim: Any = None,
@@ -232,9 +204,7 @@ def norm(grad: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
     return torch.abs_(told)
 
 
-def _unscale(
-    func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
-) -> Any:
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
     """A GradScaler's check, on all ranks, and its scaling."""
     deferred = [grad for grad in grads if isinstance(grad, DeferredGrad)]
     finite = deferred[0].source.finite(deferred)
@@ -242,7 +212,7 @@ def _unscale(
         return NotImplemented
     here = [grad for grad in grads if not isinstance(grad, DeferredGrad)]
     if here:
-        func(here, found_inf, inv_scale)
+        aten._amp_foreach_non_finite_check_and_unscale_(here, found_inf, inv_scale)
     if not finite:
         found_inf.fill_(1.0)
     for grad in deferred:
@@ -266,9 +236,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dtype: _norm,
-    aten._foreach_norm.Scalar: lambda func, x, ord=2, dtype=None: _norm(
-        func, x, ord, dtype=dtype
-    ),
+    aten._foreach_norm.Scalar: lambda x, ord=2, dtype=None: _norm(x, ord, dtype=dtype),
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
 # By which these are called; all else has gradients delivered first.

@@ -14,7 +14,7 @@ here, the update is not deferred.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,14 +34,9 @@ _SET = "grad", "requires_grad"
 _grad: Any = vars(torch._C.TensorBase)["grad"]
 _CALLED = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"),
-    *(
-        "stride",
-        "is_contiguous",
-        "is_floating_point",
-        "requires_grad_",
-        "register_hook",
-    ),
-    *("register_post_accumulate_grad_hook", "retain_grad", "is_shared", "is_complex"),
+    *("stride", "is_contiguous", "is_floating_point", "is_complex", "is_shared"),
+    *("requires_grad_", "retain_grad", "register_hook"),
+    "register_post_accumulate_grad_hook",
 )
 METADATA = frozenset(
     [
@@ -53,38 +48,23 @@ METADATA = frozenset(
 )
 
 
-class DueParameters:
-    """The parameters of a replica, some of which are due.
+def due_kind(p: nn.Parameter, settle: Callable[[nn.Parameter], None]) -> Kind | None:
+    """The class of parameters like this one while they are due, see [Note: due].
 
-    `settle` carries out the update of one of them.
+    None if they can have no other. `settle` carries out the update of one of them.
     """
-
-    def __init__(self, settle: Callable[[nn.Parameter], None]) -> None:
-        self._settle = settle
-        self._kinds: dict[Kind, Kind | None] = {}
-
-    def rigid(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of some parameters that can have no other class."""
-        stiff = {plain for plain, due in self._kinds.items() if due is None}
-        return [p for p in params if type(p) in stiff] if stiff else []
-
-    def kind(self, p: nn.Parameter) -> Kind | None:
-        """The class of a parameter while it is due; None if it can have no other."""
-        plain = type(p)
-        if plain not in self._kinds:
-            self._kinds[plain] = due = _due(plain, self._settle)
-            try:
-                p.__class__ = due
-            except TypeError:  # its memory is laid out in another way
-                self._kinds[plain] = None
-            finally:
-                p.__class__ = plain
-        return self._kinds[plain]
+    plain = type(p)
+    due = _due(plain, settle)
+    try:
+        p.__class__ = due
+    except TypeError:  # its memory is laid out in another way
+        return None
+    finally:
+        p.__class__ = plain
+    return due
 
 
 def _due(plain: Kind, settle: Callable[[nn.Parameter], None]) -> Kind:
-    """The class of parameters of a `plain` one while they are due, see [Note: due]."""
-
     def up_to_date(p: nn.Parameter) -> nn.Parameter:
         settle(p)
         p.__class__ = plain  # also of one that is read while it is updated
@@ -93,11 +73,7 @@ def _due(plain: Kind, settle: Callable[[nn.Parameter], None]) -> Kind:
     class DueParameter(plain):  # type: ignore[misc, valid-type]
         @classmethod
         def __torch_function__(
-            cls,
-            func: Any,
-            types: Sequence[type],
-            args: Sequence[Any] = (),
-            kwargs: Mapping[str, Any] | None = None,
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func in METADATA:
                 told: Any = plain.__torch_function__

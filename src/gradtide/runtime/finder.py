@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -50,7 +50,8 @@ class Finder:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         begins = self._begins()
-        if begins is None or not self._holds(optimizer):
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if begins is None or not any(id(p) in self._params for p in params):
             return None
         outer = None if self._outer is None else self._outer()
         if outer is not None and outer is not optimizer:
@@ -63,12 +64,3 @@ class Finder:
         if ends is not None and outer is not None and outer() is optimizer:
             self._outer = None
             ends(optimizer)
-
-    def _holds(self, optimizer: Optimizer) -> bool:
-        groups = optimizer.param_groups
-        return any(id(p) in self._params for group in groups for p in group["params"])
-
-
-def nobody(params: Iterable[Tensor]) -> Optimizer:
-    """What stands for an optimizer that is not known: it never makes a step."""
-    return SGD(params)

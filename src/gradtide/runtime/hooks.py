@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook, before_backward, in_backward
 from gradtide.core.compilation import Compilations, untraced
@@ -33,13 +32,12 @@ class Hooks:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
         training: Training,
         buffers: bool,
         stepped: Callable[[], None],
         owner: object,
     ) -> None:
+        model, optimizer = training.model, training.optimizer
         self._model, self._optimizer, self._training = model, optimizer, training
         self._buffers, self._stepped, self._owner = buffers, stepped, owner
         self._buffered = _buffered(model)
@@ -208,25 +206,22 @@ class Hooks:
 
         Returns other arguments for it if it has a closure.
         """
-        changed = None
-        if closes(args, kwargs) and self._apart():
+        training, changed = self._training, None
+        deferred = training.step.schedule.update == "forward"
+        curved = training.preconditioning is not None
+        # A closure has to run before such a step and not in it.
+        apart = training.steps is not None or deferred or curved
+        if apart and closes(args, kwargs):
             changed = _evaluated(args, kwargs)
-        if self._training.step.schedule.update == "forward":
+        if deferred:
             self._compilations.watch()
-        self._training.stepping()
+        training.stepping()
         return changed
 
     def stepped(self) -> None:
         """It is over."""
         self._training.stepped()
         self._stepped()
-
-    def _apart(self) -> bool:
-        """Whether a closure has to run before the step and not in it."""
-        training = self._training
-        deferred = training.step.schedule.update == "forward"
-        curved = training.preconditioning is not None
-        return training.steps is not None or deferred or curved
 
 
 def _evaluated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

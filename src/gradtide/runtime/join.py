@@ -54,20 +54,16 @@ class Join:
         self._over_all = over_all  # the mean is over all ranks, also those that joined
         self._members: list[Member] = []
         self._unread: Callable[[], Any] | None = None
-        self._active: list[int] = [*range(engine.group.size)]  # at the last event
+        self.active: list[int] = [*range(engine.group.size)]  # at the last event
         self._told = 0.0  # the number of the event that is being shadowed
         self.shadowing = False  # doing one's part of an event of others'
 
-    def add(
-        self, training: Training, buffers: Callable[[], Sequence[Tensor]]
-    ) -> Member:
+    def add(self, training: Training, buffers: Callable[[], Sequence[Tensor]]) -> None:
         """Have a replica train inside; the same ones in the same order on every rank.
 
         `buffers` are those that all ranks have of one of them.
         """
-        member = Member(self, len(self._members), training, buffers)
-        self._members.append(member)
-        return member
+        self._members.append(Member(self, len(self._members), training, buffers))
 
     def leave(self) -> None:
         """Have nobody train inside any longer."""
@@ -80,22 +76,17 @@ class Join:
     @property
     def source(self) -> int:
         """The first rank that still trains."""
-        return self._active[0]
+        return self.active[0]
 
     @property
     def uneven(self) -> bool:
         """Whether a rank had joined at the last event."""
-        return len(self._active) < self._engine.group.size
+        return len(self.active) < self._engine.group.size
 
     @property
     def gain(self) -> float:
         """By what gradients are multiplied for the mean to be over the right ranks."""
-        return 1.0 if self._over_all else self._engine.group.size / len(self._active)
-
-    @property
-    def trains_on(self) -> bool:
-        """Whether this rank was one of the last to train."""
-        return self._engine.group.rank in self._active
+        return 1.0 if self._over_all else self._engine.group.size / len(self.active)
 
     def announce(self, event: Event, number: float, member: int) -> float:
         """Say what comes next; returns the number that this was announced with.
@@ -143,7 +134,7 @@ class Join:
         active = [rank for rank, row in enumerate(rows) if row[0] != Event.JOINED]
         if not active:
             return False
-        self._active = active
+        self.active = active
         if len({(rows[rank][0], rows[rank][2]) for rank in active}) > 1:
             events = {rank: self._named(rows[rank]) for rank in active}
             raise RuntimeError(
@@ -206,7 +197,8 @@ class Member:
     def shadow(self, event: Event, told: float) -> None:
         """Do one's part of an event of others'."""
         training = self._training
-        training.catch_up(int(told))
+        if training.local:  # others are so far in their round
+            training.step.position = int(told)
         match event:
             case Event.FORWARD:
                 broadcast(self._engine, self._buffers(), self.join.source)
@@ -237,16 +229,14 @@ class Member:
 
     # - On all ranks -------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """All have joined; ranks may have made more steps of a round, or fewer."""
-        self._training.end_round()
-        if self.join.uneven:
-            self._take_over(self._training)
-
     @torch.no_grad()
-    def _take_over(self, training: Training) -> None:
-        """Go on with what a rank has that trained to the end."""
-        engine, source = self._engine, self.join.source
+    def finish(self) -> None:
+        """All have joined: go on with what a rank has that trained to the end."""
+        training, engine = self._training, self._engine
+        training.end_round()  # ranks may have made more steps of a round, or fewer
+        if not self.join.uneven:
+            return
+        source = self.join.source
         synchronize(engine, [*self._parameters(), *self._buffers()], source)
         optimizer, piece = training.optimizer, b""
         if training.steps is None and engine.group.rank == source:
@@ -257,5 +247,5 @@ class Member:
             return
         state = torch.frombuffer(bytearray(piece or length), dtype=torch.uint8)
         broadcast(engine, [state], source)
-        if not self.join.trains_on:
+        if engine.group.rank not in self.join.active:
             optimizer.load_state_dict(unpacked(state.numpy().tobytes()))

@@ -166,12 +166,7 @@ class LocalSteps:
         self._passes += 1
         flags = torch.zeros(size + 1, dtype=torch.int32)
         flags[rank] = culprit is not None
-        astray = self._astray()
-        flags[-1] = astray is not None
-        *counts, strayed = self._engine.ask("finite", AllReduce(flags))().tolist()
-        if self._placement.shards.anywhere(strayed):
-            self._refuse(astray)
-        self._guard.update(counts, culprit)
+        self._guard.update(self._agree(flags), culprit)
         if self._guard.ranks and culprit is None:
             for grad in list(grads.values())[:1]:
                 grad[(0,) * grad.dim()] = math.nan
@@ -199,11 +194,16 @@ class LocalSteps:
 
     def check_round(self) -> None:
         """Before a round ends early: RuntimeError, on every rank, for what is NaN."""
+        self._agree(torch.zeros(1, dtype=torch.int32))
+
+    def _agree(self, flags: Tensor) -> list[int]:
+        """Add up the ranks' flags; the last is whether anything has gone astray."""
         astray = self._astray()
-        flag = torch.tensor([astray is not None], dtype=torch.int32)
-        strayed = self._engine.ask("finite", AllReduce(flag))().item()
-        if self._placement.shards.anywhere(strayed):
+        flags[-1] = astray is not None
+        counts: list[int] = self._engine.ask("finite", AllReduce(flags))().tolist()
+        if self._placement.shards.anywhere(counts.pop() > 0):
             self._refuse(astray)
+        return counts
 
     def stepping(self) -> None:
         """The optimizer's step begins."""
@@ -216,9 +216,15 @@ class LocalSteps:
         self._ahead = self._look_ahead()
 
     def _widen_once(self) -> None:
+        """Have the optimizer expect a rank's own gradients, see [Note: gain]."""
         first = self._placement.buckets[0]
-        if traits(first.collective).dense_last(first.payload.state):
-            self._widen()
+        if not traits(first.collective).dense_last(first.payload.state):
+            return
+        for p in self._placement.places:
+            known, memory = self._known(p)
+            if known.divides:
+                for name in memory.keys() & set(known.squares):
+                    memory[name].mul_(self._noise)
 
     def _moved_outside(self) -> bool:
         """Whether parameters are not what the last exchange left, see [Note: alike].
@@ -252,14 +258,6 @@ class LocalSteps:
         own = {names[p]: digest(before) for p, before in self.shared.items()}
         shards = self._placement.shards
         compare(self._engine.transport, own, f" {moment}", OUTSIDE, shards)
-
-    def _widen(self) -> None:
-        """Have the optimizer expect a rank's own gradients, see [Note: gain]."""
-        for p in self._placement.places:
-            traits, memory = self._known(p)
-            if traits.divides:
-                for name in memory.keys() & set(traits.squares):
-                    memory[name].mul_(self._noise)
 
     def _look_ahead(self) -> dict[Tensor, float]:
         """How many more steps like the last one to send, see [Note: ahead].
@@ -342,7 +340,8 @@ class LocalSteps:
         if not self._outer.momentum:
             return []
         for slot in bucket.slots:
-            self.velocity.setdefault(slot.param, torch.zeros_like(slot.local))
+            if slot.param not in self.velocity:
+                self.velocity[slot.param] = torch.zeros_like(slot.local)
         return [self.velocity[slot.param] for slot in bucket.slots]
 
     def _known(self, p: Tensor) -> tuple[Traits, dict[str, Any]]:

@@ -25,28 +25,25 @@ def measure(
     and whether the squares are those of the bucket as a whole, in the first of its
     parameters: a part that is no slice of the bucket does not say which entries it has.
     """
-    squares: list[float] = []
+    found: list[float] = []
     bad, opaque = [], []
     for bucket, flight in zip(buckets, flights, strict=True):
         assert flight is not None
         part, begin = _share(bucket, flight, group)
-        own = _squares(_pieces(bucket, part, begin))
-        squares += own
+        own: list[float] = squares(_pieces(bucket, part, begin)).tolist()
+        found += own
         opaque.append(begin is None)
         bad.append(not math.isfinite(sum(own)) and not bool(part.isfinite().all()))
-    return [*squares, *bad, *opaque]
+    return [*found, *bad, *opaque]
 
 
-def scale(
-    bucket: GradientBucket,
-    flight: InFlight,
-    scales: Sequence[Scales],
-    group: Group,
-) -> None:
+def scale(bucket: GradientBucket, scales: Sequence[Scales], group: Group) -> None:
     """Scale what this rank has of a held mean, for each slot by its own numbers.
 
     Others are sent what its owner made of it.
     """
+    flight = bucket.flight
+    assert flight is not None
     held = flight.mean if flight.part is None else flight.part
     if all(_alike(scales[0], other) for other in scales[1:]):
         _apply(held, scales[0])
@@ -102,9 +99,8 @@ def _pieces(
     return [part[max(first, 0) : max(last, 0)] for first, last in ends]
 
 
-def _squares(pieces: Sequence[Tensor]) -> list[float]:
-    half = pieces[0].dtype in (torch.float16, torch.bfloat16)
-    wide = {"dtype": torch.float32} if half else {}
-    norms = torch.stack(torch._foreach_norm(list(pieces), 2, **wide))
-    found: list[float] = norms.double().square().tolist()
-    return found
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The squares of the 2-norms of tensors of one dtype, in float64."""
+    half = tensors[0].dtype in (torch.float16, torch.bfloat16)
+    norms = torch._foreach_norm(list(tensors), 2, torch.float32 if half else None)
+    return torch.stack(norms).double().square()

@@ -25,7 +25,7 @@ from gradtide.fusion import Fusion, Trace
 from gradtide.runtime.buckets import GradientBucket, Place, Slot
 from gradtide.runtime.parameters import averaged, shared_parameters
 from gradtide.scheme import Scheme
-from gradtide.transport.shards import Shards, Spread, local, spread
+from gradtide.transport.shards import Shards, Spread, spread
 
 Named: TypeAlias = tuple[str, nn.Parameter]
 # The last two are how it is divided, and a fragment of the model.
@@ -200,15 +200,15 @@ def lay_out(
     nothing, for cuts that do not fit, or for more fragments than there are layers.
     """
     of = fragments(ready, num_fragments)
-    kinds: dict[Kind, list[tuple[int, Named]]] = {}
+    kinds: dict[Kind, list[Slot]] = {}
     for position, (name, p) in enumerate(ready):
         kind = p.dtype, p.device, spread(p), of[name]
-        kinds.setdefault(kind, []).append((position, (name, p)))
+        kinds.setdefault(kind, []).append(Slot(name, p, position))
     memory = {} if memory is None else memory
     buckets = [
         bucket
-        for kind, members in kinds.items()
-        for bucket in _cut(members, fusion, collective, size, kind, memory)
+        for kind, slots in kinds.items()
+        for bucket in _cut(slots, fusion, collective, size, kind, memory)
     ]
     buckets.sort(key=lambda bucket: bucket.slots[-1].position)
     for i, bucket in enumerate(buckets):
@@ -217,7 +217,7 @@ def lay_out(
 
 
 def _cut(
-    members: list[tuple[int, Named]],
+    slots: list[Slot],
     fusion: Fusion,
     collective: Collective,
     size: int,
@@ -226,14 +226,14 @@ def _cut(
 ) -> list[GradientBucket]:
     """The buckets of one kind, as slices of one flat buffer."""
     dtype, device, _, fragment = kind
-    padded = [-(-local(p).numel() // size) * size for _, (_, p) in members]
+    padded = [-(-slot.local.numel() // size) * size for slot in slots]
     cuts = fusion(Trace([n * dtype.itemsize for n in padded]), lambda _: 0.0)
     covered = [0, *(cut.stop for cut in cuts)]
     in_turn = all(a < b for a, b in pairwise(covered))
     joined = [cut.start for cut in cuts] == covered[:-1]
-    if not in_turn or not joined or covered[-1] != len(members):
+    if not in_turn or not joined or covered[-1] != len(slots):
         raise ValueError(
-            f"{fusion!r} returned {cuts}: a fusion cuts {len(members)} tensors into "
+            f"{fusion!r} returned {cuts}: a fusion cuts {len(slots)} tensors into "
             "consecutive, non-empty slices that cover all of them"
         )
     if kind not in memory:
@@ -242,14 +242,10 @@ def _cut(
     buckets = []
     for cut in cuts:
         begin, end = begins[cut.start], begins[cut.stop]
-        slots = [
-            Slot(name, p, position, offset - begin)
-            for (position, (name, p)), offset in zip(
-                members[cut], begins[cut], strict=True
-            )
-        ]
+        for slot, offset in zip(slots[cut], begins[cut], strict=True):
+            slot.begin = offset - begin
         flat = memory[kind][begin:end]
-        buckets.append(GradientBucket(slots, flat, collective, fragment))
+        buckets.append(GradientBucket(slots[cut], flat, collective, fragment))
     return buckets
 
 

@@ -7,7 +7,7 @@ and means that have arrived and are not applied yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,12 @@ def save(training: Training, saved: dict[str, Any]) -> None:
             "position": training.step.position,
             "shared": shared,
             "velocity": velocity,
-            "means": dict(_means(training)),
+            "means": {
+                slot.name: mean.clone()
+                for bucket in training.buckets
+                if bucket.stage is Stage.SENT
+                for slot, mean in zip(bucket.slots, bucket.gradients(), strict=True)
+            },
         }
     )
     own = {
@@ -137,13 +142,6 @@ def _like(named: Mapping[str, nn.Parameter], found: Named) -> dict[Tensor, Tenso
         named[name]: torch.empty_like(local(named[name])).copy_(value)
         for name, value in found.items()
     }
-
-
-def _means(training: Training) -> Iterable[tuple[str, Tensor]]:
-    for bucket in training.buckets:
-        if bucket.stage is Stage.SENT:
-            for slot, mean in zip(bucket.slots, bucket.gradients(), strict=True):
-                yield slot.name, mean.clone()
 
 
 def _hold(training: Training, means: Named) -> None:

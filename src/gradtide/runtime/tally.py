@@ -9,7 +9,8 @@ message of one step and is granted by all in the next: so nobody asks by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,25 +24,21 @@ from gradtide.runtime.owned import measure
 from gradtide.runtime.placement import Placement
 
 
+@dataclass(eq=False)
 class Tally:
     """The message at the end of backward; `norms` are wished for by this rank."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        placement: Placement,
-        guard: NonFiniteGuard,
-        check: ParameterCheck,
-    ) -> None:
-        self._engine, self._placement = engine, placement
-        self._guard, self._check = guard, check
-        self._answer: Callable[[], Any] | None = None
-        self._measured = False  # the message on its way has norms
-        self.wished = False  # this rank has been asked for norms
-        self.granted = False  # all ranks send them from now on
-        self.squares: dict[Slot, float] | None = None  # of the last step
-        self.totals: dict[GradientBucket, float] = {}
-        self.nonfinite: dict[GradientBucket, bool] = {}
+    _engine: Engine
+    _placement: Placement
+    _guard: NonFiniteGuard
+    _check: ParameterCheck
+    _answer: Callable[[], Any] | None = None
+    _measured: bool = False  # the message on its way has norms
+    wished: bool = False  # this rank has been asked for norms
+    granted: bool = False  # all ranks send them from now on
+    squares: dict[Slot, float] | None = None  # of the last step
+    totals: dict[GradientBucket, float] = field(default_factory=dict)
+    nonfinite: dict[GradientBucket, bool] = field(default_factory=dict)
 
     def ask(self, hold: bool, abstain: bool = False) -> None:
         """Backward is over, and all has left; norms are for what is held.
@@ -70,39 +67,29 @@ class Tally:
         """Learn what all ranks say, if they have been asked."""
         if self._answer is None:
             return
-        numbers: list[Any] = self._answer().tolist()
+        told = iter(self._answer().tolist())
         self._answer = None
         slots, buckets = list(self._placement.slots), self._placement.buckets
-        for slot, count in zip(slots, _take(numbers, len(slots)), strict=True):
+        for slot, count in zip(slots, told, strict=False):
             slot.used = count > 0
-        rest = iter(numbers)
-        self._check.update(rest)
-        numbers = [*rest]
+        self._check.update(told)
+        numbers = [*told]
         self.squares = None
         if self._measured:
-            opaque = _take(numbers, -len(buckets))
-            bad = _take(numbers, -len(buckets))
-            squares = dict(zip(slots, _take(numbers, -len(slots)), strict=True))
-            self._note(squares, bad, opaque)
+            count = len(slots) + 2 * len(buckets)
+            self._note(slots, iter(numbers[-count:]))
+            del numbers[-count:]
         self.granted |= numbers.pop() > 0
         self._guard.update(numbers)
 
-    def _note(
-        self, squares: dict[Slot, float], bad: Sequence[float], opaque: Sequence[float]
-    ) -> None:
+    def _note(self, slots: Sequence[Slot], norms: Iterator[float]) -> None:
+        """Take in what `measure` has told, added up over all ranks."""
         buckets = self._placement.buckets
+        squares = dict(zip(slots, norms, strict=False))
         self.totals = {b: sum(squares[slot] for slot in b.slots) for b in buckets}
-        self.nonfinite = {b: n > 0 for b, n in zip(buckets, bad, strict=True)}
-        for bucket, number in zip(buckets, opaque, strict=True):
-            if number:
+        self.nonfinite = {b: n > 0 for b, n in zip(buckets, norms, strict=False)}
+        for bucket, opaque in zip(buckets, norms, strict=True):
+            if opaque:
                 for slot in bucket.slots:
                     del squares[slot]
         self.squares = squares
-
-
-def _take(numbers: list[Any], count: int) -> list[Any]:
-    """Take so many numbers out: from the front, or below zero from the end."""
-    where = slice(count) if count > 0 else slice(count, None) if count else slice(0)
-    taken = numbers[where]
-    del numbers[where]
-    return taken

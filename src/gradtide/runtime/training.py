@@ -96,7 +96,7 @@ class Training:
         self.tally.granted = self.preconditioning is not None
         known = self.step, self.placement, self.tally, self.guard
         self.answers = Answers(*known, self.preconditioning)
-        self.updates = Updates(self.placement, self._settle, self.answers)
+        self.updates = Updates(self.placement, self.answers)
         self._undone: Undone | None = None  # since parameters were loaded
 
     def adopt(self, scheme: Scheme) -> None:
@@ -172,11 +172,6 @@ class Training:
         self.steps.stepped()
         self.step.stepped()
         self.buffers_due |= self.step.position == 0
-
-    def catch_up(self, position: int) -> None:
-        """Ranks that train on are so far in their round."""
-        if self.local:
-            self.step.position = position
 
     def shadow_step(self) -> None:
         """A step that other ranks take, after `join()`: this rank's own is zero."""
@@ -259,9 +254,17 @@ class Training:
         return None
 
     def _accumulating(self) -> bool:
-        """Whether gradients are there to which those of a backward are added."""
-        grads = (p.grad for p in self.placement.places)
-        return any(grad is not None and _is_there(grad) for grad in grads)
+        """Whether gradients are there to which those of a backward are added.
+
+        Of one that is not here it is told without having it.
+        """
+        for grad in (p.grad for p in self.placement.places):
+            if isinstance(grad, DeferredGrad) and grad.value is None:
+                if not grad.zeroed:
+                    return True
+            elif grad is not None and local(grad).any():
+                return True
+        return False
 
     # - What a step does ---------------------------------------------------------------
 
@@ -403,18 +406,6 @@ class Training:
         start = self.engine.clock()
         self.updates.apply(bucket)
         self.engine.telemetry.applied.append((start, self.engine.clock()))
-
-    @torch.no_grad()
-    def _settle(self, p: nn.Parameter) -> None:
-        """Somebody reads a parameter whose update is due."""
-        self.step.apply(self.placement.places[p].bucket)
-
-
-def _is_there(grad: Tensor) -> bool:
-    """Whether a gradient is not zero, as far as is known without having it."""
-    if isinstance(grad, DeferredGrad) and grad.value is None:
-        return not grad.zeroed
-    return bool(local(grad).any())
 
 
 def momentum_of(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:

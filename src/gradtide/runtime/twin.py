@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ class Twin:
         memo[id(groups)] = [memo[id(g)] for g in groups if memo[id(g)]["params"]]
         memo[id(state)] = self._memory(state, memo)
         attributes = {
-            name: {} if _is_hooks(name) else value
+            name: {} if re.fullmatch("_optimizer_.*_hooks", name) else value
             for name, value in vars(optimizer).items()
             if name not in BOUND
         }
@@ -172,10 +173,6 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "c10d" in func.namespace:
             raise RuntimeError(f"its step exchanges tensors with other ranks: {func}")
         return func(*args, **(kwargs or {}))
-
-
-def _is_hooks(name: str) -> bool:
-    return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
 def _small(p: Tensor, large: bool, dtype: torch.dtype) -> Tensor:

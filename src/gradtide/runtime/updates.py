@@ -29,7 +29,7 @@ from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import GradientBucket, Slot
 from gradtide.runtime.deferred_grads import DeferredGrad
 from gradtide.runtime.deferred_step import DeferredStep
-from gradtide.runtime.due import Aliases, DueParameters, Kind
+from gradtide.runtime.due import Aliases, Kind, due_kind
 from gradtide.runtime.owned import scale
 from gradtide.runtime.placement import Placement
 
@@ -37,18 +37,14 @@ from gradtide.runtime.placement import Placement
 class Updates:
     """The deferred gradients, the noted step and the watched modules of a replica."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        settle: Callable[[nn.Parameter], None],
-        answers: Answers,
-    ) -> None:
+    def __init__(self, placement: Placement, answers: Answers) -> None:
         self._placement, self._answers = placement, answers
-        self._due = DueParameters(settle)
         self._aliases = Aliases(placement.places)
         self._warned = False
+        self._due: dict[Kind, Kind | None] = {}  # classes while parameters are due
         # Of each bucket its parameters, their classes, and those while they are due.
         self._kinds: dict[GradientBucket, list[tuple[nn.Parameter, Kind, Kind]]] = {}
+        self._rigid: list[nn.Parameter] = []  # those that can have no other class
         self._deferred_grads: dict[Slot, DeferredGrad] = {}
         self.promised = False  # gradients of the last backward are deferred
         self._step: DeferredStep | None = None
@@ -123,7 +119,7 @@ class Updates:
                 assert bucket.flight is not None
                 engine.wait(bucket.flight)
                 own = [deferred.scales for deferred in grads]
-                scale(bucket, bucket.flight, own, engine.group)
+                scale(bucket, own, engine.group)
                 for deferred in grads:
                     deferred.scales = []
 
@@ -159,7 +155,7 @@ class Updates:
         placement = self._placement
         placement.learn()
         if not self._kinds:
-            self._kinds = {b: self._kinds_of(b) for b in placement.buckets}
+            self._find_kinds()
         now = placement.unread | self._shared()
         if placement.learning:
             now.update(placement.buckets)
@@ -176,16 +172,23 @@ class Updates:
                     hooks.move_to_end(key, last=False)
         return [bucket for bucket in reversed(placement.buckets) if bucket in now]
 
-    def _kinds_of(
-        self, bucket: GradientBucket
-    ) -> list[tuple[nn.Parameter, Kind, Kind]]:
-        params = [slot.param for slot in bucket.slots]
-        return [(p, type(p), due) for p in params if (due := self._due.kind(p))]
+    def _find_kinds(self) -> None:
+        self._rigid = []
+        for bucket in self._placement.buckets:
+            kinds = self._kinds[bucket] = []
+            for p in (slot.param for slot in bucket.slots):
+                plain = type(p)
+                if plain not in self._due:
+                    self._due[plain] = due_kind(p, self._answers.settle)
+                if due := self._due[plain]:
+                    kinds.append((p, plain, due))
+                else:
+                    self._rigid.append(p)
 
     def _shared(self) -> set[GradientBucket]:
         """Buckets of parameters that are read past their class, see [Note: aliases]."""
         places = self._placement.places
-        found = self._aliases.find() + self._due.rigid(places)
+        found = self._aliases.find() + self._rigid
         if found and not self._warned:
             self._warned = True
             warnings.warn(

@@ -22,15 +22,7 @@ from gradtide.core.schedule import Schedule
 from gradtide.runtime.deferred_step import holds
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.scheme import Scheme, undecided
-from gradtide.transport import Transport
-from gradtide.transport.shards import (
-    described,
-    is_sharded,
-    local,
-    refusal,
-    unmanaged,
-    unsharded,
-)
+from gradtide.transport import Transport, shards
 
 Signature: TypeAlias = Mapping[str, Any]
 T = TypeVar("T")
@@ -78,17 +70,17 @@ def validate(
             raise ValueError(
                 f"{name} is on the meta device: materialise the model first"
             )
-        reason = refusal(p, ranks)
+        reason = shards.refusal(p, ranks)
         if reason is not None:
             raise ValueError(f"{name} {reason}")
-        if type(local(p).data) is not torch.Tensor:
+        if (kind := type(shards.local(p).data)) is not torch.Tensor:
             raise ValueError(
-                f"{name} is a {type(local(p).data).__name__}: gradtide replicates "
-                "plain tensors, and DTensors of these"
+                f"{name} is a {kind.__name__}: gradtide replicates plain tensors, and "
+                "DTensors of these"
             )
-        if _replicated(p):
+        if any(owners(p)):
             raise ValueError(f"{name} is replicated already: call sync.remove() first")
-    left = unmanaged(model)
+    left = shards.unmanaged(model)
     if left is not None:
         raise ValueError(
             f"{left} is not sharded by fully_shard(), as others are, or is whole at "
@@ -102,10 +94,6 @@ def validate(
         raise ValueError(f"check_every={check_every!r}: a number of steps; 0 for never")
 
 
-def _replicated(p: Tensor) -> bool:
-    return any(True for _ in owners(p))
-
-
 def owners(p: Tensor) -> Iterator[Any]:
     """Who averages a parameter's gradients already: replicas."""
     for hook in (p._post_accumulate_grad_hooks or {}).values():
@@ -116,7 +104,7 @@ def owners(p: Tensor) -> Iterator[Any]:
 def validate_scheme(model: nn.Module, scheme: Scheme) -> None:
     """Raise ValueError, naming the remedy, for what a scheme cannot do with a model."""
     _validate_collective(model, scheme.collective, scheme.schedule)
-    sharded = next((name for name, p in averaged(model) if is_sharded(p)), None)
+    sharded = next((name for name, p in averaged(model) if shards.is_sharded(p)), None)
     if sharded is None:
         return
     reasons = {
@@ -162,7 +150,7 @@ def validate_optimizer(
 ) -> None:
     """Raise ValueError, naming the remedy, for steps that a schedule cannot make."""
     _refuse_wrapper(optimizer)
-    if is_joinable(optimizer) and any(is_sharded(p) for _, p in averaged(model)):
+    if is_joinable(optimizer) and any(shards.is_sharded(p) for _, p in averaged(model)):
         raise ValueError(
             f"{type(optimizer).__name__} divides parameters among ranks, and these are "
             "sharded already: use a plain optimizer, whose state is sharded as they are"
@@ -313,9 +301,9 @@ class SetupGuard:
         """RuntimeError, with the name of a parameter that came later."""
         if self._signs() == self._last:
             return
-        whole = unsharded(self._model)
+        whole = shards.unsharded(self._model)
         for name, p in self._trainable():
-            if p not in self._known and not _replicated(p) and id(p) not in whole:
+            if p not in self._known and not any(owners(p)) and id(p) not in whole:
                 raise RuntimeError(
                     f"{name} was added or unfrozen after replicate(), or replaces "
                     "another, so no bucket has it and it would not be averaged: call "
@@ -379,10 +367,10 @@ def check_ranks_agree(
 
 def describe(model: nn.Module, scheme: object, check_every: int) -> Signature:
     """A rank's signature: its scheme, then every parameter and buffer."""
-
     named = {"scheme": repr(scheme), "check_every": str(check_every)}
     for name, p in shared_parameters(model):
-        named[f"parameter {name}"] = described(p) + " frozen" * (not p.requires_grad)
+        frozen = "" if p.requires_grad else " frozen"
+        named[f"parameter {name}"] = shards.described(p) + frozen
     for name, buffer in shared_buffers(model):
-        named[f"buffer {name}"] = described(buffer)
+        named[f"buffer {name}"] = shards.described(buffer)
     return named

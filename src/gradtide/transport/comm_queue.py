@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 PATIENCE = 3.0  # seconds after which who waits for an item asks what is the matter
 STUCK = 2.0  # seconds to wait for a thread that nothing will wake, perhaps
 
 
+@dataclass(eq=False)
 class WorkItem:
     """A piece of work and its outcome; the ticket that its submitter holds.
 
@@ -20,56 +22,39 @@ class WorkItem:
     long: it says for how many more seconds to wait.
     """
 
-    def __init__(
-        self,
-        number: int,
-        begin: Callable[[], None],
-        work: Callable[[], None],
-        late: Callable[[], float],
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-        settled: bool = False,
-    ) -> None:
-        self.number, self.begin, self.work, self._late = number, begin, work, late
-        self.before, self.after, self.settled = before, after, settled
-        self.requests = 0  # that it has issued so far
-        self.ready = before is None  # for the main lane
-        self.begun = False
-        self.error: BaseException | None = None
-        # A bare lock, not an Event: that takes four turns of Python's own lock.
-        self._working, self._preparing = threading.Lock(), threading.Lock()
-        self._working.acquire()
-        if before is not None:
-            self._preparing.acquire()
+    number: int
+    begin: Callable[[], None]
+    work: Callable[[], None]
+    late: Callable[[], float]
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+    settled: bool = False
+    requests: int = 0  # that it has issued so far
+    begun: bool = False
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.ready = self.before is None  # for the main lane
+        # Bare locks, not Events: these take four turns of Python's own lock.
+        self.working, self.preparing = threading.Lock(), threading.Lock()
+        self.working.acquire()
+        if not self.ready:
+            self.preparing.acquire()
 
     def join(self) -> None:
         patience = PATIENCE
-        while not self._working.acquire(timeout=patience):
-            patience = self._late()
-        self._working.release()
+        while not self.working.acquire(timeout=patience):
+            patience = self.late()
+        self.working.release()
         if self.error is not None:
             raise self.error
 
-    def await_ready(self) -> None:
-        """Wait for what is done before (in the main lane)."""
-        if not self.ready:
-            self._preparing.acquire()
-
-    def await_end(self) -> None:
-        """Wait until it is through, whatever came of it (in the main lane)."""
-        with self._working:
-            pass
-
-    def prepared(self) -> None:
-        """The main lane may have it."""
-        self.ready = True
-        self._preparing.release()
-
-    def finish(self) -> None:
+    def finish(self, error: BaseException | None) -> None:
         """Let go of what the work held, and of those who wait."""
+        self.error = error
         self.begin = self.work = _nothing
         self.before = self.after = None
-        self._working.release()
+        self.working.release()
 
 
 class _Lane:
@@ -204,20 +189,22 @@ class CommQueue:
     def _prepare(self, item: WorkItem) -> None:
         self._before.current = item
         self._do(item.before)
-        item.prepared()
+        item.ready = True
+        item.preparing.release()
 
     def _run(self, item: WorkItem) -> None:
         if not item.ready:
             self._main.current = item  # for who asks what is waited for
-            item.await_ready()
+            item.preparing.acquire()
         if item.settled and self._trailing is not None:
-            self._trailing.await_end()
+            with self._trailing.working:  # until it is through, whatever came of it
+                pass
         self._begin(item)
         self._main.current = item
         self.error = self.error or item.error
         self._do(item.work)
         if item.after is None:
-            self._end(item)
+            item.finish(self.error)
         else:
             self._trailing = item
             self._after.put(item)
@@ -225,7 +212,7 @@ class CommQueue:
     def _complete(self, item: WorkItem) -> None:
         self._after.current = item
         self._do(item.after)
-        self._end(item)
+        item.finish(self.error)
 
     def _do(self, work: Callable[[], None] | None) -> None:
         """Run a part of an item, unless the queue has failed."""
@@ -234,10 +221,6 @@ class CommQueue:
                 work()
             except BaseException as error:  # the submitter's to handle, in join()
                 self.error = self.error or error
-
-    def _end(self, item: WorkItem) -> None:
-        item.error = self.error
-        item.finish()
 
     def _begin(self, item: WorkItem) -> None:
         if item.begun or self.error is not None:

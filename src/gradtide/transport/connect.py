@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -105,21 +104,16 @@ def _sibling(
     parent: dist.ProcessGroup, ranks: list[int], backend: str
 ) -> dist.ProcessGroup:
     """A new group of some ranks, with the parent's timeout."""
-    timeout = _timeout(parent)
+    device = torch.device("cpu" if "gloo" in _backends(parent) else "cuda")
     group = dist.new_group(
         ranks,
         backend=backend,
-        timeout=timeout,
+        timeout=parent._get_backend(device).options._timeout,
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc=f"gradtide {backend}",
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _timeout(parent: dist.ProcessGroup) -> timedelta:
-    device = "cpu" if "gloo" in _backends(parent) else "cuda"
-    return parent._get_backend(torch.device(device)).options._timeout
 
 
 def _backends(parent: dist.ProcessGroup) -> str:

@@ -37,12 +37,6 @@ class Position:
     final: bool = False  # it submits no more
     members: tuple[int, ...] = ()  # global ranks that must come before it goes on
 
-    @staticmethod
-    def read(text: bytes) -> Position:
-        """What `write` wrote."""
-        found = json.loads(text)
-        return Position(**{**found, "members": tuple(found["members"])})
-
     def write(self) -> str:
         """This position as a text."""
         return json.dumps(asdict(self))
@@ -103,8 +97,9 @@ class FailureReporter:
         }
 
     def read(self, key: str) -> Position:
-        """A position that a rank has left."""
-        return Position.read(self._store.get(key))
+        """A position that a rank has left, as `Position.write` wrote it."""
+        found = json.loads(self._store.get(key))
+        return Position(**{**found, "members": tuple(found["members"])})
 
     def await_words(self, words: Iterable[str], seconds: float) -> list[int]:
         """Wait until all others left one of these words; returns those that did not."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from multiprocessing.util import Finalize
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ from gradtide.core.transport import CommunicationError, Progress
 from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
 from gradtide.transport.hosts import give_up
-from gradtide.transport.inquiry import Inquiry, close_at_exit
-from gradtide.transport.ring import Ring
+from gradtide.transport.inquiry import Inquiry, end
 from gradtide.transport.rotation import Rotation
 
+# Waits for what was begun, and calls what it is given when all has been posted.
+Finish: TypeAlias = Callable[[Callable[[], None]], None]
 SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which all is sent to everybody
 HOP = 1 << 17  # bytes of a part up to which one hop beats a ring of P - 1
 # At one time, per work item, and per request between two ranks: their product is 2^30.
@@ -45,7 +47,7 @@ class GlooTransport:
         self.submit = self._queue.submit
         self._inquiry = Inquiry(pg, self._queue, self.progress)
         self._queue.late = self._inquiry.late
-        self._at_exit = close_at_exit(self, self._inquiry)
+        self._at_exit = Finalize(self, end, args=(self._inquiry,), exitpriority=1)
 
     def issue(self, op: Op) -> Any:
         """Start a request without waiting for anything."""
@@ -63,10 +65,10 @@ class GlooTransport:
         except RuntimeError as error:
             raise self._blame(name, error) from error
 
-    def _start(self, asked: _Asked) -> tuple[Any, Any]:
+    def _start(self, asked: _Asked) -> tuple[Any, Finish | None]:
         match asked.op:
             case ops.ToHost(tensor=x):
-                return x, _Later(asked.op, self._pg)
+                return x, _later(asked.op, self._pg)
             case _ if asked.group.size == 1:
                 return _alone(asked.op), None
             case ops.ReduceScatter():
@@ -84,13 +86,13 @@ class GlooTransport:
             case ops.Broadcast(tensor=x, source=source) if asked.some:
                 return x, _spread(x, source, asked)
         assert isinstance(asked.op, ops.AllReduce | ops.Broadcast)
-        return asked.op.tensor, _Later(asked.op, self._pg)
+        return asked.op.tensor, _later(asked.op, self._pg)
 
     def wait(self, pending: Any) -> Any:
         answer, work, name = pending
         if work is not None:
             try:
-                work.finish(self._queue.begin_next)
+                work(self._queue.begin_next)
             except RuntimeError as error:
                 raise self._blame(name, error) from error
         return answer
@@ -98,7 +100,7 @@ class GlooTransport:
     def _sends(self, asked: _Asked) -> int:
         op, group = asked.op, asked.group
         if isinstance(op, ops.AllReduce) and self._is_small(op.tensor):
-            return (group.size - 1) * op.tensor.numel() * op.tensor.element_size()
+            return (group.size - 1) * op.tensor.nbytes
         return ops.payload_bytes(op, group)
 
     def carried(self, total: float, largest: float, smallest: float) -> float:
@@ -127,16 +129,14 @@ class GlooTransport:
 
     def _reduce_scatter(
         self, op: ops.ReduceScatter, asked: _Asked
-    ) -> tuple[Tensor, Ring | Rotation]:
+    ) -> tuple[Tensor, Finish]:
         parts = op.tensor.split_with_sizes(ops.part_sizes(op, asked.group))
         way = rotation if self._in_one_hop(parts, asked.inside) else ring
         scratch = partial(self._scratch, op.tensor)
         begun = way.reduce_scatter(parts, asked.group, asked.messages, scratch)
-        return parts[asked.group.rank], begun
+        return parts[asked.group.rank], begun.finish
 
-    def _all_gather(
-        self, op: ops.AllGather, asked: _Asked
-    ) -> tuple[Tensor, Ring | Rotation]:
+    def _all_gather(self, op: ops.AllGather, asked: _Asked) -> tuple[Tensor, Finish]:
         sizes = ops.part_sizes(op, asked.group)
         out = op.into if op.into is not None else op.tensor.new_empty(sum(sizes))
         parts = out.split_with_sizes(sizes)
@@ -147,31 +147,35 @@ class GlooTransport:
         begun = way.all_gather(parts, asked.group, asked.messages)
         if op.into is None and op.sizes is None:
             out = out.view(asked.group.size, *op.tensor.shape)
-        return out, begun
+        return out, begun.finish
 
-    def _swap(self, op: ops.Swap, asked: _Asked) -> tuple[Tensor, Any]:
+    def _swap(self, op: ops.Swap, asked: _Asked) -> tuple[Tensor, Finish | None]:
         x, peer = op.tensor, op.peer
         if peer == asked.group.rank:
             return x.clone(), None
         out, messages = torch.empty_like(x), asked.messages
         pair = [messages.receive(out, peer), messages.send(x.contiguous(), peer)]
-        return out, _Several(pair)
+        return out, _through(pair)
 
-    def _all_to_all(self, op: ops.AllToAll, asked: _Asked) -> tuple[Tensor, Rotation]:
+    def _all_to_all(self, op: ops.AllToAll, asked: _Asked) -> tuple[Tensor, Finish]:
         rank, x = asked.group.rank, op.tensor.contiguous()
         out = x.new_empty((sum(op.recv), *x.shape[1:]))
         leaving = torch.split(x, list(op.send))
         arriving = torch.split(out, list(op.recv))
         arriving[rank].copy_(leaving[rank])
-        return out, Rotation(asked.group, asked.messages, leaving, arriving)
+        return out, Rotation(asked.group, asked.messages, leaving, arriving).finish
 
-    def _sum(self, x: Tensor, asked: _Asked) -> _Rings:
+    def _sum(self, x: Tensor, asked: _Asked) -> Finish:
         """Sum a large tensor among some ranks, of which Gloo has no group."""
-        parts = x.view(-1).tensor_split(asked.group.size)
-        scratch = partial(self._scratch, x)
-        first = ring.reduce_scatter(parts, asked.group, asked.messages, scratch)
         group, messages = asked.group, asked.messages
-        return _Rings(first, lambda: ring.all_gather(parts, group, messages))
+        parts = x.view(-1).tensor_split(group.size)
+        first = ring.reduce_scatter(parts, group, messages, partial(self._scratch, x))
+
+        def finish(drained: Callable[[], None]) -> None:
+            first.finish(lambda: None)
+            ring.all_gather(parts, group, messages).finish(drained)
+
+        return finish
 
     def _in_one_hop(self, parts: Sequence[Tensor], inside: bool) -> bool:
         """Whether waiting P - 1 times would take longer than the bytes do.
@@ -184,9 +188,9 @@ class GlooTransport:
         return self.group.size <= FEW and most <= HOP
 
     def _is_small(self, x: Tensor) -> bool:
-        return self.group.size <= FEW and x.numel() * x.element_size() <= SMALL
+        return self.group.size <= FEW and x.nbytes <= SMALL
 
-    def _exchange(self, x: Tensor, asked: _Asked) -> _Several:
+    def _exchange(self, x: Tensor, asked: _Asked) -> Finish:
         """Sum a small tensor in one hop: everybody sends it to everybody."""
         rank, size = asked.group
         rows = x.new_empty((size, *x.shape))
@@ -196,7 +200,7 @@ class GlooTransport:
         works = [messages.receive(rows[r], r) for r in reversed(others)]
         works += [messages.send(rows[rank], r) for r in others]
         # In the order of ranks, so that the sums are the same everywhere.
-        return _Several(works, lambda: x.copy_(rows.sum(0)))
+        return _through(works, lambda: x.copy_(rows.sum(0)))
 
     def _scratch(self, like: Tensor, numel: int) -> Tensor:
         """Memory for a ring's arrivals, kept: fresh pages would cost another pass.
@@ -294,21 +298,18 @@ class _Message:
             raise _LostError(self._peer, error) from None
 
 
-class _Later:
+def _later(
+    op: ops.AllReduce | ops.Broadcast | ops.ToHost, pg: dist.ProcessGroup
+) -> Finish:
     """A collective of Gloo's, started when it is waited for.
 
     Gloo matches its collectives by their order alone, and only the order of working is
     the same on every rank, not that of beginning.
     """
 
-    def __init__(
-        self, op: ops.AllReduce | ops.Broadcast | ops.ToHost, pg: dist.ProcessGroup
-    ) -> None:
-        self._op, self._pg = op, pg
-
-    def finish(self, drained: Callable[[], None]) -> None:
-        pg, work = self._pg, None
-        match self._op:
+    def finish(drained: Callable[[], None]) -> None:
+        work = None
+        match op:
             case ops.AllReduce(tensor=x):
                 work = dist.all_reduce(x, group=pg, async_op=True)
             case ops.Broadcast(tensor=x, source=root):
@@ -317,41 +318,30 @@ class _Later:
         if work is not None:
             work.wait()
 
+    return finish
 
-class _Several:
-    """Messages to wait for, and what to do when they are through."""
 
-    def __init__(
-        self, works: Sequence[_Message], after: Callable[[], object] | None = None
-    ) -> None:
-        self._works, self._after = works, after
+def _through(
+    works: Sequence[_Message], after: Callable[[], object] = lambda: None
+) -> Finish:
+    """Waits for messages, and does something when they are through."""
 
-    def finish(self, drained: Callable[[], None]) -> None:
-        for work in self._works:
+    def finish(drained: Callable[[], None]) -> None:
+        for work in works:
             drained()
             work.wait()
-        if self._after is not None:
-            self._after()
+        after()
+
+    return finish
 
 
-class _Rings:
-    """Two rings, of which the second begins when the first has ended."""
-
-    def __init__(self, first: Ring, second: Callable[[], Ring]) -> None:
-        self._first, self._second = first, second
-
-    def finish(self, drained: Callable[[], None]) -> None:
-        self._first.finish(lambda: None)
-        self._second().finish(drained)
-
-
-def _spread(x: Tensor, source: int, asked: _Asked) -> Rotation:
+def _spread(x: Tensor, source: int, asked: _Asked) -> Finish:
     """A broadcast among some ranks: the source sends to each of them."""
     rank, size = asked.group
     nothing = x.new_empty(0)
     leaving = [x if rank == source else nothing] * size
     arriving = [x if other == source else nothing for other in range(size)]
-    return Rotation(asked.group, asked.messages, leaving, arriving)
+    return Rotation(asked.group, asked.messages, leaving, arriving).finish
 
 
 def _alone(op: Op) -> Any:

@@ -25,7 +25,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.util import Finalize, is_exiting
+from multiprocessing.util import is_exiting
 from types import FrameType
 
 import torch
@@ -207,12 +207,8 @@ class Inquiry:
             self._queue.close(STUCK)
 
 
-def close_at_exit(owner: object, inquiry: Inquiry) -> Finalize:
-    """Have `inquiry` closed when its owner is collected, or when the process ends."""
-    return Finalize(owner, _end, args=(inquiry,), exitpriority=1)
-
-
-def _end(inquiry: Inquiry) -> None:
+def end(inquiry: Inquiry) -> None:
+    """Close an inquiry whose owner is collected, or at the end of the process."""
     if not is_exiting():
         inquiry.close("its replica has been deleted")
         inquiry.stop_queue()

@@ -13,9 +13,9 @@ from gradtide.core import ops
 from gradtide.core.ops import Group, Op
 from gradtide.core.transport import Ticket
 from gradtide.core.unproven import warn_unproven
-from gradtide.transport.capturing import refuse_capture
 from gradtide.transport.gloo import GlooTransport
 from gradtide.transport.hosts import give_up
+from gradtide.transport.staged import refuse_capture
 
 # 2.13 renamed the tensor collectives and warns under the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -13,8 +13,8 @@ ranks, so that the sum has the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 Spread: TypeAlias = tuple[str, ...]
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
     """Whether a tensor is a DTensor; torch's module of these need not be loaded."""
     return hasattr(type(tensor), "device_mesh")
 
@@ -37,13 +37,10 @@ def local(tensor: Tensor) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor
-    held: Any = tensor._local_tensor  # type: ignore[attr-defined]
-    return held if type(held) is Tensor else _arrived(held)
-
-
-def _arrived(held: Any) -> Tensor:
-    """A local tensor that another class stands for until it has arrived."""
-    own: Tensor = held.wait() if hasattr(held, "wait") else held
+    held = tensor._local_tensor
+    if type(held) is not Tensor and hasattr(held, "wait"):  # it has yet to arrive
+        held = held.wait()
+    own: Tensor = held
     return own
 
 
@@ -53,8 +50,7 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
-    spec: Any = tensor._spec  # type: ignore[attr-defined]
-    whole: Tensor = DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    whole: Tensor = DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -65,8 +61,8 @@ def settle(p: nn.Parameter) -> None:
     ranks of the mesh call this at the same point.
     """
     grad: Any = p.grad
-    if grad is not None and is_sharded(p) and grad.placements != _placements(p):
-        p.grad = grad.redistribute(placements=_placements(p))
+    if grad is not None and is_sharded(p) and grad.placements != p.placements:
+        p.grad = grad.redistribute(placements=p.placements)
 
 
 def described(tensor: Tensor) -> str:
@@ -74,10 +70,10 @@ def described(tensor: Tensor) -> str:
     text = f"{tuple(tensor.shape)} {tensor.dtype}"
     if not is_sharded(tensor):
         return text
-    mesh, placements = _mesh(tensor), _placements(tensor)
+    mesh = tensor.device_mesh
     return (
         f"{text}, part {tuple(mesh.get_coordinate())} of {tuple(mesh.shape)} by "
-        f"{placements}, {tuple(local(tensor).shape)}"
+        f"{tensor.placements}, {tuple(local(tensor).shape)}"
     )
 
 
@@ -85,13 +81,15 @@ def refusal(p: Tensor, ranks: Iterable[int]) -> str | None:
     """Why a parameter's parts cannot be averaged over some ranks; None if they can."""
     if not is_sharded(p):
         return None
-    mesh, ours = _mesh(p), set(ranks)
-    if any(placement.is_partial() for placement in _placements(p)):
+    mesh, ours = p.device_mesh, set(ranks)
+    if any(placement.is_partial() for placement in p.placements):
         return "is a sum that is not finished (Partial): redistribute() it before"
     shared = ours & set(mesh.mesh.flatten().tolist())
     if len(shared) > 1:
+        names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
+        over = f"the mesh {names}" if names else f"a mesh of {shape}"
         return (
-            f"is sharded or replicated by torch over {_dimensions(mesh)}, and ranks "
+            f"is sharded or replicated by torch over {over}, and ranks "
             f"{sorted(shared)} of it are to average it: their parts differ. Build a "
             "mesh of two dimensions, as init_device_mesh(type, (hosts, ranks), "
             "mesh_dim_names=('outer', 'inner')), shard over mesh['inner'] alone, and "
@@ -140,7 +138,7 @@ class Shards:
             if spread(p) not in self.spreads:
                 self.spreads.append(spread(p))
             for name, group, _ in _axes(p):
-                self._groups.setdefault(name, (group, _mesh(p).device_type))
+                self._groups.setdefault(name, group)
 
     def __bool__(self) -> bool:
         """Whether anything is sharded."""
@@ -180,24 +178,14 @@ def spread(tensor: Tensor) -> Spread:
 
 
 def _axes(tensor: Tensor) -> Iterator[tuple[str, Any, bool]]:
-    """The dimensions of a tensor's mesh: group's name, group, whether it is divided."""
+    """The dimensions of a tensor's mesh.
+
+    Of each the group's name, the group and its device, and whether it is divided.
+    """
     if not is_sharded(tensor):
         return
-    mesh = _mesh(tensor)
-    for i, placement in enumerate(_placements(tensor)):
+    mesh = tensor.device_mesh
+    for i, placement in enumerate(tensor.placements):
         group = mesh.get_group(i)
-        yield group.group_name, group, not placement.is_replicate()
-
-
-def _mesh(tensor: Any) -> Any:
-    return tensor.device_mesh
-
-
-def _placements(tensor: Any) -> Sequence[Any]:
-    placements: Sequence[Any] = tensor.placements
-    return placements
-
-
-def _dimensions(mesh: Any) -> str:
-    names = mesh.mesh_dim_names
-    return f"the mesh {names}" if names else f"a mesh of {tuple(mesh.shape)}"
+        divided = not placement.is_replicate()
+        yield group.group_name, (group, mesh.device_type), divided

@@ -12,7 +12,6 @@ from torch import Tensor
 from gradtide.core.ops import AllGather, Among, Op, ToHost, message_of
 from gradtide.core.transport import Ticket
 from gradtide.core.unproven import warn_unproven
-from gradtide.transport.capturing import refuse_capture
 from gradtide.transport.gloo import GlooTransport
 
 Stage: TypeAlias = Callable[[], None]
@@ -103,6 +102,21 @@ class StagedTransport:
     def _to_host(self, x: Tensor) -> Tensor:
         pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         return pinned.copy_(x, non_blocking=True)
+
+
+def refuse_capture() -> None:
+    """Raise RuntimeError while a CUDA graph is recorded on the current stream.
+
+    What is recorded exchanges nothing when it is replayed. The graphs of torch.compile
+    (`mode="reduce-overhead"`) are not meant: they hold what is between two hooks, and
+    hooks run outside of them.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a backward pass, or a step, is recorded into a CUDA graph, whose replays "
+            "would exchange nothing: leave backward and optimizer.step() out of "
+            "torch.cuda.graph(), or use torch.compile(mode='reduce-overhead')"
+        )
 
 
 class _StreamTicket:
