@@ -60,7 +60,6 @@ ELSEWHERE = {
     "lab/namespaces": "lab/test_launch",
     "lab/options": "test_refusals_cli",
     "lab/outputs": "test_refusals_cli",
-    "lab/race/spec": "test_refusals_cli",
     "lab/tables": "lab/test_report",
     "lab/talker": "lab/test_probe",
     "lab/trial": "lab/test_compare",

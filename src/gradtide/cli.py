@@ -117,18 +117,9 @@ def compare(
     with options.told():
         there, rank = _place(hosts, ranks_per_host, rate)
         names, times = split_schemes(schemes), trace and trace.absolute()
-        spec = Spec(
-            names,
-            workload,
-            *there,
-            steps,
-            warmup,
-            rounds,
-            step_ms,
-            times,
-            seed,
-            options.local_bits(local_rate),
-        )
+        how = names, workload, *there, steps, warmup, rounds, step_ms, times
+        inside = options.local_bits(local_rate)
+        spec = Spec(*how, seed=seed, local_rate=inside)
         lab_compare.compare(spec, out, sys.argv, rank)
 
 
@@ -151,14 +142,14 @@ def race(
     under torchrun, its ranks are used.
     """
     from gradtide.lab.race import run as lab_race
-    from gradtide.lab.race.spec import RaceSpec
-    from gradtide.lab.spec import split_schemes
+    from gradtide.lab.spec import RaceSpec, split_schemes
 
     with options.told():
         there, rank = _place(hosts, ranks_per_host, rate)
         names = split_schemes(schemes)
         inside = options.local_bits(local_rate)
-        spec = RaceSpec(names, workload, *there, seconds, every, seed, inside)
+        how = names, workload, *there, seconds, every
+        spec = RaceSpec(*how, seed=seed, local_rate=inside)
         lab_race.race(spec, out, sys.argv, rank)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from gradtide.lab.contest import Contest, bar
+from gradtide.lab.contest import bar, hold
 from gradtide.lab.job import Tell
 from gradtide.lab.record import Record, origin
 from gradtide.lab.report import table, write
@@ -24,8 +24,8 @@ from gradtide.lab.worker import Outcome, measure
 def compare(
     spec: Spec, out: Path, argv: Sequence[str], rank: int | None = None
 ) -> None:
-    """Compare on an emulated cluster, or as one of torchrun's ranks (`Contest`)."""
-    Contest(check, measure, _progress, _conclude).hold(spec, out, argv, rank)
+    """Compare on an emulated cluster, or as one of torchrun's ranks (`hold`)."""
+    hold(spec, out, argv, rank, check, measure, _progress, _conclude)
 
 
 def _conclude(

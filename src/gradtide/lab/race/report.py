@@ -11,10 +11,10 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from gradtide.lab.race.picture import draw
-from gradtide.lab.race.spec import RaceSpec
 from gradtide.lab.race.standings import Point, Standing, target
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import milliseconds
+from gradtide.lab.spec import RaceSpec
 from gradtide.lab.tables import folded, grid, number
 
 WIDTH = 120  # columns of table.txt

@@ -8,20 +8,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradtide.lab.contest import Contest, bar
+from gradtide.lab.contest import bar, hold
 from gradtide.lab.job import Tell
 from gradtide.lab.race import laps
 from gradtide.lab.race.report import RaceRecord, table, write
-from gradtide.lab.race.spec import RaceSpec, check
 from gradtide.lab.race.standings import Point, standings
 from gradtide.lab.record import origin
+from gradtide.lab.spec import RaceSpec, check_race
 
 
 def race(
     spec: RaceSpec, out: Path, argv: Sequence[str], rank: int | None = None
 ) -> None:
-    """Race on an emulated cluster, or as one of torchrun's ranks (`Contest`)."""
-    Contest(check, laps.run, _progress, _conclude).hold(spec, out, argv, rank)
+    """Race on an emulated cluster, or as one of torchrun's ranks (`hold`)."""
+    hold(spec, out, argv, rank, check_race, laps.run, _progress, _conclude)
 
 
 def _conclude(
