@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,37 +13,35 @@ from gradtide.optim.matrices import Matrix
 
 
 class Message:
-    """Something of each of some matrices, from their owners to all ranks.
+    """Something of each of some matrices, from their owners to all ranks: on its way.
 
+    An owner sends what `value_of` has for a matrix, if it has anything.
     Behind each value stands one element that says whether it is there: the owner
     decides, and how long a message is depends on nothing that ranks might see
     differently.
     """
 
     def __init__(
-        self, matrices: Sequence[Matrix], dtype: torch.dtype, engine: Engine
+        self,
+        matrices: Sequence[Matrix],
+        dtype: torch.dtype,
+        engine: Engine,
+        value_of: Callable[[Matrix], Tensor | None],
     ) -> None:
-        self._engine, self._rank = engine, engine.group.rank
         self._matrices = sorted(matrices, key=lambda m: m.owner)
         lengths = [m.param.numel() + 1 for m in self._matrices]
-        self._sizes = [0] * engine.group.size
-        for matrix, length in zip(self._matrices, lengths, strict=True):
-            self._sizes[matrix.owner] += length
         device = matrices[0].param.device
-        self._flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
-        self._pieces = torch.split(self._flat, lengths)
-
-    def own(self) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
-        """This rank's matrices, where their values go, and whether they are there."""
+        flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
+        self._pieces = torch.split(flat, lengths)
+        rank, sizes = engine.group.rank, [0] * engine.group.size
         for matrix, piece in zip(self._matrices, self._pieces, strict=True):
-            if matrix.owner == self._rank:
-                yield matrix, piece[:-1].view(matrix.param.shape), piece[-1]
-
-    def leave(self) -> None:
-        """Send it on its way."""
-        own = torch.split(self._flat, self._sizes)[self._rank]
-        gather = AllGather(own, self._sizes, into=self._flat)
-        self._wait = self._engine.ask("muon", gather)
+            sizes[matrix.owner] += len(piece)
+            value = value_of(matrix) if matrix.owner == rank else None
+            if value is not None:
+                piece[:-1].view(matrix.param.shape).copy_(value)
+                piece[-1] = 1
+        gather = AllGather(torch.split(flat, sizes)[rank], sizes, into=flat)
+        self._wait = engine.ask("muon", gather)
 
     def arrived(self) -> Iterator[tuple[Matrix, Tensor]]:
         """Wait for it; returns the values of the matrices that have one."""

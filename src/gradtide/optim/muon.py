@@ -132,24 +132,22 @@ class DistributedMuon(Muon):
         travelling: deque[Message] = deque()
         trained = [m for m in matrices if m.param.requires_grad]
         for members in self._together(trained):
-            message = Message(members, torch.bfloat16, self._engine)
-            for matrix, value, there in message.own():
-                if matrix.param.grad is not None:
-                    value.copy_(self._update(matrix))
-                    there.fill_(1)
-            message.leave()
-            travelling.append(message)
+            how = torch.bfloat16, self._engine, self._update
+            travelling.append(Message(members, *how))
             if len(travelling) > 1:  # the next has been computed meanwhile
                 _apply(travelling.popleft())
         for message in travelling:
             _apply(message)
         return loss
 
-    def _update(self, matrix: Matrix) -> Tensor:
-        """The update of a matrix that this rank owns, before its learning rate."""
+    def _update(self, matrix: Matrix) -> Tensor | None:
+        """The update of a matrix that this rank owns, before its learning rate; None
+        without a gradient."""
         p, group, _ = matrix
-        grad, state = p.grad, self.state[p]
-        assert grad is not None
+        grad = p.grad
+        if grad is None:
+            return None
+        state = self.state[p]
         if STATE not in state:
             state[STATE] = torch.zeros_like(grad)
         buffer: Tensor = state[STATE]
@@ -157,6 +155,9 @@ class DistributedMuon(Muon):
         nesterov = group["nesterov"]
         update = grad.lerp(buffer, group["momentum"]) if nesterov else buffer
         return orthogonalized(update, group)
+
+    def _momentum(self, matrix: Matrix) -> Tensor | None:
+        return self.state.get(matrix.param, {}).get(STATE)
 
     # - Owners -------------------------------------------------------------------------
 
@@ -204,14 +205,8 @@ class DistributedMuon(Muon):
         for matrices in self._together(self._matrices()):
             for dtype in dict.fromkeys(m.param.dtype for m in matrices):
                 alike = [m for m in matrices if m.param.dtype == dtype]
-                message = Message(alike, dtype, self._engine)
-                for matrix, value, there in message.own():
-                    state = self.state.get(matrix.param, {})
-                    if STATE in state:
-                        value.copy_(state[STATE])
-                        there.fill_(1)
-                message.leave()
-                for matrix, value in message.arrived():
+                how = dtype, self._engine, self._momentum
+                for matrix, value in Message(alike, *how).arrived():
                     if matrix.owner != self._rank:
                         own = torch.empty_like(matrix.param).copy_(value)
                         self.state[matrix.param][STATE] = own
