@@ -156,9 +156,6 @@ class DistributedMuon(Muon):
         update = grad.lerp(buffer, group["momentum"]) if nesterov else buffer
         return orthogonalized(update, group)
 
-    def _momentum(self, matrix: Matrix) -> Tensor | None:
-        return self.state.get(matrix.param, {}).get(STATE)
-
     # - Owners -------------------------------------------------------------------------
 
     def _params(self) -> Iterator[Tensor]:
@@ -205,8 +202,13 @@ class DistributedMuon(Muon):
         for matrices in self._together(self._matrices()):
             for dtype in dict.fromkeys(m.param.dtype for m in matrices):
                 alike = [m for m in matrices if m.param.dtype == dtype]
-                how = dtype, self._engine, self._momentum
-                for matrix, value in Message(alike, *how).arrived():
+                message = Message(
+                    alike,
+                    dtype,
+                    self._engine,
+                    lambda m: self.state.get(m.param, {}).get(STATE),
+                )
+                for matrix, value in message.arrived():
                     if matrix.owner != self._rank:
                         own = torch.empty_like(matrix.param).copy_(value)
                         self.state[matrix.param][STATE] = own
