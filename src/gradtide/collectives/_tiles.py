@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradtide.collectives._entries import ALIGN
 from gradtide.collectives.lowrank import gaps, matrices
 from gradtide.core.payload import Payload
 from gradtide.selectors.kernels import index_dtype
@@ -28,7 +29,6 @@ from gradtide.wire import Codec
 
 SIDE = 64  # elements: a tile has its square, so that a place takes 12 bits
 WIDTH = 1.5  # bytes of a place
-ALIGN = 8  # bytes: every message begins where any dtype may be viewed
 
 
 @dataclass(frozen=True)
