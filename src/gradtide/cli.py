@@ -178,10 +178,7 @@ def plan(
         Path | None,
         Option(help="Made by gradtide profile network. Without: an ideal one."),
     ] = None,
-    step_ms: Annotated[
-        float | None,
-        Option(help="Forward and backward of a replay workload."),
-    ] = None,
+    step_ms: options.StepMs = None,
     ranks: Annotated[int | None, Option(help="Number of all ranks.")] = None,
     ranks_per_host: Annotated[
         int | None, Option(help="Behind one network card.")
