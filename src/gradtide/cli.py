@@ -111,7 +111,7 @@ def compare(
 
     --hosts and --rate emulate a cluster; under torchrun, its ranks are used.
     """
-    from gradtide.lab import compare as lab_compare
+    from gradtide.lab import report as lab_report
     from gradtide.lab.spec import Spec, split_schemes
 
     with options.told():
@@ -120,7 +120,7 @@ def compare(
         how = names, workload, *there, steps, warmup, rounds, step_ms, times
         inside = options.local_bits(local_rate)
         spec = Spec(*how, seed=seed, local_rate=inside)
-        lab_compare.compare(spec, out, sys.argv, rank)
+        lab_report.compare(spec, out, sys.argv, rank)
 
 
 @app.command()
@@ -141,7 +141,7 @@ def race(
     They race to the lowest loss of the first. --hosts and --rate emulate a cluster;
     under torchrun, its ranks are used.
     """
-    from gradtide.lab.race import run as lab_race
+    from gradtide.lab.race import report as lab_race
     from gradtide.lab.spec import RaceSpec, split_schemes
 
     with options.told():

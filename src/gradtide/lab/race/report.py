@@ -1,9 +1,10 @@
-"""What a race shows and leaves behind: table, record and picture."""
+"""A race, from what was typed to what it shows and leaves: table, record, picture."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,51 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from gradtide.lab.chart import COLOURS
-from gradtide.lab.race.standings import Point, Standing, target
+from gradtide.lab.contest import bar, hold
+from gradtide.lab.job import Tell
+from gradtide.lab.race import laps
+from gradtide.lab.race.standings import Point, Standing, standings, target
 from gradtide.lab.rate import format_rate
-from gradtide.lab.record import milliseconds
-from gradtide.lab.spec import RaceSpec
+from gradtide.lab.record import milliseconds, origin
+from gradtide.lab.spec import RaceSpec, check_race
 from gradtide.lab.tables import folded, grid, number
 
 WIDTH = 120  # columns of table.txt
 SHOWN = 0.4  # of the way down to the target; in the picture, above all fall alike
 HEADINGS = ("steps", "ms", "loss", "there", "x", "MB then", "MB")
+
+
+def race(
+    spec: RaceSpec, out: Path, argv: Sequence[str], rank: int | None = None
+) -> None:
+    """Race on an emulated cluster, or as one of torchrun's ranks (`hold`)."""
+    hold(spec, out, argv, rank, check_race, laps.run, _progress, _conclude)
+
+
+def _conclude(
+    spec: RaceSpec,
+    found: dict[str, list[Point]],
+    out: Path,
+    argv: Sequence[str],
+    console: Console,
+) -> None:
+    record = RaceRecord(origin(argv), spec, standings(found))
+    console.print(table(record))
+    out.mkdir(parents=True, exist_ok=True)
+    write(out, record)
+    console.print(f"record.json, table.txt, race.png are in {out}")
+
+
+@contextmanager
+def _progress(spec: RaceSpec, console: Console) -> Iterator[Tell]:
+    """A bar over the seconds of all contestants, with the one that trained last."""
+    with bar(console, spec.seconds * len(spec.schemes)) as advance:
+
+        def tell(words: str) -> None:
+            done, _, name = words.partition(" ")
+            advance(name, float(done))
+
+        yield tell
 
 
 @dataclass(frozen=True)
