@@ -71,7 +71,6 @@ ELSEWHERE = {
     "lab/workloads/timing": "lab/test_replay",
     "lab/workloads/workload": "lab/test_workloads",
     "optim/matrices": "optim/test_muon",
-    "optim/message": "optim/test_muon",
     "planner/actions": "planner/test_order",
     "planner/auto/decision": "test_auto",
     "planner/auto/inspector": "test_auto",

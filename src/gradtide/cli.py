@@ -116,10 +116,14 @@ def compare(
 
     with options.told():
         there, rank = _place(hosts, ranks_per_host, rate)
-        names, times = split_schemes(schemes), trace and trace.absolute()
-        how = names, workload, *there, steps, warmup, rounds, step_ms, times
-        inside = options.local_bits(local_rate)
-        spec = Spec(*how, seed=seed, local_rate=inside)
+        names = split_schemes(schemes)
+        spec = Spec(
+            *(names, workload, *there, steps, warmup, rounds),
+            seed=seed,
+            local_rate=options.local_bits(local_rate),
+            step_ms=step_ms,
+            trace=trace and trace.absolute(),
+        )
         lab_report.compare(spec, out, sys.argv, rank)
 
 

@@ -31,30 +31,13 @@ class Place:
     seed: int = field(default=0, kw_only=True)
     # Of what a host's ranks send each other.
     local_rate: float | None = field(default=None, kw_only=True)
+    # How long a step of a replay is.
+    step_ms: float | None = field(default=None, kw_only=True)
+    trace: Path | None = field(default=None, kw_only=True)
 
     @property
     def size(self) -> int:
         return self.hosts * self.ranks_per_host
-
-    def build(self, rank: int) -> workloads.Workload:
-        """A fresh copy of what is trained, as this rank sees it."""
-        return workloads.build(self.workload, rank=rank, size=self.size, seed=self.seed)
-
-
-@dataclass(frozen=True)
-class Spec(Place):
-    """One comparison."""
-
-    steps: int  # timed steps of every contestant
-    warmup: int = 3  # untimed steps before the first round
-    rounds: int = 3  # blocks into which the timed steps of a contestant are cut
-    step_ms: float | None = None
-    trace: Path | None = None
-
-    def blocks(self) -> list[int]:
-        """Timed steps of each round, as even as can be."""
-        each, more = divmod(self.steps, self.rounds)
-        return [each + (index < more) for index in range(self.rounds)]
 
     def build(self, rank: int) -> workloads.Workload:
         """A fresh copy of what is trained, as this rank sees it."""
@@ -66,6 +49,20 @@ class Spec(Place):
             step_ms=self.step_ms,
             trace=self.trace,
         )
+
+
+@dataclass(frozen=True)
+class Spec(Place):
+    """One comparison."""
+
+    steps: int  # timed steps of every contestant
+    warmup: int = 3  # untimed steps before the first round
+    rounds: int = 3  # blocks into which the timed steps of a contestant are cut
+
+    def blocks(self) -> list[int]:
+        """Timed steps of each round, as even as can be."""
+        each, more = divmod(self.steps, self.rounds)
+        return [each + (index < more) for index in range(self.rounds)]
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ try:
     from torch.optim import Muon
     from torch.optim._muon import _adjust_lr
 
-    from gradtide.optim.matrices import Matrix, orthogonalized, signature
-    from gradtide.optim.message import Message
+    from gradtide.optim.matrices import Matrix, Message, orthogonalized, signature
     from gradtide.optim.owners import assign, together
 except ImportError as error:
     raise ImportError(
