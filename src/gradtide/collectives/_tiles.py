@@ -54,11 +54,6 @@ class Grid:
         height, width = self.shape
         return -(-self.rows // height), -(-self.columns // width)
 
-    @property
-    def number(self) -> int:
-        """How many tiles there are."""
-        return prod(self.tiles)
-
     def cut(self, flat: Tensor, fill: float = 0.0) -> Tensor:
         """The tiles [number, elements] of a tensor like the bucket's: a copy.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -25,7 +26,7 @@ from gradtide.lab.chart import draw
 from gradtide.lab.contest import bar, hold
 from gradtide.lab.job import Tell
 from gradtide.lab.rate import format_rate
-from gradtide.lab.record import Record, Result, milliseconds, origin
+from gradtide.lab.record import Result, milliseconds, origin
 from gradtide.lab.spec import Spec, check
 from gradtide.lab.summary import Facts
 from gradtide.lab.tables import folded, grid, number
@@ -45,16 +46,7 @@ def compare(
 def _conclude(
     spec: Spec, found: Outcome, out: Path, argv: Sequence[str], console: Console
 ) -> None:
-    record = Record(
-        **origin(argv),
-        workload=spec.workload,
-        hosts=spec.hosts,
-        ranks_per_host=spec.ranks_per_host,
-        rate_bits_per_s=spec.rate,
-        steps=spec.steps,
-        results=found.results,
-        local_rate_bits_per_s=spec.local_rate,
-    )
+    record = Record(origin(argv), spec, found.results)
     console.print(table(record, found.facts, console.width))
     out.mkdir(parents=True, exist_ok=True)
     write(out, record, found)
@@ -75,6 +67,24 @@ def _progress(spec: Spec, console: Console) -> Iterator[Tell]:
             advance(here, sum(done.values()))
 
         yield tell
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that `record.json` says: its origin, what was asked and found."""
+
+    origin: dict[str, Any]
+    spec: Spec
+    results: list[Result]
+
+    def dumps(self) -> str:
+        rows = [asdict(result) for result in self.results]
+        for row in rows:
+            for name in ("evaluation", "became", "stages"):
+                if row[name] is None:
+                    del row[name]
+        asked = {**self.spec.told(), "steps": self.spec.steps}
+        return json.dumps({**self.origin, **asked, "results": rows}, indent=2) + "\n"
 
 
 class Column(NamedTuple):
@@ -181,8 +191,10 @@ def _grid(rows: Sequence[Result], columns: Sequence[Column]) -> Table:
 
 def preface(record: Record, common: Facts) -> list[str]:
     """The lines above the table."""
-    rate = record.rate_bits_per_s
-    links = "links not shaped" if rate is None else f"links of {format_rate(rate)}/s"
+    spec = record.spec
+    links = "links not shaped"
+    if spec.rate is not None:
+        links = f"links of {format_rate(spec.rate)}/s"
     forward, backward = map(milliseconds, common.compute)
     if common.replayed:
         compute = (
@@ -195,8 +207,8 @@ def preface(record: Record, common: Facts) -> list[str]:
             "nobody communicates"
         )
     return [
-        f"{record.workload} on {record.hosts} hosts x {record.ranks_per_host} ranks, "
-        f"{links}; medians of {record.steps} steps; bytes and CPU per rank and step",
+        f"{spec.workload} on {spec.hosts} hosts x {spec.ranks_per_host} ranks, "
+        f"{links}; medians of {spec.steps} steps; bytes and CPU per rank and step",
         compute,
         *(f"{row.scheme} became {row.became}" for row in record.results if row.became),
     ]

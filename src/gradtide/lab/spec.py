@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gradtide.lab import workloads
 from gradtide.lab.contestants import named
@@ -38,6 +39,18 @@ class Place:
     @property
     def size(self) -> int:
         return self.hosts * self.ranks_per_host
+
+    def told(self) -> dict[str, Any]:
+        """What every record says of it first."""
+        found = {
+            "workload": self.workload,
+            "hosts": self.hosts,
+            "ranks_per_host": self.ranks_per_host,
+            "rate_bits_per_s": self.rate,
+        }
+        if self.local_rate is not None:
+            found["local_rate_bits_per_s"] = self.local_rate
+        return found
 
     def build(self, rank: int) -> workloads.Workload:
         """A fresh copy of what is trained, as this rank sees it."""

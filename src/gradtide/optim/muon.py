@@ -208,7 +208,7 @@ class DistributedMuon(Muon):
                     lambda m: self.state.get(m.param, {}).get(STATE),
                 )
                 for matrix, value in message.arrived():
-                    if matrix.owner != self._rank:
+                    if matrix.owner != self._engine.group.rank:
                         own = torch.empty_like(matrix.param).copy_(value)
                         self.state[matrix.param][STATE] = own
         for p in self._params():  # in the same order on every rank
@@ -248,13 +248,9 @@ class DistributedMuon(Muon):
         """Let go of momentum that other ranks have."""
         if not self._divided:
             for p, owner in self._owners.items():
-                if owner != self._rank:
+                if owner != self._engine.group.rank:
                     self.state.pop(p, None)
         self._divided = self._engine.group.size > 1
-
-    @property
-    def _rank(self) -> int:
-        return self._engine.group.rank
 
 
 def _apply(message: Message) -> None:

@@ -121,9 +121,9 @@ def _each(
     write: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """Turn the coefficients of all tiles back, and `write` them to a bucket."""
-    lengths = [grid.number * math.prod(grid.shape) for grid in grids]
+    lengths = [math.prod((*grid.tiles, *grid.shape)) for grid in grids]
     for grid, own in zip(grids, torch.split(whole, lengths), strict=True):
-        tiles = _turned(own.view(grid.number, -1), grid, back=True)
+        tiles = _turned(own.view(math.prod(grid.tiles), -1), grid, back=True)
         part = out[grid.begin : grid.begin + grid.length]
         write(part, grid.joined(tiles).to(out.dtype))
 

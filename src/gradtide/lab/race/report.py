@@ -80,11 +80,7 @@ class RaceRecord:
         spec = self.spec
         fields = {
             **self.origin,
-            "workload": spec.workload,
-            "hosts": spec.hosts,
-            "ranks_per_host": spec.ranks_per_host,
-            "rate_bits_per_s": spec.rate,
-            **({"local_rate_bits_per_s": spec.local_rate} if spec.local_rate else {}),
+            **spec.told(),
             "seconds": spec.seconds,
             "every": spec.every,
             "seed": spec.seed,
