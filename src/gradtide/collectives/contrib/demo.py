@@ -71,7 +71,8 @@ class DeMo(Traits):
         chosen = _tiles.Places(grids, self.kept / SIDE**2)
         if not pays(len(flat), len(chosen), group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))
-        found = _frequencies(flat, grids)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        found = [_turned(grid.cut(flat.to(wide)), grid, back=False) for grid in grids]
         places = chosen.largest([tiles.abs() for tiles in found])
         where = chosen.in_tiles(places)
         whole = torch.cat([tiles.flatten() for tiles in found])
@@ -90,12 +91,6 @@ class DeMo(Traits):
         mean = payload.mean_buffer()
         _each(grids, total.div_(group.size), mean, Tensor.copy_)
         return mean
-
-
-def _frequencies(flat: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
-    """The coefficients of all tiles, grid by grid: in single precision at least."""
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    return [_turned(grid.cut(flat.to(wide)), grid, back=False) for grid in grids]
 
 
 def _take_out(
