@@ -111,25 +111,20 @@ def compare(
 
     --hosts and --rate emulate a cluster; under torchrun, its ranks are used.
     """
-    from gradtide.lab import compare as lab_compare
+    from gradtide.lab import report as lab_report
     from gradtide.lab.spec import Spec, split_schemes
 
     with options.told():
         there, rank = _place(hosts, ranks_per_host, rate)
-        names, times = split_schemes(schemes), trace and trace.absolute()
+        names = split_schemes(schemes)
         spec = Spec(
-            names,
-            workload,
-            *there,
-            steps,
-            warmup,
-            rounds,
-            step_ms,
-            times,
-            seed,
-            options.local_bits(local_rate),
+            *(names, workload, *there, steps, warmup, rounds),
+            seed=seed,
+            local_rate=options.local_bits(local_rate),
+            step_ms=step_ms,
+            trace=trace and trace.absolute(),
         )
-        lab_compare.compare(spec, out, sys.argv, rank)
+        lab_report.compare(spec, out, sys.argv, rank)
 
 
 @app.command()
@@ -150,15 +145,15 @@ def race(
     They race to the lowest loss of the first. --hosts and --rate emulate a cluster;
     under torchrun, its ranks are used.
     """
-    from gradtide.lab.race import run as lab_race
-    from gradtide.lab.race.spec import RaceSpec
-    from gradtide.lab.spec import split_schemes
+    from gradtide.lab.race import report as lab_race
+    from gradtide.lab.spec import RaceSpec, split_schemes
 
     with options.told():
         there, rank = _place(hosts, ranks_per_host, rate)
         names = split_schemes(schemes)
         inside = options.local_bits(local_rate)
-        spec = RaceSpec(names, workload, *there, seconds, every, seed, inside)
+        how = names, workload, *there, seconds, every
+        spec = RaceSpec(*how, seed=seed, local_rate=inside)
         lab_race.race(spec, out, sys.argv, rank)
 
 
@@ -187,10 +182,7 @@ def plan(
         Path | None,
         Option(help="Made by gradtide profile network. Without: an ideal one."),
     ] = None,
-    step_ms: Annotated[
-        float | None,
-        Option(help="Forward and backward of a replay workload."),
-    ] = None,
+    step_ms: options.StepMs = None,
     ranks: Annotated[int | None, Option(help="Number of all ranks.")] = None,
     ranks_per_host: Annotated[
         int | None, Option(help="Behind one network card.")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.integrations import states
-from gradtide.integrations.environment import scheme_or_default
 from gradtide.integrations.metrics import Meter, line
+from gradtide.integrations.wrapping import scheme_or_default
 
 SPARSE = "exdyna(0.1)"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradtide.kfac.gram import add_gram
+from gradtide.kfac.packing import add_gram
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from gradtide.core.engine import Record as Request
-from gradtide.lab.record import Record, Result
+from gradtide.lab.record import Result
+from gradtide.lab.report import Record
+from gradtide.lab.spec import Spec
 from gradtide.lab.summary import Facts
 from gradtide.lab.timeline import spans
 from gradtide.lab.trial import Interval, Mark, Step
 from gradtide.lab.worker import Outcome
 from gradtide.lab.workloads.workload import Timing
 
+SPEC = Spec(("ddp",), "replay:resnet50", 4, 1, 1e8, steps=30)
 FACTS = Facts(replayed=True, compute=Timing(1.0, 2.0))
 
 # A DeAR step from 10 to 17: forward to 14 with two updates (each 0.25 long) and 1.5 of
@@ -41,18 +44,13 @@ def row(scheme: str, step_seconds: float, **more: float | dict[str, float]) -> R
 
 
 def record(*rows: Result) -> Record:
-    return Record(
-        command="gradtide compare",
-        commit=None,
-        versions={"torch": "2"},
-        machine={"cores": 2},
-        workload="replay:resnet50",
-        hosts=4,
-        ranks_per_host=1,
-        rate_bits_per_s=1e8,
-        steps=30,
-        results=list(rows),
-    )
+    origin = {
+        "command": "gradtide compare",
+        "commit": None,
+        "versions": {"torch": "2"},
+        "machine": {"cores": 2},
+    }
+    return Record(origin, SPEC, list(rows))
 
 
 def outcome(*rows: Result) -> Outcome:

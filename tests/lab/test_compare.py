@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradtide.lab.compare import compare
 from gradtide.lab.launch import LabError
+from gradtide.lab.report import compare
 from gradtide.lab.spec import Spec
 
 pytestmark = pytest.mark.alone

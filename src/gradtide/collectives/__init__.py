@@ -37,38 +37,28 @@ if typing.TYPE_CHECKING:
     WRAPPERS: tuple[type, ...]
     PARTITIONS: tuple[type, ...]
 
-_KINDS = {
-    "COLLECTIVES": (
-        "Dense",
-        "TopK",
-        "GTopK",
-        "TopKA2A",
-        "TopkDSA",
-        "OkTopk",
-        "PartitionedTopK",
-        "CLTk",
-        "TiledTopK",
-        "ARCTopK",
-        "COVAP",
-        "DeMo",
-        "PowerSGD",
-        "ACPSGD",
-    ),
-    "WRAPPERS": ("Warmup", "MomentumCorrection"),
-    "PARTITIONS": ("Even", "Dynamic", "ByNorm"),
+_KINDS = {  # what there is, and where, if it is loaded by who asks for it
+    "COLLECTIVES": {
+        "Dense": "",
+        "TopK": "",
+        "GTopK": "contrib.gtopk",
+        "TopKA2A": "",
+        "TopkDSA": "contrib.topkdsa",
+        "OkTopk": "",
+        "PartitionedTopK": "",
+        "CLTk": "contrib.cltk",
+        "TiledTopK": "tiled",
+        "ARCTopK": "contrib.arctopk",
+        "COVAP": "contrib.covap",
+        "DeMo": "contrib.demo",
+        "PowerSGD": "",
+        "ACPSGD": "contrib.acpsgd",
+    },
+    "WRAPPERS": {"Warmup": "", "MomentumCorrection": ""},
+    "PARTITIONS": {"Even": "", "Dynamic": "", "ByNorm": "contrib.by_norm"},
 }
 PARTS = (*(name for names in _KINDS.values() for name in names), "Auto")
-LATER = {  # where they are
-    "ACPSGD": "contrib.acpsgd",
-    "ARCTopK": "contrib.arctopk",
-    "ByNorm": "contrib.by_norm",
-    "CLTk": "contrib.cltk",
-    "COVAP": "contrib.covap",
-    "DeMo": "contrib.demo",
-    "GTopK": "contrib.gtopk",
-    "TiledTopK": "tiled",
-    "TopkDSA": "contrib.topkdsa",
-}
+LATER = {n: there for names in _KINDS.values() for n, there in names.items() if there}
 
 
 def __getattr__(name: str) -> typing.Any:

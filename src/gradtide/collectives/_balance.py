@@ -6,6 +6,7 @@ could round differently.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,3 +129,17 @@ def worth_moving(moves: Sequence[Sequence[int]]) -> bool:
     sent = [sum(row) - row[r] for r, row in enumerate(moves)]
     received = [sum(column) - column[r] for r, column in enumerate(columns)]
     return bool(saved > max(*sent, *received) + START)
+
+
+def longest_first(
+    costs: Sequence[float], speeds: Sequence[float]
+) -> tuple[list[float], list[int]]:
+    """(loads, bins): each cost, the longest first, to the least loaded bin (Graham,
+    1969); of equals the first."""
+    heap = [(0.0, i) for i in range(len(speeds))]
+    bins = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, i = heap[0]
+        heapq.heapreplace(heap, (load + costs[item] / speeds[i], i))
+        bins[item] = i
+    return [load for load, _ in heap], bins

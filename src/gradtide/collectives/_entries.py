@@ -8,14 +8,15 @@ but this number has to be known to receive a message.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from gradtide.core.levels import Steps as Steps
 from gradtide.core.ops import AllGather, AllToAll, Group, ToHost
 from gradtide.core.payload import Traits
 from gradtide.selectors import Selector, Threshold
@@ -26,7 +27,6 @@ BLOCK = 1 << 16
 ALIGN = 8  # bytes: every message begins where any dtype may be viewed
 
 Entries: TypeAlias = tuple[Tensor, Tensor]  # indices (int32, sorted, unique), values
-Steps: TypeAlias = Generator[Any, Any, Any]  # a stretch of a flow
 
 
 def check(name: str, wire: str | None, density: float = 1.0) -> None:

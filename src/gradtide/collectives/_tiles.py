@@ -15,20 +15,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradtide.collectives._entries import ALIGN
+from gradtide.collectives.lowrank import gaps, matrices
 from gradtide.core.payload import Payload
 from gradtide.selectors.kernels import index_dtype
 from gradtide.wire import Codec
 
 SIDE = 64  # elements: a tile has its square, so that a place takes 12 bits
 WIDTH = 1.5  # bytes of a place
-ALIGN = 8  # bytes: every message begins where any dtype may be viewed
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,6 @@ class Grid:
         """How many there are one below the other, and side by side."""
         height, width = self.shape
         return -(-self.rows // height), -(-self.columns // width)
-
-    @property
-    def number(self) -> int:
-        """How many tiles there are."""
-        return prod(self.tiles)
 
     def cut(self, flat: Tensor, fill: float = 0.0) -> Tensor:
         """The tiles [number, elements] of a tensor like the bucket's: a copy.
@@ -95,16 +90,10 @@ class Grid:
 
 def grids_of(payload: Payload) -> list[Grid]:
     """What a bucket consists of, in memory order: see [Note: tiles]."""
-    n, origin = len(payload.flat), int(payload.flat.storage_offset())
-    found = []
-    for part in payload.parts:
-        if part.dim() >= 2 and part.numel():
-            begin = int(part.storage_offset()) - origin
-            found.append(Grid(begin, part.numel(), prod(part.shape[1:])))
-    found.sort(key=lambda grid: grid.begin)
-    edges = [0, *(e for g in found for e in (g.begin, g.begin + g.length)), n]
-    between = list(pairwise(edges))[::2]
-    found += [Grid(a, b - a, SIDE) for a, b in between if b > a]
+    places = matrices(payload)
+    found = [Grid(p.begin, p.end - p.begin, p.columns) for p in places]
+    rest = gaps(places, len(payload.flat))
+    found += [Grid(gap.start, gap.stop - gap.start, SIDE) for gap in rest]
     return sorted(found, key=lambda grid: grid.begin)
 
 

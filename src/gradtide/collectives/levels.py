@@ -96,7 +96,10 @@ class TwoLevel(Traits):
         yield levels.inside(ReduceScatter(flat))
         own.div_(levels.local)
         if residual:
-            _clear_others(flat, own)
+            # The rest of the buffer is the business of the host's other ranks.
+            begin = int(own.storage_offset() - flat.storage_offset())
+            flat[:begin].zero_()
+            flat[begin + len(own) :].zero_()
         yield Handover()
         empty = False
         try:
@@ -173,13 +176,6 @@ def _pieces(payload: Payload, own: Tensor) -> list[Tensor]:
         if begin < end:
             pieces.append(own[begin:end])
     return pieces
-
-
-def _clear_others(flat: Tensor, own: Tensor) -> None:
-    """Set to zero what is the business of the host's other ranks."""
-    begin = int(own.storage_offset() - flat.storage_offset())
-    flat[:begin].zero_()
-    flat[begin + len(own) :].zero_()
 
 
 def by_levels(collective: Collective, hosts: Hosts | None) -> Collective:

@@ -77,7 +77,7 @@ class PowerSGD(LowRank):
         right = recall(payload, "right", [m.shape[1] for m in matrices], self.rank)
         sketch = _flat(m @ q for m, q in zip(matrices, right, strict=True))
         payload.check_finite(sketch)
-        for r in _rest(places, len(payload.flat)):
+        for r in gaps(places, len(payload.flat)):
             payload.check_finite(payload.flat[r])
         yield AllReduce(sketch)
         rows = [(m.shape[0], self.rank) for m in matrices]
@@ -102,19 +102,26 @@ class Place(NamedTuple):
         return flat[self.begin : self.end].view(self.rows, self.columns)
 
 
-def matrices_of(payload: Payload, rank: int) -> list[Place]:
-    """The parts that take fewer elements as factors of `rank`, in memory order.
+def matrices(payload: Payload) -> list[Place]:
+    """The parts of two or more dimensions, in memory order.
 
     Columns are in memory order, too, which in channels-last tensors is another one.
     """
-    origin, places = int(payload.flat.storage_offset()), []
-    for part in payload.parts:
-        if part.dim() >= 2 and part.numel():
-            rows, columns = part.shape[0], prod(part.shape[1:])
-            if rank * (rows + columns) < rows * columns:
-                begin = int(part.storage_offset()) - origin
-                places.append(Place(begin, rows, columns))
-    return sorted(places)
+    origin = int(payload.flat.storage_offset())
+    return sorted(
+        Place(int(part.storage_offset()) - origin, len(part), prod(part.shape[1:]))
+        for part in payload.parts
+        if part.dim() >= 2 and part.numel()
+    )
+
+
+def matrices_of(payload: Payload, rank: int) -> list[Place]:
+    """Those that take fewer elements as factors of `rank`."""
+    return [
+        place
+        for place in matrices(payload)
+        if rank * (place.rows + place.columns) < place.rows * place.columns
+    ]
 
 
 def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
@@ -148,7 +155,7 @@ def message_of(
     """
     own = _oriented(flat, places, turned)
     coefficients = [w.T @ b for w, b in zip(own, bases, strict=True)]
-    return _flat([*coefficients, *(flat[r] for r in _rest(places, len(flat)))])
+    return _flat([*coefficients, *(flat[r] for r in gaps(places, len(flat)))])
 
 
 def project(
@@ -165,7 +172,7 @@ def project(
     unless there is something wrong with them.
     """
     own = _oriented(payload.flat, places, turned)
-    rest = _rest(places, len(payload.flat))
+    rest = gaps(places, len(payload.flat))
     shapes = [(w.shape[1], b.shape[1]) for w, b in zip(own, bases, strict=True)]
     factors = sum(map(prod, shapes))
     payload.num_sent += len(message)
@@ -195,7 +202,7 @@ def _oriented(flat: Tensor, places: Sequence[Place], turned: bool) -> list[Tenso
     return [view.T for view in views] if turned else views
 
 
-def _rest(places: Sequence[Place], n: int) -> list[slice]:
+def gaps(places: Sequence[Place], n: int) -> list[slice]:
     """The gaps between the matrices."""
     edges = [0, *chain.from_iterable((p.begin, p.end) for p in places), n]
     pairs = list(pairwise(edges))[::2]

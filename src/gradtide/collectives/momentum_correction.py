@@ -96,8 +96,7 @@ class MomentumCorrection(Traits):
             # Also if it is closed at its cut (a skipped step): what is gone was sent.
             flow.close()
             whole = payload.num_sent - before == len(payload.flat)
-            handed_out = result is not None and _within(result, payload)
-            self._remember(payload, handed_out, whole)
+            self._remember(payload, result, whole)
 
     def _offer(
         self, payload: Payload, size: int, momentum: float, share: float
@@ -116,14 +115,15 @@ class MomentumCorrection(Traits):
             torch.sub(flat, residual, out=velocity)
             residual.copy_(flat)
 
-    def _remember(self, payload: Payload, handed_out: bool, whole: bool) -> None:
+    def _remember(self, payload: Payload, result: Tensor | None, whole: bool) -> None:
         """Remember the residual, and stop the velocity of what was taken out.
 
         Not where the `whole` bucket travelled, at the end of which only what a wire
         rounded off may be left: the mean is the momentum then.
         """
-        velocity = payload.state.get(VELOCITY)
-        if handed_out:
+        velocity, flat = payload.state.get(VELOCITY), payload.flat
+        begin = -1 if result is None else result.data_ptr() - flat.data_ptr()
+        if 0 <= begin < flat.nbytes:  # memory of the bucket's own: nothing is left
             payload.state[RESIDUAL].zero_()
             if velocity is not None:
                 # A gradient that was not finite must not stay for the steps to come.
@@ -147,11 +147,6 @@ def _share(gradient: Tensor, limit: float) -> Tensor:
     norm = torch.linalg.vector_norm(gradient, dtype=wide)
     share = (limit / norm).clamp_(max=1.0)
     return torch.where(norm.isfinite(), share, torch.ones_like(share))
-
-
-def _within(part: Tensor, payload: Payload) -> bool:
-    """Whether memory is the bucket's own: it was handed out, and nothing is left."""
-    return 0 <= part.data_ptr() - payload.flat.data_ptr() < payload.flat.nbytes
 
 
 def with_momentum(collective: Any, a: float, b: float) -> Any:

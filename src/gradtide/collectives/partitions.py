@@ -19,7 +19,6 @@ from torch import Tensor
 from gradtide.core.payload import Payload
 
 BLOCKS = 1024  # in a bucket: the boundaries of `Dynamic` lie between them
-ENTRY = 32  # elements whose scan takes as long as the work on one entry
 
 
 class Plan(NamedTuple):

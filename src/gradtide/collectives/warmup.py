@@ -61,12 +61,17 @@ class Warmup(Traits):
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"Warmup(steps={self.steps}): at least 1 for each density")
+        *_, inner = layers(self.collective)
         for density in self.densities:
             if not 0 < density <= 1:
                 raise ValueError(
                     f"Warmup(densities={self.densities}): above 0 and at most 1"
                 )
-            _check_density(self.collective, density)
+            if density != 1 and not hasattr(inner, "density"):
+                raise ValueError(
+                    f"Warmup({inner!r}): it has no density to begin with; use "
+                    "densities=(1.0,) for dense steps"
+                )
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         # A number of its own: what is inside may count, too.
@@ -104,13 +109,3 @@ def _with_density(collective: Any, density: float) -> Collective:
     if density == 1:
         return Dense(getattr(collective, "wire", None))
     return replace(collective, density=density)  # type: ignore[no-any-return]
-
-
-def _check_density(collective: Any, density: float) -> None:
-    """Raise ValueError where `_with_density` could not."""
-    *_, inner = layers(collective)
-    if density != 1 and not hasattr(inner, "density"):
-        raise ValueError(
-            f"Warmup({inner!r}): it has no density to begin with; use "
-            "densities=(1.0,) for dense steps"
-        )

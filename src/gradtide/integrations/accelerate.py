@@ -13,8 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from gradtide import parallel
 from gradtide.integrations import states
-from gradtide.integrations.environment import scheme_or_default
-from gradtide.integrations.optimizers import introduce
+from gradtide.integrations.wrapping import introduce, scheme_or_default
 from gradtide.replica import Replica
 from gradtide.scheme import Scheme
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.integrations import states
-from gradtide.integrations.environment import scheme_or_default
 from gradtide.integrations.metrics import Meter
-from gradtide.integrations.optimizers import introduce
+from gradtide.integrations.wrapping import introduce, scheme_or_default
 from gradtide.parallel import DistributedDataParallel
 from gradtide.replica import Replica
 from gradtide.scheme import Scheme

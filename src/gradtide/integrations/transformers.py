@@ -37,12 +37,9 @@ def install(scheme: str | Scheme | None = None) -> ExitStack:
                 logs.update(meter.read(replica))
         original(trainer, logs, *rest)
 
-    for name, around in (
-        ("_save_optimizer_and_scheduler", _save),
-        ("_load_optimizer_and_scheduler", _load),
-        ("log", log),
-    ):
-        accelerate.patch(installed, Trainer, name, around)
+    accelerate.patch(installed, Trainer, "_save_optimizer_and_scheduler", _save)
+    accelerate.patch(installed, Trainer, "_load_optimizer_and_scheduler", _load)
+    accelerate.patch(installed, Trainer, "log", log)
     return installed
 
 

@@ -3,7 +3,7 @@
 config.py          the hyper-parameters
 layers.py          which layers are preconditioned, and their gradients as matrices
 statistics.py      what they see in forward and backward, as factors
-packing.py         symmetric matrices as vectors
+packing.py         symmetric matrices: sums of outer products, and as vectors
 invert.py          damped inverses
 costs.py           how long inversions and messages take, as all ranks agree on it
 assign.py          who inverts what

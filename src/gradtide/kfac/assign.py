@@ -9,13 +9,14 @@ one message.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
+
+from gradtide.collectives._balance import longest_first
 
 Send: TypeAlias = Callable[[int, int], float]  # (begin, end)
 EVERYWHERE = -1  # as an owner: every rank inverts the factor, and nobody sends it
@@ -119,11 +120,8 @@ def grid(costs: Sequence[float], size: int, fraction: float) -> Assignment:
     bounds = [size * i // num_groups for i in range(num_groups + 1)]
     groups = [range(begin, end) for begin, end in pairwise(bounds)]
     layers = [costs[i] + costs[-1 - i] for i in range(num_layers)]
-    order = sorted(range(num_layers), key=lambda i: (-layers[i], i))
-    _, chosen = longest_first([layers[i] for i in order], [len(g) for g in groups])
-    workers = [range(0)] * num_layers
-    for i, group in zip(order, chosen, strict=True):
-        workers[i] = groups[group]
+    _, chosen = longest_first(layers, [len(group) for group in groups])
+    workers = [groups[group] for group in chosen]
     # Owners of factors among their layer's workers, the longest factor first.
     loads, owners = [0.0] * size, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -131,19 +129,6 @@ def grid(costs: Sequence[float], size: int, fraction: float) -> Assignment:
         owners[i] = min(workers[layer], key=lambda rank: (loads[rank], rank))
         loads[owners[i]] += costs[i]
     return Assignment(tuple(owners), tuple(workers))
-
-
-def longest_first(
-    costs: Sequence[float], speeds: Sequence[float]
-) -> tuple[list[float], list[int]]:
-    """(loads, bins): costs, sorted from the longest, each to the least loaded bin."""
-    heap = [(0.0, i) for i in range(len(speeds))]
-    bins = []
-    for cost in costs:
-        load, i = heap[0]
-        heapq.heapreplace(heap, (load + cost / speeds[i], i))
-        bins.append(i)
-    return [load for load, _ in heap], bins
 
 
 def _all_work(

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from gradtide.core.autograd import Hook, in_backward
-from gradtide.kfac.gram import add_gram
 from gradtide.kfac.layers import Factor, Kind, Layer, sequence
+from gradtide.kfac.packing import add_gram
 from gradtide.kfac.samples import batch
 
 # Told of a factor as soon as it is complete: fp32 [groups, d, d], of which only the

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -19,76 +18,60 @@ from rich.text import Text
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.job import Tell, at_once, on_every_rank, passed_on, silent
 from gradtide.lab.outputs import check_folder
+from gradtide.lab.spec import Place
 
-S = TypeVar("S", bound="Place")
+S = TypeVar("S", bound=Place)
 T = TypeVar("T")
 # What is told, and how much of the whole is then done.
 Advance: TypeAlias = Callable[[str, float], None]
 
 
-class Place(Protocol):
-    """What every specification says of the ranks."""
-
-    @property
-    def hosts(self) -> int: ...
-    @property
-    def ranks_per_host(self) -> int: ...
-    @property
-    def rate(self) -> float | None: ...
-    @property
-    def local_rate(self) -> float | None: ...
-
-
-@dataclass(frozen=True)
-class Contest(Generic[S, T]):
-    """What is measured, how it is watched, and what is left of it.
+def hold(
+    spec: S,
+    out: Path,
+    argv: Sequence[str],
+    rank: int | None,
+    check: Callable[[S], None],
+    measure: Callable[..., T | None],
+    progress: Callable[[S, Console], AbstractContextManager[Tell]],
+    conclude: Callable[[S, T, Path, Sequence[str], Console], None],
+) -> None:
+    """Measure on an emulated cluster, or as the `rank` that torchrun has started.
 
     `check` raises ValueError for a specification that cannot be; `measure` is what each
     rank calls, and returns something on rank 0 alone, which `conclude` writes down.
+    `argv` is what the record says was typed. Raises ValueError before anything starts,
+    and LabError when an emulated rank failed; as one of torchrun's ranks a later
+    failure ends this process.
     """
+    cluster = None
+    if rank is None:
+        place = spec.hosts, spec.ranks_per_host, spec.rate
+        cluster = Cluster(*place, local_rate=spec.local_rate)
+    check(spec)
+    if not rank:
+        check_folder("--out", out)
+    console = Console()
+    shown = nullcontext(silent) if rank else progress(spec, console)
 
-    check: Callable[[S], None]
-    measure: Callable[..., T | None]
-    progress: Callable[[S, Console], AbstractContextManager[Tell]]
-    conclude: Callable[[S, T, Path, Sequence[str], Console], None]
+    def show(rank: int, line: str) -> None:
+        console.print(Text(f"[rank {rank}] {line}"))
 
-    def hold(
-        self, spec: S, out: Path, argv: Sequence[str], rank: int | None = None
-    ) -> None:
-        """Measure on an emulated cluster, or as the `rank` that torchrun has started.
+    def work() -> None:
+        with shown as tell:
+            if cluster is None:
+                found = measure(spec, tell)
+            else:
+                found = on_every_rank(
+                    cluster, measure, spec, passed_on, tell=tell, show=show
+                )
+        if found is not None:
+            conclude(spec, found, out, argv, console)
 
-        `argv` is what the record says was typed. Raises ValueError before anything
-        starts, and LabError when an emulated rank failed; as one of torchrun's ranks a
-        later failure ends this process.
-        """
-        cluster = None
-        if rank is None:
-            place = spec.hosts, spec.ranks_per_host, spec.rate
-            cluster = Cluster(*place, local_rate=spec.local_rate)
-        self.check(spec)
-        if not rank:
-            check_folder("--out", out)
-        console = Console()
-        progress = nullcontext(silent) if rank else self.progress(spec, console)
-
-        def show(rank: int, line: str) -> None:
-            console.print(Text(f"[rank {rank}] {line}"))
-
-        def work() -> None:
-            with progress as tell:
-                if cluster is None:
-                    found = self.measure(spec, tell)
-                else:
-                    found = on_every_rank(
-                        cluster, self.measure, spec, passed_on, tell=tell, show=show
-                    )
-            if found is not None:
-                self.conclude(spec, found, out, argv, console)
-
-        if cluster is None:
-            at_once(work)
-        else:
-            work()
+    if cluster is None:
+        at_once(work)
+    else:
+        work()
 
 
 @contextmanager

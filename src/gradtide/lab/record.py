@@ -5,14 +5,13 @@ Bytes and CPU seconds are per rank and step. None stands where a thing does not 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,33 +43,6 @@ class Result:
     evaluation: dict[str, float] | None = None
     became: str | None = None  # the scheme that `auto` decided on
     stages: dict[str, float] | None = None  # of K-FAC: busy seconds, they overlap
-
-
-@dataclass(frozen=True)
-class Record:
-    """Everything that `record.json` says."""
-
-    command: str
-    commit: str | None
-    versions: dict[str, str]
-    machine: dict[str, str | int]
-    workload: str
-    hosts: int
-    ranks_per_host: int
-    rate_bits_per_s: float | None
-    steps: int
-    results: list[Result]
-    local_rate_bits_per_s: float | None = None  # left out where nothing is shaped
-
-    def dumps(self) -> str:
-        fields: dict[str, Any] = asdict(self)
-        if self.local_rate_bits_per_s is None:
-            del fields["local_rate_bits_per_s"]
-        for result in fields["results"]:
-            for name in ("evaluation", "became", "stages"):
-                if result[name] is None:
-                    del result[name]
-        return json.dumps(fields, indent=2) + "\n"
 
 
 def origin(argv: Sequence[str], *optional: str) -> dict[str, Any]:

@@ -1,9 +1,16 @@
-"""What a comparison shows and leaves behind: table, record, chart and trace."""
+"""A comparison, from what was typed to what it shows and leaves in the folder.
+
+Checks everything that can be known beforehand, measures on every rank of an emulated
+cluster (or is one of torchrun's ranks itself), and reports: table, record, chart and
+trace.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -11,18 +18,73 @@ from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.measure import Measurement
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
 from gradtide.lab.chart import draw
+from gradtide.lab.contest import bar, hold
+from gradtide.lab.job import Tell
 from gradtide.lab.rate import format_rate
-from gradtide.lab.record import Record, Result, milliseconds
+from gradtide.lab.record import Result, milliseconds, origin
+from gradtide.lab.spec import Spec, check
 from gradtide.lab.summary import Facts
 from gradtide.lab.tables import folded, grid, number
 from gradtide.lab.timeline import trace
-from gradtide.lab.worker import Outcome
+from gradtide.lab.worker import Outcome, measure
 
 WIDTH = 160  # columns of table.txt
+
+
+def compare(
+    spec: Spec, out: Path, argv: Sequence[str], rank: int | None = None
+) -> None:
+    """Compare on an emulated cluster, or as one of torchrun's ranks (`hold`)."""
+    hold(spec, out, argv, rank, check, measure, _progress, _conclude)
+
+
+def _conclude(
+    spec: Spec, found: Outcome, out: Path, argv: Sequence[str], console: Console
+) -> None:
+    record = Record(origin(argv), spec, found.results)
+    console.print(table(record, found.facts, console.width))
+    out.mkdir(parents=True, exist_ok=True)
+    write(out, record, found)
+    console.print(f"record.json, table.txt, chart.png, trace.json are in {out}")
+
+
+@contextmanager
+def _progress(spec: Spec, console: Console) -> Iterator[Tell]:
+    """A bar over the steps of all contestants, with the one whose turn it is."""
+    num_steps = spec.warmup + spec.steps + spec.rounds
+    done = dict.fromkeys(spec.schemes, 0)
+    with bar(console, num_steps * len(done), MofNCompleteColumn()) as advance:
+
+        def tell(name: str) -> None:
+            if name in done:
+                done[name] += 1
+            here = f"{name}, step {done.get(name, 0)}/{num_steps}"
+            advance(here, sum(done.values()))
+
+        yield tell
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that `record.json` says: its origin, what was asked and found."""
+
+    origin: dict[str, Any]
+    spec: Spec
+    results: list[Result]
+
+    def dumps(self) -> str:
+        rows = [asdict(result) for result in self.results]
+        for row in rows:
+            for name in ("evaluation", "became", "stages"):
+                if row[name] is None:
+                    del row[name]
+        asked = {**self.spec.told(), "steps": self.spec.steps}
+        return json.dumps({**self.origin, **asked, "results": rows}, indent=2) + "\n"
 
 
 class Column(NamedTuple):
@@ -129,8 +191,10 @@ def _grid(rows: Sequence[Result], columns: Sequence[Column]) -> Table:
 
 def preface(record: Record, common: Facts) -> list[str]:
     """The lines above the table."""
-    rate = record.rate_bits_per_s
-    links = "links not shaped" if rate is None else f"links of {format_rate(rate)}/s"
+    spec = record.spec
+    links = "links not shaped"
+    if spec.rate is not None:
+        links = f"links of {format_rate(spec.rate)}/s"
     forward, backward = map(milliseconds, common.compute)
     if common.replayed:
         compute = (
@@ -143,8 +207,8 @@ def preface(record: Record, common: Facts) -> list[str]:
             "nobody communicates"
         )
     return [
-        f"{record.workload} on {record.hosts} hosts x {record.ranks_per_host} ranks, "
-        f"{links}; medians of {record.steps} steps; bytes and CPU per rank and step",
+        f"{spec.workload} on {spec.hosts} hosts x {spec.ranks_per_host} ranks, "
+        f"{links}; medians of {spec.steps} steps; bytes and CPU per rank and step",
         compute,
         *(f"{row.scheme} became {row.became}" for row in record.results if row.became),
     ]

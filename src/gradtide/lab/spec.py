@@ -1,46 +1,56 @@
-"""What one comparison is asked to do, and what can be found wrong with it at once.
+"""What a comparison or a race is asked to do, and what is found wrong with it at once.
 
 Knows names and numbers; knows nothing of processes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gradtide.lab import workloads
 from gradtide.lab.contestants import named
-from gradtide.lab.workloads.replay import timings
 from gradtide.scheme import Scheme, undecided
 
 SETTLE = 3  # steps after a change of schemes: buckets and thresholds are new
 
 
 @dataclass(frozen=True)
-class Spec:
-    """One comparison. `rate` is in bits per second, None where nothing is shaped."""
+class Place:
+    """Who is trained on what, and where: what comparisons and races have in common.
+
+    `rate` is in bits per second, None where nothing is shaped.
+    """
 
     schemes: tuple[str, ...]
     workload: str
     hosts: int
     ranks_per_host: int
     rate: float | None
-    steps: int  # timed steps of every contestant
-    warmup: int = 3  # untimed steps before the first round
-    rounds: int = 3  # blocks into which the timed steps of a contestant are cut
-    step_ms: float | None = None
-    trace: Path | None = None
-    seed: int = 0
-    local_rate: float | None = None  # of what a host's ranks send each other
+    seed: int = field(default=0, kw_only=True)
+    # Of what a host's ranks send each other.
+    local_rate: float | None = field(default=None, kw_only=True)
+    # How long a step of a replay is.
+    step_ms: float | None = field(default=None, kw_only=True)
+    trace: Path | None = field(default=None, kw_only=True)
 
     @property
     def size(self) -> int:
         return self.hosts * self.ranks_per_host
 
-    def blocks(self) -> list[int]:
-        """Timed steps of each round, as even as can be."""
-        each, more = divmod(self.steps, self.rounds)
-        return [each + (index < more) for index in range(self.rounds)]
+    def told(self) -> dict[str, Any]:
+        """What every record says of it first."""
+        found = {
+            "workload": self.workload,
+            "hosts": self.hosts,
+            "ranks_per_host": self.ranks_per_host,
+            "rate_bits_per_s": self.rate,
+        }
+        if self.local_rate is not None:
+            found["local_rate_bits_per_s"] = self.local_rate
+        return found
 
     def build(self, rank: int) -> workloads.Workload:
         """A fresh copy of what is trained, as this rank sees it."""
@@ -52,6 +62,28 @@ class Spec:
             step_ms=self.step_ms,
             trace=self.trace,
         )
+
+
+@dataclass(frozen=True)
+class Spec(Place):
+    """One comparison."""
+
+    steps: int  # timed steps of every contestant
+    warmup: int = 3  # untimed steps before the first round
+    rounds: int = 3  # blocks into which the timed steps of a contestant are cut
+
+    def blocks(self) -> list[int]:
+        """Timed steps of each round, as even as can be."""
+        each, more = divmod(self.steps, self.rounds)
+        return [each + (index < more) for index in range(self.rounds)]
+
+
+@dataclass(frozen=True)
+class RaceSpec(Place):
+    """One race. The first of `schemes` is the one that the others are held against."""
+
+    seconds: float  # of training that each contestant has
+    every: int = 20  # steps between two looks at the held-out loss
 
 
 def split_schemes(text: str) -> tuple[str, ...]:
@@ -69,17 +101,22 @@ def split_schemes(text: str) -> tuple[str, ...]:
     return names
 
 
-def check_schemes(names: tuple[str, ...]) -> dict[str, Scheme | None]:
+def check_place(spec: Place) -> dict[str, Scheme | None]:
     """The schemes, None for baselines; `ValueError` for what cannot take part."""
+    names = spec.schemes
     twice = [n for i, n in enumerate(names) if n in names[:i]]
     if twice:
         raise ValueError(f"--schemes names {twice[0]} twice: once is enough")
+    if spec.seed < 0:
+        raise ValueError(f"--seed {spec.seed}: give 0 or more")
+    if spec.size < 2:
+        raise ValueError("one rank has nobody to average with: use 2 or more")
     return {name: named(name) for name in names}
 
 
 def check(spec: Spec) -> None:
     """`ValueError` for everything that can be known to fail before anything starts."""
-    for name, scheme in check_schemes(spec.schemes).items():
+    for name, scheme in check_place(spec).items():
         auto = None if scheme is None else undecided(scheme)
         # It must have decided, and its scheme have settled, when time is taken.
         if auto is not None and spec.warmup < auto.steps + SETTLE:
@@ -98,14 +135,19 @@ def check(spec: Spec) -> None:
             f"--steps {spec.steps} in --rounds {spec.rounds}: time at least one step a "
             "round"
         )
-    if spec.seed < 0:
-        raise ValueError(f"--seed {spec.seed}: give 0 or more")
-    if spec.size < 2:
-        raise ValueError("one rank has nobody to average with: use 2 or more")
-    # What is small is built; of a replay, whose tensors are large, only the timings.
-    if spec.workload not in workloads.REPLAYED:
-        spec.build(rank=0)
-        return
-    if spec.trace is not None and spec.step_ms is not None:
-        raise ValueError("--step-ms and --trace both say how long a step is: give one")
-    timings(spec.workload, spec.step_ms, spec.trace)
+    workloads.check(spec.workload, spec.size, spec.step_ms, spec.trace)
+
+
+def check_race(spec: RaceSpec) -> None:
+    """`ValueError` for everything that can be known to fail before anything starts."""
+    check_place(spec)
+    if not 0 < spec.seconds < math.inf:
+        raise ValueError(f"--seconds {spec.seconds}: a number above 0")
+    if spec.every < 1:
+        raise ValueError(f"--every {spec.every}: give 1 or more steps")
+    if spec.workload in workloads.REPLAYED:
+        raise ValueError(
+            f"--workload {spec.workload}: a replay learns nothing, so no loss can be "
+            "raced to; use one that really computes, such as gpt-small"
+        )
+    spec.build(rank=0)

@@ -21,8 +21,7 @@ try:
     from torch.optim import Muon
     from torch.optim._muon import _adjust_lr
 
-    from gradtide.optim.matrices import Matrix, orthogonalized, signature
-    from gradtide.optim.message import Message
+    from gradtide.optim.matrices import Matrix, Message, orthogonalized, signature
     from gradtide.optim.owners import assign, together
 except ImportError as error:
     raise ImportError(
@@ -132,24 +131,22 @@ class DistributedMuon(Muon):
         travelling: deque[Message] = deque()
         trained = [m for m in matrices if m.param.requires_grad]
         for members in self._together(trained):
-            message = Message(members, torch.bfloat16, self._engine)
-            for matrix, value, there in message.own():
-                if matrix.param.grad is not None:
-                    value.copy_(self._update(matrix))
-                    there.fill_(1)
-            message.leave()
-            travelling.append(message)
+            how = torch.bfloat16, self._engine, self._update
+            travelling.append(Message(members, *how))
             if len(travelling) > 1:  # the next has been computed meanwhile
                 _apply(travelling.popleft())
         for message in travelling:
             _apply(message)
         return loss
 
-    def _update(self, matrix: Matrix) -> Tensor:
-        """The update of a matrix that this rank owns, before its learning rate."""
+    def _update(self, matrix: Matrix) -> Tensor | None:
+        """The update of a matrix that this rank owns, before its learning rate; None
+        without a gradient."""
         p, group, _ = matrix
-        grad, state = p.grad, self.state[p]
-        assert grad is not None
+        grad = p.grad
+        if grad is None:
+            return None
+        state = self.state[p]
         if STATE not in state:
             state[STATE] = torch.zeros_like(grad)
         buffer: Tensor = state[STATE]
@@ -204,15 +201,14 @@ class DistributedMuon(Muon):
         for matrices in self._together(self._matrices()):
             for dtype in dict.fromkeys(m.param.dtype for m in matrices):
                 alike = [m for m in matrices if m.param.dtype == dtype]
-                message = Message(alike, dtype, self._engine)
-                for matrix, value, there in message.own():
-                    state = self.state.get(matrix.param, {})
-                    if STATE in state:
-                        value.copy_(state[STATE])
-                        there.fill_(1)
-                message.leave()
+                message = Message(
+                    alike,
+                    dtype,
+                    self._engine,
+                    lambda m: self.state.get(m.param, {}).get(STATE),
+                )
                 for matrix, value in message.arrived():
-                    if matrix.owner != self._rank:
+                    if matrix.owner != self._engine.group.rank:
                         own = torch.empty_like(matrix.param).copy_(value)
                         self.state[matrix.param][STATE] = own
         for p in self._params():  # in the same order on every rank
@@ -252,13 +248,9 @@ class DistributedMuon(Muon):
         """Let go of momentum that other ranks have."""
         if not self._divided:
             for p, owner in self._owners.items():
-                if owner != self._rank:
+                if owner != self._engine.group.rank:
                     self.state.pop(p, None)
         self._divided = self._engine.group.size > 1
-
-    @property
-    def _rank(self) -> int:
-        return self._engine.group.rank
 
 
 def _apply(message: Message) -> None:

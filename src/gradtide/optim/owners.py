@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from gradtide.kfac.assign import longest_first
+from gradtide.collectives._balance import longest_first
 
 
 def cost(rows: int, columns: int, steps: int) -> float:
@@ -24,10 +24,7 @@ def cost(rows: int, columns: int, steps: int) -> float:
 
 def assign(costs: Sequence[float], size: int) -> list[int]:
     """The owner of each matrix: the most expensive goes to the least loaded rank."""
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    _, ranks = longest_first([costs[i] for i in order], [1.0] * size)
-    owners = dict(zip(order, ranks, strict=True))
-    return [owners[i] for i in range(len(costs))]
+    return longest_first(costs, [1.0] * size)[1]
 
 
 def together(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,13 +16,10 @@ class Table(Mapping[str, T]):
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], T]]) -> None:
-        self._makers = makers
-        self._made: dict[str, T] = {}
+        self._makers = {name: cache(make) for name, make in makers.items()}
 
     def __getitem__(self, name: str) -> T:
-        if name not in self._made:
-            self._made[name] = self._makers[name]()
-        return self._made[name]
+        return self._makers[name]()
 
     def __contains__(self, name: object) -> bool:
         return name in self._makers

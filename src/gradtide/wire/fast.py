@@ -26,36 +26,22 @@ OCTAVES = np.float32(8 * 2**0.5)
 compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 
-def _bits_of(typing: Any, x: Any) -> Any:
-    """The bits of a float32."""
+def _one(instruction: str, source: Any, target: Any) -> Any:
+    """What takes a value of one type for another, by one instruction of LLVM."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.int32))
+    def typed(typing: Any, x: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            make = getattr(builder, instruction)
+            return make(args[0], context.get_value_type(target))
 
-    return types.int32(types.float32), generate
+        return target(source), generate
 
-
-def _float_of(typing: Any, x: Any) -> Any:
-    """The float32 with these bits (int32)."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.float32))
-
-    return types.float32(types.int32), generate
+    return intrinsic(typed)
 
 
-def _low_byte_of(typing: Any, x: Any) -> Any:
-    """The lowest eight bits of an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.trunc(args[0], context.get_value_type(types.uint8))
-
-    return types.uint8(types.int32), generate
-
-
-_bits: Any = intrinsic(_bits_of)
-_float: Any = intrinsic(_float_of)
-_byte: Any = intrinsic(_low_byte_of)
+_bits = _one("bitcast", types.float32, types.int32)
+_float = _one("bitcast", types.int32, types.float32)
+_byte = _one("trunc", types.int32, types.uint8)  # the lowest eight bits
 
 
 @compiled

@@ -13,7 +13,6 @@ bits of a scale, powers of two, or means on a grid of whole numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -44,7 +43,6 @@ class Format(Protocol):
         """What codes (int32) stand for: float32."""
 
 
-@dataclass(frozen=True)
 class Int8:
     """Whole numbers from -127 to 127 times a scale, by the largest magnitude.
 
@@ -65,7 +63,6 @@ class Int8:
         return (codes - ((codes & 0x80) << 1)).to(torch.float32) * levels
 
 
-@dataclass(frozen=True)
 class E3M0:
     """A sign and one of seven powers of two, 1 to 1/64 of the largest magnitude, or 0.
 
@@ -92,7 +89,6 @@ class E3M0:
         return _signed(power * levels, codes >> 3)
 
 
-@dataclass(frozen=True)
 class Sign:
     """A sign, for the mean magnitude of the block: no 0."""
 
@@ -109,7 +105,6 @@ class Sign:
         return _signed(levels.expand(codes.shape), codes)
 
 
-@dataclass(frozen=True)
 class TwoMeans:
     """A sign, and which of two magnitudes is nearer: no 0.
 

@@ -12,8 +12,8 @@ from tests.ranks import run_ranks
 from torch import nn
 
 from gradtide.lab.race import laps
-from gradtide.lab.race.spec import RaceSpec
 from gradtide.lab.race.standings import Point
+from gradtide.lab.spec import RaceSpec
 from gradtide.lab.workloads import Workload, build
 
 SPEC = RaceSpec(("ddp", "dear"), "digits", 2, 1, None, 1e-9, every=3)

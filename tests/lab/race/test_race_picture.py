@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 
-from gradtide.lab.race.picture import draw
+from gradtide.lab.race.report import draw
 from gradtide.lab.race.standings import Point, standings
 
 COURSES = {

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from gradtide.lab.race.report import RaceRecord, speedup, table, write
-from gradtide.lab.race.spec import RaceSpec
 from gradtide.lab.race.standings import Point, standings
+from gradtide.lab.spec import RaceSpec
 
 SPEC = RaceSpec(("ddp", "dear", "topk"), "gpt-small", 4, 1, 5e7, 20.0, 10)
 COURSES = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradtide.lab.race.run import race
-from gradtide.lab.race.spec import RaceSpec
+from gradtide.lab.race.report import race
+from gradtide.lab.spec import RaceSpec
 
 pytestmark = pytest.mark.alone
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from itertools import pairwise
 from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
 
+from gradtide.collectives._balance import longest_first
 from gradtide.collectives.partitions import Partition, Plan, Report
 from gradtide.core.payload import Payload
 
@@ -74,13 +74,6 @@ def shares(k: int, lengths: Sequence[int], norms: Sequence[float]) -> list[int]:
 
 
 def deal(work: Sequence[int], size: int) -> list[list[int]]:
-    """Segments in `size` bins of about equal work: the longest first, to the least
-    loaded bin (Graham, 1969)."""
-    loads = [(0, i) for i in range(size)]
-    heapify(loads)
-    bins: list[list[int]] = [[] for _ in range(size)]
-    for s in sorted(range(len(work)), key=lambda s: (-work[s], s)):
-        total, i = loads[0]
-        bins[i].append(s)
-        heapreplace(loads, (total + work[s], i))
-    return [sorted(segments) for segments in bins]
+    """Segments in `size` bins of about equal work."""
+    _, bins = longest_first(work, [1] * size)
+    return [[s for s, at in enumerate(bins) if at == i] for i in range(size)]

@@ -71,7 +71,8 @@ class DeMo(Traits):
         chosen = _tiles.Places(grids, self.kept / SIDE**2)
         if not pays(len(flat), len(chosen), group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))
-        found = _frequencies(flat, grids)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        found = [_turned(grid.cut(flat.to(wide)), grid, back=False) for grid in grids]
         places = chosen.largest([tiles.abs() for tiles in found])
         where = chosen.in_tiles(places)
         whole = torch.cat([tiles.flatten() for tiles in found])
@@ -90,12 +91,6 @@ class DeMo(Traits):
         mean = payload.mean_buffer()
         _each(grids, total.div_(group.size), mean, Tensor.copy_)
         return mean
-
-
-def _frequencies(flat: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
-    """The coefficients of all tiles, grid by grid: in single precision at least."""
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    return [_turned(grid.cut(flat.to(wide)), grid, back=False) for grid in grids]
 
 
 def _take_out(
@@ -121,9 +116,9 @@ def _each(
     write: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """Turn the coefficients of all tiles back, and `write` them to a bucket."""
-    lengths = [grid.number * math.prod(grid.shape) for grid in grids]
+    lengths = [math.prod((*grid.tiles, *grid.shape)) for grid in grids]
     for grid, own in zip(grids, torch.split(whole, lengths), strict=True):
-        tiles = _turned(own.view(grid.number, -1), grid, back=True)
+        tiles = _turned(own.view(math.prod(grid.tiles), -1), grid, back=True)
         part = out[grid.begin : grid.begin + grid.length]
         write(part, grid.joined(tiles).to(out.dtype))
 

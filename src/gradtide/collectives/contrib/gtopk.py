@@ -134,7 +134,9 @@ class _Merging:
         self._settle(where[keep])
         where, sums = self.total = filled_up((where[keep], sums[keep]), self.k)
         if not self.codec.exact:
-            narrow = _fitting(sums, self.codec.dtype)
+            # What is finite stays so: the largest number at most.
+            most = torch.finfo(self.codec.dtype).max
+            narrow = torch.where(sums.isinf(), sums, sums.clamp(-most, most))
             rest = (sums - narrow).nan_to_num_(0.0, 0.0, 0.0)
             rest += round_off(narrow, self.codec)
             self.total = where, narrow
@@ -179,12 +181,6 @@ def _all_merged(merging: _Merging, group: Group) -> Steps:
         if rank >= core:
             total = merging.read(message)
     return _entries.summed([total], merging.payload.flat.dtype)
-
-
-def _fitting(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums, of which what is finite stays so as `dtype`: the largest number at most."""
-    most = torch.finfo(dtype).max
-    return torch.where(sums.isinf(), sums, sums.clamp(-most, most))
 
 
 def _core(size: int) -> int:

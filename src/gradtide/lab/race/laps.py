@@ -27,8 +27,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gradtide.lab.contestants import Contestant, enter
 from gradtide.lab.job import Tell, joined, silent
-from gradtide.lab.race.spec import RaceSpec
 from gradtide.lab.race.standings import Point
+from gradtide.lab.spec import RaceSpec
 from gradtide.lab.trial import Runner
 from gradtide.lab.workloads import Workload
 from gradtide.selectors import Threshold

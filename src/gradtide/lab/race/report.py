@@ -1,8 +1,10 @@
-"""What a race shows and leaves behind: table, record and picture."""
+"""A race, from what was typed to what it shows and leaves: table, record, picture."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,52 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from gradtide.lab.race.picture import draw
-from gradtide.lab.race.spec import RaceSpec
-from gradtide.lab.race.standings import Point, Standing, target
+from gradtide.lab.chart import COLOURS
+from gradtide.lab.contest import bar, hold
+from gradtide.lab.job import Tell
+from gradtide.lab.race import laps
+from gradtide.lab.race.standings import Point, Standing, standings, target
 from gradtide.lab.rate import format_rate
-from gradtide.lab.record import milliseconds
+from gradtide.lab.record import milliseconds, origin
+from gradtide.lab.spec import RaceSpec, check_race
 from gradtide.lab.tables import folded, grid, number
 
 WIDTH = 120  # columns of table.txt
+SHOWN = 0.4  # of the way down to the target; in the picture, above all fall alike
 HEADINGS = ("steps", "ms", "loss", "there", "x", "MB then", "MB")
+
+
+def race(
+    spec: RaceSpec, out: Path, argv: Sequence[str], rank: int | None = None
+) -> None:
+    """Race on an emulated cluster, or as one of torchrun's ranks (`hold`)."""
+    hold(spec, out, argv, rank, check_race, laps.run, _progress, _conclude)
+
+
+def _conclude(
+    spec: RaceSpec,
+    found: dict[str, list[Point]],
+    out: Path,
+    argv: Sequence[str],
+    console: Console,
+) -> None:
+    record = RaceRecord(origin(argv), spec, standings(found))
+    console.print(table(record))
+    out.mkdir(parents=True, exist_ok=True)
+    write(out, record)
+    console.print(f"record.json, table.txt, race.png are in {out}")
+
+
+@contextmanager
+def _progress(spec: RaceSpec, console: Console) -> Iterator[Tell]:
+    """A bar over the seconds of all contestants, with the one that trained last."""
+    with bar(console, spec.seconds * len(spec.schemes)) as advance:
+
+        def tell(words: str) -> None:
+            done, _, name = words.partition(" ")
+            advance(name, float(done))
+
+        yield tell
 
 
 @dataclass(frozen=True)
@@ -41,11 +80,7 @@ class RaceRecord:
         spec = self.spec
         fields = {
             **self.origin,
-            "workload": spec.workload,
-            "hosts": spec.hosts,
-            "ranks_per_host": spec.ranks_per_host,
-            "rate_bits_per_s": spec.rate,
-            **({"local_rate_bits_per_s": spec.local_rate} if spec.local_rate else {}),
+            **spec.told(),
             "seconds": spec.seconds,
             "every": spec.every,
             "seed": spec.seed,
@@ -123,3 +158,51 @@ def _fields(standing: Standing) -> dict[str, Any]:
         "sent_bytes_to_target": there and there.sent_bytes,
         "course": {name: list(values) for name, values in columns},
     }
+
+
+def draw(
+    standings: Sequence[Standing],
+    labels: Sequence[str],
+    target: float,
+    heading: Sequence[str],
+    path: Path,
+) -> None:
+    """One line for each contestant, and a dot where it had the loss `target`."""
+    from matplotlib.figure import Figure
+
+    rows = (len(standings) + 1) // 2  # of the legend
+    figure = Figure(figsize=(9, 4.2 + 0.22 * rows), layout="constrained")
+    over_time, over_bytes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for place, (standing, label) in enumerate(zip(standings, labels, strict=True)):
+        colour = COLOURS[place % len(COLOURS)]
+        style = {"color": colour, "label": label, "linewidth": 1.8}
+        losses = [point.loss for point in standing.points]
+        seconds = [point.seconds for point in standing.points]
+        megabytes = [point.sent_bytes / 1e6 for point in standing.points]
+        over_time.plot(seconds, losses, **style)
+        over_bytes.plot(megabytes, losses, **style)
+        if standing.arrival is not None:
+            there = standing.arrival
+            dot = {"color": colour, "marker": "o", "zorder": 3}
+            over_time.plot(there.seconds, target, **dot)
+            over_bytes.plot(there.sent_bytes / 1e6, target, **dot)
+    for axes in (over_time, over_bytes):
+        axes.axhline(target, color="0.4", linewidth=1, linestyle=":")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="0.92")
+        axes.set_xlim(left=0)
+    limits = _limits(standings, target)
+    over_time.set(xlabel="seconds of training", ylabel="held-out loss", ylim=limits)
+    over_bytes.set(xlabel="megabytes sent by a rank")
+    figure.suptitle("\n".join(heading), fontsize=9, wrap=True)
+    handles, names = over_time.get_legend_handles_labels()
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=2, frameon=False, fontsize=9
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _limits(standings: Sequence[Standing], target: float) -> tuple[float, float]:
+    losses = [p.loss for standing in standings for p in standing.points]
+    top = target + SHOWN * (max(losses) - target)
+    return min(losses) - 0.04 * (top - min(losses)), top

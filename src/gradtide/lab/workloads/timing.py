@@ -16,7 +16,7 @@ from typing import Any
 
 from gradtide.lab.workloads.shapes import Unit
 from gradtide.lab.workloads.workload import Timing
-from gradtide.planner.document import read_json
+from gradtide.planner.document import is_number, read_json
 
 FORWARD_SHARE = 1 / 3  # forward to backward is 1 : 2, gradients of input and weight
 
@@ -59,8 +59,7 @@ def _entry(entry: Any, where: str) -> tuple[str, Timing]:
     if not isinstance(name, str):
         raise ValueError(f"{where}: name is {name!r}, expected a string")
     for key, value in zip(keys[1:], seconds, strict=True):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and 0 <= value <= 1e6):
+        if not (is_number(value, float) and 0 <= value <= 1e6):
             raise ValueError(
                 f"{where} ({name}): {key} is {value!r}, expected seconds, 0 to 1e6"
             )

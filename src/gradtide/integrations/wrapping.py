@@ -1,12 +1,21 @@
-"""Which optimizer trains which module, where a framework knows both."""
+"""What a framework hands to the wrappers of its modules: a scheme, and optimizers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
 from gradtide.parallel import DistributedDataParallel
+from gradtide.scheme import Scheme
+
+SCHEME = "GRADTIDE_SCHEME"
+
+
+def scheme_or_default(scheme: str | Scheme | None) -> str | Scheme:
+    """The scheme itself; for None that of the environment, or "wfbp"."""
+    return os.environ.get(SCHEME, "wfbp") if scheme is None else scheme
 
 
 def introduce(
