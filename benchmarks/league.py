@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rivals import RIVALS, Entrant, Make, scheme
+from rivals import RIVALS, Entrant, Make, last_dense, scheme
 
 from gradtide.lab.record import machine, versions
 from gradtide.lab.spec import split_schemes
@@ -101,17 +101,34 @@ def pace(workload: str, name: str, steps: int, whole: int) -> list[float]:
     return [laps[2], laps[2], *laps[2:]]
 
 
-def stretched(laps: list[float], curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A curve over steps with the seconds that steps like these take."""
-    factor = curve[-1]["step"] / len(laps)
-    ends: list[float] = [0.0, *accumulate(laps)]
+def stretched(
+    laps: list[float], curve: list[dict[str, Any]], once: int | None
+) -> list[dict[str, Any]]:
+    """A curve over steps with the seconds that steps like these take.
+
+    What step `once` takes longer than the one before it, a training has but once.
+    """
+    steps, extra = list(laps), 0.0
+    if once:
+        extra = max(0.0, laps[once] - laps[once - 1])
+        steps[once] -= extra
+    factor = curve[-1]["step"] / len(steps)
+    ends: list[float] = [0.0, *accumulate(steps)]
 
     def seconds(step: int) -> float:
-        whole = min(int(step / factor), len(laps) - 1)
-        done = ends[whole] + (step / factor - whole) * laps[whole]
-        return float(round(factor * done, 3))
+        whole = min(int(step / factor), len(steps) - 1)
+        done = factor * (ends[whole] + (step / factor - whole) * steps[whole])
+        return float(round(done + extra * (once is not None and whole >= once), 3))
 
     return [point | {"seconds": seconds(point["step"])} for point in curve]
+
+
+def averaged(curves: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The mean loss at every step, over seeds."""
+    return [
+        {"step": points[0]["step"], "loss": mean(p["loss"] for p in points)}
+        for points in zip(*curves, strict=True)
+    ]
 
 
 def _lap(work: Workload, entrant: Entrant, scheduler: Any, first: int, n: int) -> float:
@@ -181,13 +198,18 @@ class League:
             print(f"{name}, {rate}: {sum(laps) / len(laps):.3f} s a step", flush=True)
             args.out.write_text(json.dumps(self.record, indent=1) + "\n")
 
-    def curves(self, name: str) -> list[dict[str, Any]]:
-        """Those of a contestant that its paces are put to: each with its `factor`."""
-        learned = [json.loads(path.read_text())["runs"] for path in self.args.curves]
-        runs = [run | {"factor": 1.0} for runs in learned for run in runs]
-        if not learned:
-            return [self.best(name)]
-        return [run for run in runs if run["scheme"] == name]
+    def learned(self, name: str) -> dict[str, Any]:
+        """The curve that a contestant's paces are put to, and its `factor`."""
+        if not self.args.curves:
+            return self.best(name)
+        records = [json.loads(path.read_text()) for path in self.args.curves]
+        runs = [run for record in records for run in record["runs"]]
+        own = [run["curve"] for run in runs if run["scheme"] == name]
+        # That of another where it has none: said where the table is shown.
+        named = own or [
+            run["curve"] for run in runs if run["scheme"] == self.args.target
+        ]
+        return {"curve": averaged(named), "factor": 1.0}
 
     def best(self, name: str) -> dict[str, Any]:
         """The training that ended lowest, of a contestant's at several rates."""
@@ -200,10 +222,12 @@ class League:
         """Races that were run, and those that paces and curves make."""
         rows = [dict(row) for row in self.record["races"]]
         for row in self.record["paces"]:
-            for found in self.curves(row["name"]):
-                curve = stretched(row["laps"], found["curve"])
-                where = {"rate": f"{row['rate']}, by paces", "factor": found["factor"]}
-                rows.append({"name": row["name"], "curve": curve} | where)
+            name, laps = row["name"], row["laps"]
+            found, share = self.learned(name), len(laps) / self.record["steps"]
+            once = None if name in RIVALS else last_dense(name, share)
+            curve = stretched(laps, found["curve"], once)
+            where = {"rate": f"{row['rate']}, by paces", "factor": found["factor"]}
+            rows.append({"name": name, "curve": curve} | where)
         return rows
 
     def table(self) -> str:
@@ -288,7 +312,7 @@ def main() -> None:
             league.run(
                 "races", name=name, factor=factor, rate=args.rate, seed=args.seed
             )
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and args.what != "pace":
         print(league.table())
     dist.destroy_process_group()
 

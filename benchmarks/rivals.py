@@ -232,12 +232,26 @@ def one_bit_adam(dense: float = 0.2) -> Make:
     return make
 
 
+def shortened(text: str, share: float) -> gradtide.Scheme:
+    """A scheme whose warm-up is cut down to a share of its steps."""
+    whole = parse(text)
+    if not isinstance(warmup := whole.collective, Warmup):
+        return whole
+    fewer = max(1, round(warmup.steps * share))
+    return replace(whole, collective=replace(warmup, steps=fewer))
+
+
+def last_dense(text: str, share: float) -> int | None:
+    """The last dense step of a scheme's shortened warm-up: it rounds nothing."""
+    warmup = shortened(text, share).collective
+    if not isinstance(warmup, Warmup) or 1.0 not in warmup.densities:
+        return None
+    return warmup.steps * warmup.densities.count(1.0) - 1
+
+
 def scheme(text: str, share: float = 1.0) -> Make:
     """A scheme of gradtide, its warm-up cut down to a share of its steps."""
-    whole = parse(text)
-    if isinstance(warmup := whole.collective, Warmup):
-        fewer = max(1, round(warmup.steps * share))
-        whole = replace(whole, collective=replace(warmup, steps=fewer))
+    whole = shortened(text, share)
 
     def make(
         model: nn.Module, optimizer: Optimizer, steps: int, max_norm: float
