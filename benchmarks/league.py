@@ -41,9 +41,9 @@ TIMES = (0.5, 1.0, 2.0)  # the workload's learning rate
 OURS = ",".join(
     (
         "wfbp(wire='bf16')",
-        "dear(wire='bf16')",
-        "exdyna(0.01, schedule='local', warmup=240, wire='bf16')",
-        "topka2a(0.02, schedule='local', warmup=240, wire='bf16')",
+        "wfbp(wire='e3m0')",
+        "exdyna(0.01, schedule='local', warmup=120, wire='e3m0')",
+        "topka2a(0.02, schedule='local', warmup=120, wire='e3m0')",
     )
 )
 
@@ -281,14 +281,14 @@ def main() -> None:
     parser.add_argument("--schemes", default=OURS, help="of gradtide, commas between")
     parser.add_argument("--rivals", default=";".join(RIVALS), help="semicolons between")
     parser.add_argument("--rate", default="none", help="as the lab was told")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--target", default="ddp", help="whose final loss it is")
     parser.add_argument("--margin", type=float, default=1.005, help="times its loss")
     parser.add_argument(
         "--curves", nargs="*", type=Path, default=[], help="learning.py's, not tuned"
     )
-    parser.add_argument("--paced", type=int, default=60, help="steps that are timed")
-    parser.add_argument("--every", type=int, default=25)
+    parser.add_argument("--paced", type=int, default=40, help="steps that are timed")
+    parser.add_argument("--every", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
