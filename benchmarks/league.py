@@ -8,8 +8,9 @@
         python benchmarks/league.py race --rate 50mbit --out $OUT
     python benchmarks/league.py table --out $OUT
 
-Everybody gets the same model, seed, data and number of steps. `tune` trains each at a
-few learning rates on loopback and keeps the one at which the held-out loss ends lowest.
+Everybody gets the same model, seed, data and number of steps. `tune` trains each at
+three learning rates on loopback, and beyond them where the best is at their edge, and
+keeps the one at which the held-out loss ends lowest.
 `race` trains at that rate over shaped links, one after the other, with the clock of
 training alone. `pace` is for links over which that would take hours: it times a
 training of a few steps whose warm-up is as short in proportion, and its clock,
@@ -38,6 +39,7 @@ from gradtide.lab.workloads import Workload, build
 from gradtide.selectors import Threshold
 
 TIMES = (0.5, 1.0, 2.0)  # the workload's learning rate
+WIDEST = 8.0  # times that rate, and as small a part of it
 OURS = ",".join(
     (
         "wfbp(wire='bf16')",
@@ -187,6 +189,19 @@ class League:
             print(f"{kind} {key} {curve[-1]}", flush=True)
             args.out.write_text(json.dumps(self.record, indent=1) + "\n")
 
+    def tune(self, name: str) -> None:
+        """Train at several rates, and beyond them where the best is at their edge."""
+        for factor in TIMES:
+            self.run("tuned", name=name, factor=factor)
+        tried = list(TIMES)
+        while (best := self.best(name)["factor"]) in (tried[0], tried[-1]):
+            lower = best == tried[0]
+            further = best / 2 if lower else best * 2
+            if not 1 / WIDEST <= further <= WIDEST:
+                return
+            tried.insert(0 if lower else len(tried), further)
+            self.run("tuned", name=name, factor=further)
+
     def pace(self, name: str, rate: str) -> None:
         """Time a few steps, unless the record has them."""
         rows, args = self.record["paces"], self.args
@@ -303,8 +318,7 @@ def main() -> None:
     ours = split_schemes(args.schemes) if args.schemes else ()
     for name in [*names, *ours]:
         if args.what == "tune":
-            for factor in TIMES:
-                league.run("tuned", name=name, factor=factor)
+            league.tune(name)
         elif args.what == "pace":
             league.pace(name, args.rate)
         else:
