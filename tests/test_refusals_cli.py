@@ -127,6 +127,7 @@ def refused(words: str | list[str], *said: str) -> None:
         (f"{RACE} --every 0", "1 or more steps"),
         (f"{RACE} --seed -1", "--seed -1"),
         (f"{RACE} --out /proc/x", "cannot be written"),
+        (f"{RACE} --target wfbp", "name one of --schemes"),
         # what is planned and simulated
         (f"{PLAN} --margin -1", "0 or more"),
         (f"{PLAN} --margin nan", "0 or more"),

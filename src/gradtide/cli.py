@@ -139,10 +139,16 @@ def race(
     seconds: Annotated[float, Option(help="Of training for each scheme.")] = 60.0,
     every: Annotated[int, Option(help="Steps between two looks at the loss.")] = 20,
     seed: Seed = 0,
+    target: Annotated[
+        str, Option(help="Whose lowest loss all race to. Without: the first's.")
+    ] = "",
+    resume: Annotated[
+        bool, Option("--resume", help="Train only whom the record in --out lacks.")
+    ] = False,
 ) -> None:
     """Train the same model for a time with each scheme, and show which loss is when.
 
-    They race to the lowest loss of the first. --hosts and --rate emulate a cluster;
+    They race to the lowest loss of one of them. --hosts and --rate emulate a cluster;
     under torchrun, its ranks are used.
     """
     from gradtide.lab.race import report as lab_race
@@ -153,8 +159,8 @@ def race(
         names = split_schemes(schemes)
         inside = options.local_bits(local_rate)
         how = names, workload, *there, seconds, every
-        spec = RaceSpec(*how, seed=seed, local_rate=inside)
-        lab_race.race(spec, out, sys.argv, rank)
+        spec = RaceSpec(*how, seed=seed, local_rate=inside, target=target)
+        lab_race.race(spec, out, sys.argv, rank, resume)
 
 
 def _place(

@@ -12,6 +12,7 @@ from typing import Any
 
 from gradtide.lab import workloads
 from gradtide.lab.contestants import named
+from gradtide.lab.race.standings import Point
 from gradtide.scheme import Scheme, undecided
 
 SETTLE = 3  # steps after a change of schemes: buckets and thresholds are new
@@ -80,10 +81,29 @@ class Spec(Place):
 
 @dataclass(frozen=True)
 class RaceSpec(Place):
-    """One race. The first of `schemes` is the one that the others are held against."""
+    """One race. `target` names who of `schemes` the others are held against.
+
+    Who has trained before is in `courses`, and does not train again.
+    """
 
     seconds: float  # of training that each contestant has
     every: int = 20  # steps between two looks at the held-out loss
+    target: str = field(default="", kw_only=True)  # empty: the first
+    courses: dict[str, list[Point]] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def leader(self) -> str:
+        """The contestant whose lowest loss all race to."""
+        return self.target or self.schemes[0]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Who is still to train."""
+        return tuple(name for name in self.schemes if name not in self.courses)
+
+    def told(self) -> dict[str, Any]:
+        own = {"seconds": self.seconds, "every": self.every, "seed": self.seed}
+        return super().told() | own
 
 
 def split_schemes(text: str) -> tuple[str, ...]:
@@ -141,6 +161,8 @@ def check(spec: Spec) -> None:
 def check_race(spec: RaceSpec) -> None:
     """`ValueError` for everything that can be known to fail before anything starts."""
     check_place(spec)
+    if spec.leader not in spec.schemes:
+        raise ValueError(f"--target {spec.target}: name one of --schemes")
     if not 0 < spec.seconds < math.inf:
         raise ValueError(f"--seconds {spec.seconds}: a number above 0")
     if spec.every < 1:

@@ -28,7 +28,7 @@ def test_every_look_is_drawn_and_every_arrival_has_a_dot(
         return plot(self, x, y, **style)
 
     monkeypatch.setattr(Axes, "plot", kept)
-    raced = standings(COURSES)
+    raced = standings(COURSES, "ddp")
     there = raced[0].arrival
     assert there is not None
     draw(raced, ["ddp", "one"], 3.0, ["a race"], tmp_path / "race.png")

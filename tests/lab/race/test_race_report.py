@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from gradtide.lab.race.report import RaceRecord, speedup, table, write
+from gradtide.lab.race.report import RaceRecord, read, speedup, table, write
 from gradtide.lab.race.standings import Point, standings
 from gradtide.lab.spec import RaceSpec
 
@@ -21,7 +22,7 @@ COURSES = {
 
 
 def record() -> RaceRecord:
-    return RaceRecord({"command": "gradtide race"}, SPEC, standings(COURSES))
+    return RaceRecord({"command": "gradtide race"}, SPEC, standings(COURSES, "ddp"))
 
 
 def test_rows_say_who_was_there_when_and_who_never_was() -> None:
@@ -38,7 +39,8 @@ def test_rows_say_who_was_there_when_and_who_never_was() -> None:
 
 def test_a_terminal_of_80_columns_shows_all() -> None:
     name = "exdyna(0.01, schedule='local', warmup=240, wire='bf16')"
-    found = RaceRecord({}, SPEC, standings({name: COURSES["ddp"]}))
+    spec = replace(SPEC, schemes=(name,))
+    found = RaceRecord({}, spec, standings({name: COURSES["ddp"]}, name))
     console = Console(width=80)
     with console.capture() as capture:
         console.print(table(found))
@@ -53,6 +55,12 @@ def test_nobody_is_faster_than_who_never_arrives() -> None:
     assert speedup(third, second) is None
 
 
+def test_who_begins_below_the_target_is_no_number_of_times_sooner() -> None:
+    low = [Point(0.0, 0, 0, 2.0), Point(20.0, 20, 1e8, 1.0)]
+    first, second = standings({"ddp": COURSES["ddp"], "low": low}, "ddp")
+    assert speedup(first, second) is None
+
+
 def test_the_folder_has_all_numbers_and_a_picture(tmp_path: Path) -> None:
     write(tmp_path, record())
     written = json.loads((tmp_path / "record.json").read_text())
@@ -65,3 +73,39 @@ def test_the_folder_has_all_numbers_and_a_picture(tmp_path: Path) -> None:
     assert topk["seconds_to_target"] is topk["sent_bytes_to_target"] is None
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
     assert "dear" in (tmp_path / "table.txt").read_text()
+
+
+def test_who_sets_the_target_need_not_be_the_first() -> None:
+    spec = replace(SPEC, target="dear")
+    found = RaceRecord({}, spec, standings(COURSES, "dear"))
+    assert found.target == pytest.approx(2.5025)
+    assert json.loads(found.dumps())["target"] == "dear"
+    assert [each.arrival is None for each in found.standings] == [True, False, True]
+
+
+def test_a_record_gives_back_the_courses(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    assert read(path, SPEC) == {}
+    path.write_text(record().dumps())
+    assert read(path, SPEC) == COURSES
+    # Others may take part, and another may lead.
+    assert read(path, replace(SPEC, schemes=("ddp", "wfbp"), target="wfbp")) == COURSES
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seconds", 30.0), ("seed", 1), ("rate", None), ("local_rate", 1e9)],
+)
+def test_another_race_is_not_resumed(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(record().dumps())
+    with pytest.raises(ValueError, match=f"race with {name}.*another --out"):
+        read(path, replace(SPEC, **{name: value}))  # type: ignore[arg-type]
+
+
+def test_what_is_no_record_is_not_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    for text in ("{", "[]", "{}", '{"results": [{"scheme": "ddp"}]}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="no record of a race"):
+            read(path, SPEC)

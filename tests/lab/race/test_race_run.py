@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gradtide.lab.race.report import race
+from gradtide.lab.race.report import RaceRecord, race, read
+from gradtide.lab.race.standings import Point, standings
 from gradtide.lab.spec import RaceSpec
 
 pytestmark = pytest.mark.alone
@@ -32,6 +34,18 @@ def test_from_spec_to_folder(
         for result in written["results"]
     )
     assert exdyna < 0.5 * ddp
+
+
+def test_who_is_in_the_record_does_not_train_again(tmp_path: Path) -> None:
+    spec = replace(SPEC, schemes=("wfbp", "ddp"), seconds=0.2, target="ddp")
+    before = {"ddp": [Point(0.0, 0, 0, 2.4), Point(0.5, 7, 100, 0.9)]}
+    record = RaceRecord({}, replace(spec, schemes=("ddp",)), standings(before, "ddp"))
+    (tmp_path / "record.json").write_text(record.dumps())
+    race(spec, tmp_path, ["gradtide"], resume=True)
+    after = read(tmp_path / "record.json", spec)
+    assert list(after) == ["wfbp", "ddp"]
+    assert after["ddp"] == before["ddp"]
+    assert after["wfbp"][-1].steps >= SPEC.every
 
 
 def test_a_folder_that_cannot_be_is_refused_before_anything_starts(

@@ -21,7 +21,7 @@ def test_the_target_is_the_lowest_loss_and_not_the_last() -> None:
 
 def test_who_takes_the_same_steps_is_there_whatever_the_order_of_sums() -> None:
     rounded = [point._replace(loss=(1 + 1e-6) * point.loss) for point in SLOW]
-    _, second = standings({"slow": SLOW, "rounded": rounded})
+    _, second = standings({"slow": SLOW, "rounded": rounded}, "slow")
     assert second.arrival == pytest.approx((20.0, 200.0), rel=2e-3)
 
 
@@ -46,7 +46,7 @@ def test_who_begins_below_the_loss_needs_no_time() -> None:
 
 
 def test_the_first_contestant_is_held_against_the_same_rule() -> None:
-    first, second = standings({"slow": SLOW, "fast": FAST})
+    first, second = standings({"slow": SLOW, "fast": FAST}, "slow")
     assert first.arrival == pytest.approx((19.97, 199.7))
     assert second.arrival == pytest.approx((11.988, 59.94))
     assert (first.last.steps, second.last.steps) == (60, 40)

@@ -37,7 +37,7 @@ WARM_UP_STEPS = 20  # of the learning rate
 
 
 def run(spec: RaceSpec, tell: Tell) -> dict[str, list[Point]] | None:
-    """Race on this rank; every contestant's course on rank 0, None elsewhere.
+    """Race on this rank; on rank 0 the course of everybody who trained, else None.
 
     Expects torchrun's environment. Rank 0 tells after each lap who trained it, and for
     how many seconds all have.
@@ -45,9 +45,12 @@ def run(spec: RaceSpec, tell: Tell) -> dict[str, list[Point]] | None:
     with joined() as (rank, size):
         # What is compiled once on a machine is no part of anybody's time.
         Threshold()(torch.randn(4096), 40, {})
+        # Rank 0 alone may have the record of who has trained before.
+        missing = [spec.missing]
+        dist.broadcast_object_list(missing)
         racers = [
             Racer(enter(name, steady(spec.build(rank)), size), rank)
-            for name in spec.schemes
+            for name in missing[0]
         ]
         report = silent if rank else tell
         gc.disable()
@@ -115,7 +118,7 @@ def warm_up(optimizer: Optimizer) -> LambdaLR:
 def _turn(racers: Sequence[Racer], seconds: float) -> int | None:
     """Whose lap is next, by rank 0's clock; None at the end. A collective call."""
     times = [racer.seconds for racer in racers]
-    least = min(times)
+    least = min(times, default=seconds)
     chosen = [times.index(least) if least < seconds else None]
     dist.broadcast_object_list(chosen)
     return chosen[0]

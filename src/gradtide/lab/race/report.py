@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,18 @@ HEADINGS = ("steps", "ms", "loss", "there", "x", "MB then", "MB")
 
 
 def race(
-    spec: RaceSpec, out: Path, argv: Sequence[str], rank: int | None = None
+    spec: RaceSpec,
+    out: Path,
+    argv: Sequence[str],
+    rank: int | None = None,
+    resume: bool = False,
 ) -> None:
-    """Race on an emulated cluster, or as one of torchrun's ranks (`hold`)."""
+    """Race on an emulated cluster, or as one of torchrun's ranks (`hold`).
+
+    With `resume` those who are in the record that `out` has do not train again.
+    """
+    if resume and not rank:
+        spec = replace(spec, courses=read(out / "record.json", spec))
     hold(spec, out, argv, rank, check_race, laps.run, _progress, _conclude)
 
 
@@ -41,7 +50,9 @@ def _conclude(
     argv: Sequence[str],
     console: Console,
 ) -> None:
-    record = RaceRecord(origin(argv), spec, standings(found))
+    everybody = spec.courses | found
+    courses = {name: everybody[name] for name in spec.schemes}
+    record = RaceRecord(origin(argv), spec, standings(courses, spec.leader))
     console.print(table(record))
     out.mkdir(parents=True, exist_ok=True)
     write(out, record)
@@ -51,7 +62,7 @@ def _conclude(
 @contextmanager
 def _progress(spec: RaceSpec, console: Console) -> Iterator[Tell]:
     """A bar over the seconds of all contestants, with the one that trained last."""
-    with bar(console, spec.seconds * len(spec.schemes)) as advance:
+    with bar(console, spec.seconds * len(spec.missing)) as advance:
 
         def tell(words: str) -> None:
             done, _, name = words.partition(" ")
@@ -72,27 +83,59 @@ class RaceRecord:
     standings: list[Standing]
 
     @property
+    def leader(self) -> Standing:
+        """The one whose lowest loss was raced to."""
+        return next(s for s in self.standings if s.scheme == self.spec.leader)
+
+    @property
     def target(self) -> float:
-        """The loss that was raced to: the lowest of the first contestant."""
-        return target(self.standings[0].points)
+        """The loss that was raced to."""
+        return target(self.leader.points)
 
     def dumps(self) -> str:
-        spec = self.spec
         fields = {
             **self.origin,
-            **spec.told(),
-            "seconds": spec.seconds,
-            "every": spec.every,
-            "seed": spec.seed,
+            **self.spec.told(),
+            "target": self.spec.leader,
             "target_loss": self.target,
             "results": [_fields(each) for each in self.standings],
         }
         return json.dumps(fields, indent=2) + "\n"
 
 
+def read(path: Path, spec: RaceSpec) -> dict[str, list[Point]]:
+    """The courses of the contestants that a record has; none if there is no record.
+
+    Raises ValueError if it is no record of a race, or of one with other conditions.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        courses = {row["scheme"]: _points(row["course"]) for row in found["results"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--resume: {path} is no record of a race ({error!r}): give another --out"
+        ) from None
+    told = spec.told()
+    for name in told.keys() | found.keys() & {"local_rate_bits_per_s"}:
+        if found.get(name) != told.get(name):
+            raise ValueError(
+                f"--resume: {path} is of a race with {name} {found.get(name)}, not "
+                f"{told.get(name)}: give the same, or another --out"
+            )
+    return courses
+
+
+def _points(course: dict[str, list[float]]) -> list[Point]:
+    columns = [course[name] for name in Point._fields]
+    return [Point(*values) for values in zip(*columns, strict=True)]
+
+
 def speedup(first: Standing, other: Standing) -> float | None:
-    """How many times sooner `other` was there than `first`; None if it never was."""
-    if first.arrival is None or other.arrival is None:
+    """How many times sooner `other` was there than `first`; None if it never was, or
+    began there."""
+    if first.arrival is None or other.arrival is None or not other.arrival.seconds:
         return None
     return first.arrival.seconds / other.arrival.seconds
 
@@ -101,9 +144,8 @@ def table(record: RaceRecord) -> Group:
     """The race as text, below lines that say what was raced to and what it is worth."""
     schemes = [each.scheme for each in record.standings]
     rows = grid(folded("scheme", schemes), *map(number, HEADINGS))
-    first = record.standings[0]
     for each in record.standings:
-        ratio, there = speedup(first, each), each.arrival
+        ratio, there = speedup(record.leader, each), each.arrival
         rows.add_row(
             each.scheme,
             str(each.last.steps),
@@ -128,7 +170,7 @@ def preface(record: RaceRecord) -> list[str]:
         f"{spec.workload} on {spec.hosts} hosts x {spec.ranks_per_host} ranks, {rate}; "
         f"{spec.seconds:g} s of training each, a look every {spec.every} steps",
         f"raced to: held-out loss {record.target:.4g}, the lowest of "
-        f"{record.standings[0].scheme}; one seed, constant learning rate",
+        f"{spec.leader}; one seed, constant learning rate",
     ]
 
 
@@ -137,8 +179,8 @@ def write(out: Path, record: RaceRecord) -> None:
     (out / "record.json").write_text(record.dumps(), encoding="utf-8")
     with (out / "table.txt").open("w", encoding="utf-8") as file:
         Console(file=file, width=WIDTH).print(table(record))
-    first = record.standings[0]
-    labels = [_label(each, speedup(first, each)) for each in record.standings]
+    ratios = [speedup(record.leader, each) for each in record.standings]
+    labels = [*map(_label, record.standings, ratios)]
     draw(record.standings, labels, record.target, preface(record), out / "race.png")
 
 

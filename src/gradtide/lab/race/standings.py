@@ -1,10 +1,10 @@
 """What was seen of every contestant, and who was where when. Pure arithmetic.
 
-[Note: The target] The loss that all race to is the lowest that the first contestant
-had in its time, and a thousandth more: or the order of a sum would decide whether one
-who takes the same steps is ever there. A contestant is there when its loss is first at
-or below that; between two looks its course is taken for a straight line. One rule for
-all, the first included.
+[Note: The target] The loss that all race to is the lowest that one contestant, the
+leader, had in its time, and a thousandth more: or the order of a sum would decide
+whether one who takes the same steps is ever there. A contestant is there when its loss
+is first at or below that; between two looks its course is taken for a straight line.
+One rule for all, the leader included.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Standing:
         return self.points[-1]
 
 
-def target(first: Sequence[Point]) -> float:
+def target(leading: Sequence[Point]) -> float:
     """The loss that is raced to, see [Note: The target]."""
-    return (1 + CLOSE) * min(point.loss for point in first)
+    return (1 + CLOSE) * min(point.loss for point in leading)
 
 
 def arrival(points: Sequence[Point], loss: float) -> Arrival | None:
@@ -64,9 +64,9 @@ def arrival(points: Sequence[Point], loss: float) -> Arrival | None:
     return None
 
 
-def standings(courses: dict[str, list[Point]]) -> list[Standing]:
-    """All contestants by name, in the order of `courses`; the first sets the target."""
-    loss = target(next(iter(courses.values())))
+def standings(courses: dict[str, list[Point]], leader: str) -> list[Standing]:
+    """All contestants by name, in the order of `courses`; `leader` sets the target."""
+    loss = target(courses[leader])
     return [
         Standing(name, points, arrival(points, loss))
         for name, points in courses.items()
