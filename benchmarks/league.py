@@ -50,9 +50,9 @@ OURS = ",".join(
 )
 
 
-def make(name: str) -> Make:
-    """A rival by its name, or a scheme by its text."""
-    return RIVALS.get(name) or scheme(name)
+def make(name: str, share: float = 1.0) -> Make:
+    """A rival by its name, or a scheme by its text, with a share of its warm-up."""
+    return RIVALS.get(name) or scheme(name, share)
 
 
 def train(
@@ -85,7 +85,7 @@ def pace(workload: str, name: str, steps: int, whole: int) -> list[float]:
     The first two steps, in which buffers are made, count as the third does.
     """
     work = build(workload, rank=dist.get_rank(), size=dist.get_world_size(), seed=0)
-    made = scheme(name, steps / whole) if name not in RIVALS else RIVALS[name]
+    made = make(name, steps / whole)
     entrant = made(work.model, work.optimizer, steps, work.max_norm or 1e9)
     laps = []
     try:
@@ -219,12 +219,9 @@ class League:
             return self.best(name)
         records = [json.loads(path.read_text()) for path in self.args.curves]
         runs = [run for record in records for run in record["runs"]]
-        own = [run["curve"] for run in runs if run["scheme"] == name]
-        # That of another where it has none: said where the table is shown.
-        named = own or [
-            run["curve"] for run in runs if run["scheme"] == self.args.target
-        ]
-        return {"curve": averaged(named), "factor": 1.0}
+        whose = name if any(run["scheme"] == name for run in runs) else self.args.target
+        curves = [run["curve"] for run in runs if run["scheme"] == whose]
+        return {"curve": averaged(curves), "factor": 1.0, "name": whose}
 
     def best(self, name: str) -> dict[str, Any]:
         """The training that ended lowest, of a contestant's at several rates."""
@@ -239,10 +236,13 @@ class League:
         for row in self.record["paces"]:
             name, laps = row["name"], row["laps"]
             found, share = self.learned(name), len(laps) / self.record["steps"]
-            once = None if name in RIVALS else last_dense(name, share)
-            curve = stretched(laps, found["curve"], once)
+            curve = stretched(laps, found["curve"], last_dense(name, share))
             where = {"rate": f"{row['rate']}, by paces", "factor": found["factor"]}
-            rows.append({"name": name, "curve": curve} | where)
+            # Who has learned nothing here is shown with the curve of another.
+            lent = (
+                "" if found["name"] == name else f" with the curve of {found['name']}"
+            )
+            rows.append({"name": name + lent, "curve": curve} | where)
         return rows
 
     def table(self) -> str:

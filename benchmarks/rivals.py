@@ -241,9 +241,11 @@ def shortened(text: str, share: float) -> gradtide.Scheme:
     return replace(whole, collective=replace(warmup, steps=fewer))
 
 
-def last_dense(text: str, share: float) -> int | None:
+def last_dense(name: str, share: float) -> int | None:
     """The last dense step of a scheme's shortened warm-up: it rounds nothing."""
-    warmup = shortened(text, share).collective
+    if name in RIVALS:
+        return None
+    warmup = shortened(name, share).collective
     if not isinstance(warmup, Warmup) or 1.0 not in warmup.densities:
         return None
     return warmup.steps * warmup.densities.count(1.0) - 1

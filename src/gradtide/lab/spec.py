@@ -83,13 +83,15 @@ class Spec(Place):
 class RaceSpec(Place):
     """One race. `target` names who of `schemes` the others are held against.
 
-    Who has trained before is in `courses`, and does not train again.
+    Who has trained before is in `courses`, and does not train again; `earlier` says by
+    which commands, on what.
     """
 
     seconds: float  # of training that each contestant has
     every: int = 20  # steps between two looks at the held-out loss
     target: str = field(default="", kw_only=True)  # empty: the first
     courses: dict[str, list[Point]] = field(default_factory=dict, kw_only=True)
+    earlier: list[dict[str, Any]] = field(default_factory=list, kw_only=True)
 
     @property
     def leader(self) -> str:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradtide.lab.race.report import RaceRecord, read, speedup, table, write
+from gradtide.lab.race.report import RaceRecord, resumed, speedup, table, write
 from gradtide.lab.race.standings import Point, standings
+from gradtide.lab.record import origin
 from gradtide.lab.spec import RaceSpec
 
 SPEC = RaceSpec(("ddp", "dear", "topk"), "gpt-small", 4, 1, 5e7, 20.0, 10)
+ORIGIN = origin(["gradtide", "race"])
 COURSES = {
     "ddp": [Point(0.0, 0, 0, 5.0), Point(10.0, 10, 5e7, 4.0), Point(20, 20, 1e8, 3.0)],
     "dear": [Point(0.0, 0, 0, 5.0), Point(8.0, 10, 5e7, 3.0), Point(20, 25, 1e8, 2.5)],
@@ -22,7 +24,7 @@ COURSES = {
 
 
 def record() -> RaceRecord:
-    return RaceRecord({"command": "gradtide race"}, SPEC, standings(COURSES, "ddp"))
+    return RaceRecord(ORIGIN, SPEC, standings(COURSES, "ddp"))
 
 
 def test_rows_say_who_was_there_when_and_who_never_was() -> None:
@@ -85,11 +87,17 @@ def test_who_sets_the_target_need_not_be_the_first() -> None:
 
 def test_a_record_gives_back_the_courses(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    assert read(path, SPEC) == {}
+    assert resumed(SPEC, path) == SPEC
     path.write_text(record().dumps())
-    assert read(path, SPEC) == COURSES
     # Others may take part, and another may lead.
-    assert read(path, replace(SPEC, schemes=("ddp", "wfbp"), target="wfbp")) == COURSES
+    spec = resumed(replace(SPEC, schemes=("ddp", "wfbp"), target="wfbp"), path)
+    assert spec.courses == COURSES
+    assert spec.missing == ("wfbp",)
+    # Where courses come from is told by every record after it.
+    courses = spec.courses | {"wfbp": COURSES["dear"]}
+    again = RaceRecord(ORIGIN, spec, standings(courses, "wfbp"))
+    path.write_text(again.dumps())
+    assert resumed(spec, path).earlier == [ORIGIN, ORIGIN]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +108,7 @@ def test_another_race_is_not_resumed(tmp_path: Path, name: str, value: object) -
     path = tmp_path / "record.json"
     path.write_text(record().dumps())
     with pytest.raises(ValueError, match=f"race with {name}.*another --out"):
-        read(path, replace(SPEC, **{name: value}))  # type: ignore[arg-type]
+        resumed(replace(SPEC, **{name: value}), path)  # type: ignore[arg-type]
 
 
 def test_what_is_no_record_is_not_resumed(tmp_path: Path) -> None:
@@ -108,4 +116,4 @@ def test_what_is_no_record_is_not_resumed(tmp_path: Path) -> None:
     for text in ("{", "[]", "{}", '{"results": [{"scheme": "ddp"}]}'):
         path.write_text(text)
         with pytest.raises(ValueError, match="no record of a race"):
-            read(path, SPEC)
+            resumed(SPEC, path)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gradtide.lab.race.report import RaceRecord, race, read
+from gradtide.lab.race.report import RaceRecord, race, resumed
 from gradtide.lab.race.standings import Point, standings
+from gradtide.lab.record import origin
 from gradtide.lab.spec import RaceSpec
 
 pytestmark = pytest.mark.alone
@@ -38,14 +39,21 @@ def test_from_spec_to_folder(
 
 def test_who_is_in_the_record_does_not_train_again(tmp_path: Path) -> None:
     spec = replace(SPEC, schemes=("wfbp", "ddp"), seconds=0.2, target="ddp")
-    before = {"ddp": [Point(0.0, 0, 0, 2.4), Point(0.5, 7, 100, 0.9)]}
-    record = RaceRecord({}, replace(spec, schemes=("ddp",)), standings(before, "ddp"))
-    (tmp_path / "record.json").write_text(record.dumps())
-    race(spec, tmp_path, ["gradtide"], resume=True)
-    after = read(tmp_path / "record.json", spec)
-    assert list(after) == ["wfbp", "ddp"]
-    assert after["ddp"] == before["ddp"]
-    assert after["wfbp"][-1].steps >= SPEC.every
+    course = [Point(0.0, 0, 0, 2.4), Point(0.5, 7, 100, 0.9)]
+    before = replace(spec, schemes=("ddp", "dear"))
+    raced = standings({"ddp": course, "dear": course}, "ddp")
+    path = tmp_path / "record.json"
+    path.write_text(RaceRecord(origin(["gradtide", "before"]), before, raced).dumps())
+    race(spec, tmp_path, ["gradtide", "race"], resume=True)
+    after = resumed(spec, path)
+    # Nothing that was trained is lost, whoever was named now.
+    assert list(after.courses) == ["wfbp", "ddp", "dear"]
+    assert after.courses["ddp"] == after.courses["dear"] == course
+    assert after.courses["wfbp"][-1].steps >= SPEC.every
+    assert [each["command"] for each in after.earlier] == [
+        "gradtide before",
+        "gradtide race",
+    ]
 
 
 def test_a_folder_that_cannot_be_is_refused_before_anything_starts(

@@ -36,10 +36,11 @@ def race(
 ) -> None:
     """Race on an emulated cluster, or as one of torchrun's ranks (`hold`).
 
-    With `resume` those who are in the record that `out` has do not train again.
+    With `resume` those who are in the record that `out` has stay in it, and do not
+    train again.
     """
     if resume and not rank:
-        spec = replace(spec, courses=read(out / "record.json", spec))
+        spec = resumed(spec, out / "record.json")
     hold(spec, out, argv, rank, check_race, laps.run, _progress, _conclude)
 
 
@@ -51,7 +52,7 @@ def _conclude(
     console: Console,
 ) -> None:
     everybody = spec.courses | found
-    courses = {name: everybody[name] for name in spec.schemes}
+    courses = {name: everybody[name] for name in spec.schemes} | everybody
     record = RaceRecord(origin(argv), spec, standings(courses, spec.leader))
     console.print(table(record))
     out.mkdir(parents=True, exist_ok=True)
@@ -100,19 +101,22 @@ class RaceRecord:
             "target_loss": self.target,
             "results": [_fields(each) for each in self.standings],
         }
+        if self.spec.earlier:
+            fields["earlier"] = self.spec.earlier
         return json.dumps(fields, indent=2) + "\n"
 
 
-def read(path: Path, spec: RaceSpec) -> dict[str, list[Point]]:
-    """The courses of the contestants that a record has; none if there is no record.
+def resumed(spec: RaceSpec, path: Path) -> RaceSpec:
+    """The race with the courses that a record has; as it is if there is no record.
 
     Raises ValueError if it is no record of a race, or of one with other conditions.
     """
     if not path.exists():
-        return {}
+        return spec
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         courses = {row["scheme"]: _points(row["course"]) for row in found["results"]}
+        whence = {name: found[name] for name in origin([])}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--resume: {path} is no record of a race ({error!r}): give another --out"
@@ -124,7 +128,7 @@ def read(path: Path, spec: RaceSpec) -> dict[str, list[Point]]:
                 f"--resume: {path} is of a race with {name} {found.get(name)}, not "
                 f"{told.get(name)}: give the same, or another --out"
             )
-    return courses
+    return replace(spec, courses=courses, earlier=[*found.get("earlier", []), whence])
 
 
 def _points(course: dict[str, list[float]]) -> list[Point]:
