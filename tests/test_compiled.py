@@ -320,4 +320,4 @@ def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for transport in (StagedTransport, NcclTransport):
         nothing: Any = None
         with pytest.raises(RuntimeError, match=r"leave backward .* out of torch.cuda"):
-            transport.submit(nothing, nothing, nothing)
+            transport.submit(nothing, nothing)

@@ -25,6 +25,7 @@ from gradtide.core.ops import (
     Swap,
     ToHost,
 )
+from gradtide.core.transport import Job
 from gradtide.testing import answer
 from gradtide.transport import Transport, connect
 from gradtide.transport.comm_queue import CommQueue
@@ -83,9 +84,8 @@ def _answers() -> None:
     everybodys = [requests(r, size) for r in range(size)]
     for i, mine in enumerate(requests(rank, size)):
         answers: list[Any] = []
-        transport.submit(
-            nothing, lambda a=answers, op=mine: a.append(ask(transport, op))
-        ).join()
+        asking = Job(nothing, lambda a=answers, op=mine: a.append(ask(transport, op)))
+        transport.submit(asking).join()
         expected = answer([ops[i] for ops in everybodys])[rank]
         assert torch.equal(answers[0], expected), f"request {i}: {type(mine).__name__}"
     transport.close()
@@ -106,9 +106,10 @@ def _among(local: int) -> None:
         for i, mine in enumerate(some(own, len(ranks))):
             answers: list[Any] = []
             asked = Among(mine, ranks)
-            transport.submit(
+            asking = Job(
                 nothing, lambda a=answers, op=asked: a.append(ask(transport, op))
-            ).join()
+            )
+            transport.submit(asking).join()
             expected = answer([ops[i] for ops in everybodys])[own]
             name = type(mine).__name__
             assert torch.equal(answers[0], expected), f"request {i}: {name}"
@@ -193,7 +194,7 @@ def _many() -> None:
             ask(transport, AllReduce(torch.ones(1)))
             sums.append(ask(transport, AllGather(part, into=x)))
 
-        tickets.append(transport.submit(begin, work))
+        tickets.append(transport.submit(Job(begin, work)))
         if i % 50 == 25 * dist.get_rank():
             tickets[-1].join()
     for ticket in tickets:
@@ -235,7 +236,7 @@ def _together() -> None:
             mine.extend(map(transport.wait, pending))
 
         own = [some(rank)[i] for i in chosen]
-        transport.submit(nothing, partial(work, own, mine)).join()
+        transport.submit(Job(nothing, partial(work, own, mine))).join()
         for i, got in zip(chosen, mine, strict=True):
             assert torch.equal(got, expected[i]), chosen
     transport.close()
@@ -247,9 +248,9 @@ def test_a_lane_runs_in_order_and_stops_at_the_first_error() -> None:
     def fail() -> None:
         raise OSError("wire")
 
-    first = queue.submit(nothing, lambda: ran.append(1))
-    second = queue.submit(fail, lambda: ran.append(2))
-    third = queue.submit(lambda: ran.append(3), nothing)
+    first = queue.submit(Job(nothing, lambda: ran.append(1)))
+    second = queue.submit(Job(fail, lambda: ran.append(2)))
+    third = queue.submit(Job(lambda: ran.append(3), nothing))
     first.join()
     for ticket in (second, third):
         with pytest.raises(OSError, match="wire"):
@@ -272,7 +273,8 @@ def test_the_next_work_item_begins_early_once_and_its_error_is_its_own() -> None
         ran.append("begun")
         raise OSError("wire")
 
-    first, second = queue.submit(nothing, work), queue.submit(fail, nothing)
+    first = queue.submit(Job(nothing, work))
+    second = queue.submit(Job(fail, nothing))
     gate.set()
     first.join()
     with pytest.raises(OSError, match="wire"):
@@ -295,24 +297,25 @@ def test_lanes_run_beside_each_other_each_in_order() -> None:
 
         return run
 
-    queue.submit(
+    first = Job(
         nothing,
-        noted("work 1", waits=prepared),  # of the next item, meanwhile
+        noted("work 1", waits=prepared),  # of the next job, meanwhile
         before=noted("before 1"),
         after=noted("after 1", says=told),
     )
-    queue.submit(
+    second = Job(
         nothing,
         noted("work 2", waits=told),
         before=noted("before 2", says=prepared),
         after=noted("after 2", waits=settled),
     )
-    last = queue.submit(nothing, noted("last"), settled=True)
-    queue.submit(nothing, nothing, before=noted("before 4", says=settled))
+    third = Job(nothing, noted("last"), settled=True)
+    fourth = Job(nothing, nothing, before=noted("before 4", says=settled))
+    _, _, last, _ = map(queue.submit, (first, second, third, fourth))
     last.join()
     assert queue.close()
     places = {name: i for i, name in enumerate(ran)}
-    for first, second in [
+    for earlier, later in [
         ("before 1", "before 2"),
         ("before 2", "work 1"),
         ("work 1", "after 1"),
@@ -320,7 +323,7 @@ def test_lanes_run_beside_each_other_each_in_order() -> None:
         ("before 4", "after 2"),
         ("after 2", "last"),
     ]:
-        assert places[first] < places[second], ran
+        assert places[earlier] < places[later], ran
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
@@ -331,10 +334,11 @@ def test_an_error_in_a_lane_ends_the_queue(where: str) -> None:
         raise OSError("wire")
 
     lanes: dict[str, Any] = {where: fail}
-    first = queue.submit(nothing, lambda: ran.append(1), **lanes)
+    first = queue.submit(Job(nothing, lambda: ran.append(1), **lanes))
     with pytest.raises(OSError, match="wire"):
         first.join()
-    second = queue.submit(nothing, lambda: ran.append(2), after=lambda: ran.append(3))
+    lanes = {"after": lambda: ran.append(3)}
+    second = queue.submit(Job(nothing, lambda: ran.append(2), **lanes))
     with pytest.raises(OSError, match="wire"):
         second.join()
     assert queue.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gradtide.core.ops import Group, Op, is_inside, message_of
+from gradtide.core.transport import Job
 from gradtide.planner import bench as benches
 from gradtide.planner.bench import Bench
 from gradtide.planner.cost import FREE, seconds
@@ -40,9 +41,9 @@ class Shaped:
         self.time += took
         self.saved = min(self.burst, self.saved + took / self.beta)
 
-    def submit(self, begin: Callable[[], None], work: Callable[[], None]) -> Any:
-        begin()
-        work()
+    def submit(self, job: Job) -> Any:
+        job.begin()
+        job.work()
         return SimpleNamespace(join=lambda: None)
 
     def issue(self, op: Op) -> Op:

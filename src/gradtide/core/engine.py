@@ -31,7 +31,7 @@ from gradtide.core import ops
 from gradtide.core.levels import Levels
 from gradtide.core.ops import Cut, Flow, Group, Handover, Op
 from gradtide.core.telemetry import Record, Telemetry
-from gradtide.core.transport import CommunicationError, Ticket, Transport
+from gradtide.core.transport import CommunicationError, Job, Ticket, Transport
 
 
 @dataclass(eq=False)
@@ -100,14 +100,12 @@ class Engine:
             begin()
             self._run(flight, hold)
 
+        job = Job(begin, work)
         if settled:
-            flight.ticket = self.transport.submit(_nothing, both, settled=True)
+            job = Job(_nothing, both, settled=True)
         elif hands_over:
-            flight.ticket = self.transport.submit(
-                begin, work, before=first, after=None if hold else self._last(flight)
-            )
-        else:
-            flight.ticket = self.transport.submit(begin, work)
+            job = Job(begin, work, first, None if hold else self._last(flight))
+        flight.ticket = self.transport.submit(job)
         return flight
 
     def wait(self, flight: InFlight) -> None:
@@ -137,7 +135,7 @@ class Engine:
 
         flight.hold = False
         after = self._last(flight) if flight.hands_over else None
-        flight.ticket = self.transport.submit(leave, run, after=after)
+        flight.ticket = self.transport.submit(Job(leave, run, after=after))
 
     def finish(self, flight: InFlight) -> Any:
         """Wait for a flow that is not held; returns what it came to."""

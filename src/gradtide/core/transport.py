@@ -20,8 +20,29 @@ class CommunicationError(RuntimeError):
     """An exchange failed: a peer died, stalled past the timeout, or asked otherwise."""
 
 
+@dataclass(frozen=True)
+class Job:
+    """A piece of work for a transport's queue.
+
+    `begin` is the part that does not wait: it may run early, while all that is left of
+    the work before it is waiting.
+
+    Where links inside and between hosts can be busy at the same time, `before` and
+    `after` are what there is to do inside. Each of the three runs in the order of
+    submission, and beside the other two: a job's `before` beside the `work` of earlier
+    ones, its `after` beside that of later ones. A job that is `settled` works when all
+    earlier ones are through, with what they do after, too.
+    """
+
+    begin: Callable[[], None]
+    work: Callable[[], None]
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+    settled: bool = False
+
+
 class Ticket(Protocol):
-    """Work that was submitted to a queue."""
+    """A job that was submitted to a queue."""
 
     def join(self) -> None:
         """Return when what follows may rely on the work; raise what the work raised."""
@@ -33,14 +54,6 @@ class Transport(Protocol):
     Invariant: work runs strictly in the order of submission, so the order of requests
     on the wire is a function of the program alone (guard: tests/core/test_engine.py).
     `issue` and `wait` are called from submitted work only; `issue` does not wait.
-    `begin` is the part of a submission that does not wait either: it may run early,
-    while all that is left of the work before it is waiting.
-
-    Where links inside and between hosts can be busy at the same time, `before` and
-    `after` are what a submission has to do inside. Each of the three runs in the order
-    of submission, and beside the other two: a submission's `before` beside the `work`
-    of earlier ones, its `after` beside that of later ones. A submission that is
-    `settled` works when all earlier ones are through, with what they do after, too.
     """
 
     group: Group
@@ -52,15 +65,7 @@ class Transport(Protocol):
         """Bytes that this rank has sent since it was connected."""
         ...
 
-    def submit(
-        self,
-        begin: Callable[[], None],
-        work: Callable[[], None],
-        *,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-        settled: bool = False,
-    ) -> Ticket: ...
+    def submit(self, job: Job) -> Ticket: ...
     def carried(self, total: float, largest: float, smallest: float) -> float:
         """Bytes that a link passes while parts are summed, each for its owner.
 

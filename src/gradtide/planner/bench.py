@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradtide.core.ops import Group, Op
+from gradtide.core.transport import Job
 from gradtide.transport import CommunicationError, Transport
 
 ITEM = 4  # bytes: float32
@@ -51,10 +52,11 @@ class Bench:
     def ask(self, op: Op) -> Callable[[], None]:
         """Put a request in line; what is returned waits for the answer."""
         pending: list[Any] = []
-        return self.transport.submit(
+        job = Job(
             lambda: pending.append(self.transport.issue(op)),
             lambda: self.transport.wait(pending.pop()),
-        ).join
+        )
+        return self.transport.submit(job).join
 
     def everyone(self, work: Callable[[], T]) -> list[T]:
         """What `work` returns on each rank, in rank order, on all of them.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from gradtide.core import ops
 from gradtide.core.ops import Cut, Group, Handover, Message, Op, ToHost
-from gradtide.core.transport import Progress
+from gradtide.core.transport import Job, Progress
 from gradtide.planner import cost
 from gradtide.planner.intervals import Interval, gap, held_up, stretched, union
 from gradtide.planner.network import Network
@@ -127,21 +127,15 @@ class VirtualTransport:
 
     # - What a transport does ----------------------------------------------------------
 
-    def submit(
-        self,
-        begin: Callable[[], None],
-        work: Callable[[], None],
-        *,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-        settled: bool = False,
-    ) -> WorkItem:
-        ready = self.now if before is None else self._beside("before", before, self.now)
-        if settled:
+    def submit(self, job: Job) -> WorkItem:
+        ready = self.now
+        if job.before is not None:
+            ready = self._beside("before", job.before, ready)
+        if job.settled:
             ready = max(ready, self._lanes["after"])
-        item = self._work(begin, work, ready)
-        if after is not None:
-            item.ends = self._beside("after", after, item.worked)
+        item = self._work(job, ready)
+        if job.after is not None:
+            item.ends = self._beside("after", job.after, item.worked)
         return item
 
     def _beside(self, lane: str, work: Callable[[], None], start: float) -> float:
@@ -155,9 +149,7 @@ class VirtualTransport:
         self.inside.append((start, ends))
         return ends
 
-    def _work(
-        self, begin: Callable[[], None], work: Callable[[], None], now: float
-    ) -> WorkItem:
+    def _work(self, job: Job, now: float) -> WorkItem:
         """An item's turn in the main lane, from when it is ready."""
         before = self._last
         windows = self._windows if now < before.worked else []
@@ -168,15 +160,15 @@ class VirtualTransport:
             wire, self._wire = self._wire, window.ends
             # What the item before works at its end comes after this.
             worked, self._worked_for = self._worked_for, 0.0
-            begin()
+            job.begin()
             self._worked_for += worked
             self._yield_to(window, before, wire)
         else:
             self._at = start = max(now, before.worked)
-            begin()
+            job.begin()
         self._at = max(self._at, before.worked)
         self._windows = []
-        work()
+        job.work()
         self._last = WorkItem(self, self._at, self._at)
         self.busy.append((start, self._at))
         self._at = None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from gradtide.core.ops import AllToAll, ReduceScatter, Swap
+from gradtide.core.transport import Job
 from gradtide.planner.bench import Bench
 from gradtide.planner.fit import Point, fit
 from gradtide.planner.network import Device, Line
@@ -93,7 +94,7 @@ def sharing(bench: Bench, budget: float) -> float:
         def work() -> None:
             _spent(bench, compute, half)
 
-        return [bench.transport.submit(lambda: None, work).join]
+        return [bench.transport.submit(Job(lambda: None, work)).join]
 
     return min(max(_slowed(bench, half, another), 1.0), 2.0)
 

@@ -8,33 +8,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from gradtide.core.transport import Job
+
+NOTHING = Job(lambda: None, lambda: None)
 PATIENCE = 3.0  # seconds after which who waits for an item asks what is the matter
 STUCK = 2.0  # seconds to wait for a thread that nothing will wake, perhaps
 
 
 @dataclass(eq=False)
 class WorkItem:
-    """A piece of work and its outcome; the ticket that its submitter holds.
+    """A job and its outcome; the ticket that its submitter holds.
 
-    `begin` does what can be done without waiting, `work` the rest; `before` and `after`
-    are what other lanes do of it. `number` counts the items of a queue: the same item
-    has the same number on every rank. `late` is called when somebody has waited for
-    long: it says for how many more seconds to wait.
+    `number` counts the items of a queue: the same item has the same number on every
+    rank. `late` is called when somebody has waited for long: it says for how many more
+    seconds to wait.
     """
 
     number: int
-    begin: Callable[[], None]
-    work: Callable[[], None]
+    job: Job
     late: Callable[[], float]
-    before: Callable[[], None] | None = None
-    after: Callable[[], None] | None = None
-    settled: bool = False
     requests: int = 0  # that it has issued so far
     begun: bool = False
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self.ready = self.before is None  # for the main lane
+        self.ready = self.job.before is None  # for the main lane
         # Bare locks, not Events: these take four turns of Python's own lock.
         self.working, self.preparing = threading.Lock(), threading.Lock()
         self.working.acquire()
@@ -52,8 +50,7 @@ class WorkItem:
     def finish(self, error: BaseException | None) -> None:
         """Let go of what the work held, and of those who wait."""
         self.error = error
-        self.begin = self.work = _nothing
-        self.before = self.after = None
+        self.job = NOTHING
         self.working.release()
 
 
@@ -110,7 +107,7 @@ class CommQueue:
         self.late: Callable[[], float] = lambda: PATIENCE
         self.submitted = 0  # items so far
         self._closed = False
-        none = WorkItem(0, _nothing, _nothing, self._late)
+        none = WorkItem(0, NOTHING, self._late)
         self._before = _Lane(f"{name} before", self._prepare, none)
         self._main = _Lane(name, self._run, none)
         self._after = _Lane(f"{name} after", self._complete, none)
@@ -134,19 +131,10 @@ class CommQueue:
         others = (lane for lane in (self._before, self._after) if lane.thread is own)
         return next(others, self._main)
 
-    def submit(
-        self,
-        begin: Callable[[], None],
-        work: Callable[[], None],
-        *,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-        settled: bool = False,
-    ) -> WorkItem:
+    def submit(self, job: Job) -> WorkItem:
         self.submitted += 1
-        turns = begin, work, self._late, before, after, settled
-        item = WorkItem(self.submitted, *turns)
-        if before is not None:
+        item = WorkItem(self.submitted, job, self._late)
+        if job.before is not None:
             self._before.put(item)
         self._main.put(item)
         return item
@@ -188,7 +176,7 @@ class CommQueue:
 
     def _prepare(self, item: WorkItem) -> None:
         self._before.current = item
-        self._do(item.before)
+        self._do(item.job.before)
         item.ready = True
         item.preparing.release()
 
@@ -196,14 +184,14 @@ class CommQueue:
         if not item.ready:
             self._main.current = item  # for who asks what is waited for
             item.preparing.acquire()
-        if item.settled and self._trailing is not None:
+        if item.job.settled and self._trailing is not None:
             with self._trailing.working:  # until it is through, whatever came of it
                 pass
         self._begin(item)
         self._main.current = item
         self.error = self.error or item.error
-        self._do(item.work)
-        if item.after is None:
+        self._do(item.job.work)
+        if item.job.after is None:
             item.finish(self.error)
         else:
             self._trailing = item
@@ -211,7 +199,7 @@ class CommQueue:
 
     def _complete(self, item: WorkItem) -> None:
         self._after.current = item
-        self._do(item.after)
+        self._do(item.job.after)
         item.finish(self.error)
 
     def _do(self, work: Callable[[], None] | None) -> None:
@@ -228,10 +216,7 @@ class CommQueue:
         item.begun = True
         working, self._main.current = self._main.current, item
         try:
-            item.begin()
+            item.job.begin()
         except BaseException as error:  # raised when the item's turn comes
             item.error = error
         self._main.current = working
-
-
-def _nothing() -> None: ...

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradtide.core import ops
 from gradtide.core.levels import Members, rows
 from gradtide.core.ops import Group, Op
-from gradtide.core.transport import CommunicationError, Progress
+from gradtide.core.transport import CommunicationError, Job, Progress
 from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
 from gradtide.transport.hosts import give_up
@@ -117,7 +117,7 @@ class GlooTransport:
             except RuntimeError as error:
                 raise self._blame("comparing", error) from error
 
-        self.submit(lambda: None, gather).join()
+        self.submit(Job(lambda: None, gather)).join()
         return values
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from gradtide.core import ops
 from gradtide.core.ops import Group, Op
-from gradtide.core.transport import Ticket
+from gradtide.core.transport import Job, Ticket
 from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
 from gradtide.transport.hosts import give_up
@@ -52,20 +51,12 @@ class NcclTransport:
     def payload_bytes(self) -> int:
         return self._sent + self._control.payload_bytes
 
-    def submit(
-        self,
-        begin: Callable[[], None],
-        work: Callable[[], None],
-        *,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-        settled: bool = False,
-    ) -> Ticket:
+    def submit(self, job: Job) -> Ticket:
         refuse_capture()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # All on one stream: what is inside a host takes little time there.
-            for part in (before, begin, work, after):
+            for part in (job.before, job.begin, job.work, job.after):
                 if part is not None:
                     part()
         return _StreamTicket(self._stream.record_event())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtide.core.ops import AllGather, Among, Op, ToHost, message_of
-from gradtide.core.transport import Ticket
+from gradtide.core.transport import Job, Ticket
 from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
 
@@ -41,15 +41,7 @@ class StagedTransport:
     def payload_bytes(self) -> int:
         return self._host.payload_bytes
 
-    def submit(
-        self,
-        begin: Callable[[], None],
-        work: Callable[[], None],
-        *,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-        settled: bool = False,
-    ) -> Ticket:
+    def submit(self, job: Job) -> Ticket:
         refuse_capture()
         filled = torch.accelerator.current_stream(self._device).record_event()
         done = torch.Event(self._device)
@@ -64,13 +56,14 @@ class StagedTransport:
 
             return run
 
-        ticket = self._host.submit(
-            streamed(begin),
-            streamed(work, last=after is None),
-            before=before and streamed(before),
-            after=after and streamed(after, last=True),
-            settled=settled,
+        staged = replace(
+            job,
+            begin=streamed(job.begin),
+            work=streamed(job.work, last=job.after is None),
+            before=job.before and streamed(job.before),
+            after=job.after and streamed(job.after, last=True),
         )
+        ticket = self._host.submit(staged)
         return _StreamTicket(ticket, done, self._device)
 
     def issue(self, op: Op) -> Any:
