@@ -84,9 +84,9 @@ def test_schedules_are_said_by_name_or_as_they_are() -> None:
 
 def test_those_that_search_in_turns_take_longer_steps_under_local() -> None:
     for name in ("micro", "exdyna", "deft"):
-        for local in ("'local'", "LOCAL"):
-            scheme = parse(f"{name}(0.01, schedule={local})")
-            assert scheme.schedule == replace(LOCAL, gain=1.4)
+        scheme = parse(f"{name}(0.01, schedule='local')")
+        assert scheme.schedule == replace(LOCAL, gain=1.4)
+        assert parse(f"{name}(0.01, schedule=LOCAL)").schedule == LOCAL  # as it is
     assert parse("exdyna(schedule='dear')").schedule == DEAR
 
 

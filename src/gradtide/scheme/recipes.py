@@ -117,9 +117,9 @@ def recipe(
         *args: Hyper-parameters of the recipe's collective, in their order: the density
             of sparse recipes, the rank of low-rank ones, the wire of dense ones.
         schedule: "sequential", "wfbp", "dear" or "local", or a `Schedule`. None, the
-            default, leaves the recipe's own: "wfbp". Under "local" (LOCAL) `micro`,
-            `exdyna` and `deft` have a `gain` of 1.4. `sequential`, `wfbp` and `dear`
-            are schedules themselves, and take none.
+            default, leaves the recipe's own: "wfbp". "local" is LOCAL, for `micro`,
+            `exdyna` and `deft` with a `gain` of 1.4; LOCAL itself has none.
+            `sequential`, `wfbp` and `dear` are schedules themselves, and take none.
         warmup: With how many steps at higher densities to begin: in equal shares 1
             (dense), .25, .1 and .05, as far as these are above the recipe's density.
             Under "local" two thirds are dense, and the others have four times and twice
@@ -207,7 +207,7 @@ def prepared(
 
 
 def _schedule(name: str, wanted: Schedule | str) -> Schedule:
-    """The schedule that a recipe gets; its own variant of LOCAL, if it has one."""
+    """The schedule that a recipe gets; by "local" its own variant, if it has one."""
     if name in SCHEDULES:
         raise ValueError(
             f"{name}(schedule={wanted!r}): {name} is a schedule; the dense recipes are "
@@ -221,7 +221,7 @@ def _schedule(name: str, wanted: Schedule | str) -> Schedule:
             f"schedule={str(wanted)[:100]!r}: {meant}{', '.join(map(repr, SCHEDULES))} "
             "or a Schedule"
         )
-    return _LOCAL.get(name, LOCAL) if found == LOCAL else found
+    return _LOCAL.get(name, LOCAL) if wanted == "local" else found
 
 
 def _in_rounds(scheme: Scheme, turns: dict[str, Any]) -> Scheme:
