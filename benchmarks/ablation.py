@@ -5,8 +5,8 @@
 
 Dense training takes the best of several learning rates, task by task; all others take
 the same one. Dense exchange with few bits and every sparse scheme are then trained from
-each seed as they are, and one of them with one constant changed. What the record holds
-already is not run again.
+each seed as they are, and those of `--vary` with one constant changed. What the record
+holds already is not run again.
 """
 
 from __future__ import annotations
@@ -135,11 +135,16 @@ def tuned(table: Table, task: str) -> float:
 
 
 def go(table: Table, args: argparse.Namespace) -> None:
-    """All runs: dense and each scheme as it is, then `exdyna` in variants."""
+    """All runs: dense and each scheme as it is, then some in variants."""
     schemes, tasks, seeds = compared(table.steps), args.tasks.split(","), args.seeds
     as_they_are = [(DENSE, "as it is", DENSE)]
     as_they_are += [(s, "as it is", schemes[s]) for s in args.schemes.split(",") if s]
-    variants = [("exdyna", v, schemes["exdyna"]) for v in args.variants.split(",") if v]
+    variants = [
+        (name, variant, schemes[name])
+        for name in args.vary.split(",")
+        for variant in args.variants.split(",")
+        if variant
+    ]
     for rows in (as_they_are, variants):
         for seed in range(seeds):
             for task in tasks:
@@ -177,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--schemes", default=",".join(compared(1)))
+    parser.add_argument("--vary", default="exdyna")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400)
