@@ -47,7 +47,7 @@ def _ddp(model: nn.Module, **named: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **named)
 
 
-def _clipped(model: nn.Module, optimizer: Any, max_norm: float) -> Callable[[], None]:
+def clipped(model: nn.Module, optimizer: Any, max_norm: float) -> Callable[[], None]:
     def step() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
@@ -65,7 +65,7 @@ def ddp(wire: torch.dtype | None) -> Make:
         module = _ddp(model, static_graph=True)
         if wire is not None:
             module.register_comm_hook(None, casting(wire))
-        return Entrant(module, _clipped(model, optimizer, max_norm))
+        return Entrant(module, clipped(model, optimizer, max_norm))
 
     return make
 
@@ -87,7 +87,7 @@ def power_sgd(rank: int) -> Make:
         )
         module = _ddp(model, bucket_cap_mb_list=[1000])
         module.register_comm_hook(state, power.powerSGD_hook)
-        return Entrant(module, _clipped(model, optimizer, max_norm))
+        return Entrant(module, clipped(model, optimizer, max_norm))
 
     return make
 
@@ -112,7 +112,7 @@ def post_local_sgd(period: int) -> Make:
             for p in model.parameters():
                 _average(p.data)
 
-        return Entrant(module, _clipped(model, outer, max_norm), settle)
+        return Entrant(module, clipped(model, outer, max_norm), settle)
 
     return make
 
@@ -126,7 +126,7 @@ def diloco(every: int, rate: float = 0.7, momentum: float = 0.9) -> Make:
         params = list(model.parameters())
         shared = [p.detach().clone() for p in params]
         memory = [torch.zeros_like(p) for p in params]
-        alone, count = _clipped(model, optimizer, max_norm), 0
+        alone, count = clipped(model, optimizer, max_norm), 0
 
         @torch.no_grad()
         def settle() -> None:
