@@ -17,6 +17,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 BLOCK = 256  # elements
+GROUP = 8  # blocks that are looked through, then encoded: they stay in the first cache
 INT8, E3M0, SIGN, TWO = range(4)  # formats
 INFINITE = np.int32(0x7F800000)  # bits of a float32 from which on it is not finite
 TINY = np.int32(0x0D800000)  # bits of 2^-100
@@ -24,6 +25,7 @@ UNSIGNED = np.int32(0x7FFFFFFF)
 MAGIC = np.float32(1.5 * 2**23)  # what is added to it is rounded to a whole number
 OCTAVES = np.float32(8 * 2**0.5)
 compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, error_model="numpy")
+part: Callable[..., Any] = numba.njit(error_model="numpy", inline="always")
 
 
 def _one(instruction: str, source: Any, target: Any) -> Any:
@@ -51,23 +53,25 @@ def _magnitude(x: Any) -> Any:
 
 
 # - One block --------------------------------------------------------------------------
-# `codes` has a byte for every element of a plane, see `formats`; a short block `x` is
-# laid out like a whole one, zeros for what it lacks, and has `count` elements.
+# Values are [blocks, 256], codes [blocks, bytes], a byte for each element of a plane (see
+# `formats`), levels [blocks, levels]: rows and not slices, which numba counts references
+# of. A short block is laid out like a whole one, zeros for what it lacks, and has
+# `count` elements.
 
 
-@compiled
-def _encode_int8(x: Any, codes: Any, levels: Any, most: Any) -> None:
+@part
+def _encode_int8(x: Any, codes: Any, levels: Any, b: Any, most: Any) -> None:
     exact = np.float32(_float(most) / np.float32(127))
     scale = _float(np.int32((_bits(exact) + np.int32(0xFFF)) & np.int32(~0xFFF)))
     if _bits(scale) < TINY:
+        codes[b] = 0
         return
     inverse = np.float32(np.float32(1) / scale)
-    levels[0] = scale
-    own = x[: codes.size]
-    for i in range(own.size):
-        moved = np.float32(np.float32(own[i]) * inverse) + MAGIC
-        codes[i] = _byte(_bits(moved))
-        own[i] -= np.float32((moved - MAGIC) * scale)
+    levels[b, 0] = scale
+    for i in range(BLOCK):
+        moved = np.float32(np.float32(x[b, i]) * inverse) + MAGIC
+        codes[b, i] = _byte(_bits(moved))
+        x[b, i] -= np.float32((moved - MAGIC) * scale)
 
 
 @compiled
@@ -77,23 +81,22 @@ def _power(level: Any) -> Any:
     return _float(np.int32(np.int32((level + np.int32(120)) << 23) & there))
 
 
-@compiled
-def _encode_e3m0(x: Any, codes: Any, levels: Any, most: Any) -> None:
+@part
+def _encode_e3m0(x: Any, codes: Any, levels: Any, b: Any, most: Any) -> None:
     scale = _float(most)
     inverse = np.float32(OCTAVES / scale)
-    levels[0] = scale
+    levels[b, 0] = scale
     for p in range(2):
-        own = x[p * 128 : p * 128 + codes.size]
-        for i in range(own.size):
-            value = np.float32(own[i])
+        for i in range(128):
+            value = np.float32(x[b, 128 * p + i])
             bits = _bits(value)
             ratio = np.float32(_float(np.int32(bits & UNSIGNED)) * inverse)
             level = np.int32((_bits(ratio) >> 23) - np.int32(123))
             level = level if level > np.int32(0) else np.int32(0)
             sign = np.int32((bits >> 31) & np.int32(1))
-            codes[i] |= _byte(np.int32((level | sign << 3) << (4 * p)))
+            codes[b, i] |= _byte(np.int32((level | sign << 3) << (4 * p)))
             size = np.float32(_power(level) * scale)
-            own[i] -= _float(np.int32(_bits(size) | np.int32(sign << 31)))
+            x[b, 128 * p + i] -= _float(np.int32(_bits(size) | np.int32(sign << 31)))
 
 
 @compiled
@@ -102,34 +105,35 @@ def _grid(most: Any) -> Any:
     return _float(np.int32((np.int32(275) - (most >> 23)) << 23))
 
 
-@compiled
-def _encode_sign(x: Any, codes: Any, levels: Any, most: Any, count: Any) -> None:
+@part
+def _encode_sign(
+    x: Any, codes: Any, levels: Any, b: Any, most: Any, count: Any
+) -> None:
     grid = _grid(most)
     total = np.int32(0)
-    for i in range(x.size):
-        total += np.int32(np.float32(_float(_magnitude(x[i])) * grid))
+    for i in range(BLOCK):
+        total += np.int32(np.float32(_float(_magnitude(x[b, i])) * grid))
     scale = np.float32(np.rint(total / count)) / grid
     if _bits(scale) < TINY:
         return
-    levels[0] = scale
+    levels[b, 0] = scale
     for p in range(8):
-        own = x[p * 32 : p * 32 + codes.size]
-        for i in range(own.size):
-            sign = np.int32((_bits(np.float32(own[i])) >> 31) & np.int32(1))
-            codes[i] |= _byte(np.int32(sign << p))
-            own[i] -= _float(np.int32(_bits(scale) | np.int32(sign << 31)))
+        for i in range(32):
+            sign = np.int32((_bits(np.float32(x[b, 32 * p + i])) >> 31) & np.int32(1))
+            codes[b, i] |= _byte(np.int32(sign << p))
+            x[b, 32 * p + i] -= _float(np.int32(_bits(scale) | np.int32(sign << 31)))
 
 
-@compiled
-def _encode_two(x: Any, codes: Any, levels: Any, most: Any, count: Any) -> None:
+@part
+def _encode_two(x: Any, codes: Any, levels: Any, b: Any, most: Any, count: Any) -> None:
     grid = _grid(most)
     total = np.int32(0)
-    for i in range(x.size):
-        total += np.int32(np.float32(_float(_magnitude(x[i])) * grid))
+    for i in range(BLOCK):
+        total += np.int32(np.float32(_float(_magnitude(x[b, i])) * grid))
     least = np.int32((total + np.int32(count - 1)) // np.int32(count))
     above, num_above = np.int32(0), np.int32(0)
-    for i in range(x.size):
-        size = np.int32(np.float32(_float(_magnitude(x[i])) * grid))
+    for i in range(BLOCK):
+        size = np.int32(np.float32(_float(_magnitude(x[b, i])) * grid))
         above += size if size >= least else np.int32(0)
         num_above += np.int32(size >= least)
     rest = max(count - num_above, 1)
@@ -137,73 +141,83 @@ def _encode_two(x: Any, codes: Any, levels: Any, most: Any, count: Any) -> None:
     large = np.float32(np.rint(above / num_above)) / grid
     if _bits(large) < TINY:
         return
-    levels[0], levels[1] = small, large
+    levels[b, 0], levels[b, 1] = small, large
     middle = np.float32(np.float32(small + large) * np.float32(0.5))
     for p in range(4):
-        own = x[p * 64 : p * 64 + codes.size]
-        for i in range(own.size):
-            bits = _bits(np.float32(own[i]))
+        for i in range(64):
+            bits = _bits(np.float32(x[b, 64 * p + i]))
             big = np.int32(_float(np.int32(bits & UNSIGNED)) >= middle)
             sign = np.int32((bits >> 31) & np.int32(1))
-            codes[i] |= _byte(np.int32((big | sign << 1) << (2 * p)))
+            codes[b, i] |= _byte(np.int32((big | sign << 1) << (2 * p)))
             value = large if big else small
-            own[i] -= _float(np.int32(_bits(value) | np.int32(sign << 31)))
+            x[b, 64 * p + i] -= _float(np.int32(_bits(value) | np.int32(sign << 31)))
 
 
-@compiled
-def _encode(kind: Any, x: Any, codes: Any, levels: Any, count: Any) -> None:
-    """Codes and levels of a block; what they do not hold stays in `x`."""
+@part
+def _most(x: Any, b: Any) -> Any:
+    """The bits of the largest magnitude of a block."""
     most = np.int32(0)
-    for i in range(x.size):
-        size = _magnitude(x[i])
+    for i in range(BLOCK):
+        size = _magnitude(x[b, i])
         most = size if size > most else most
-    codes[:], levels[:] = 0, 0
-    if most < TINY:
-        return
+    return most
+
+
+@part
+def _encode(
+    kind: Any, x: Any, codes: Any, levels: Any, b: Any, most: Any, count: Any
+) -> None:
+    """Codes and levels of a block; what they do not hold stays in `x`."""
+    usual = TINY <= most < INFINITE
+    if kind != INT8 or not usual:
+        codes[b] = 0
+    levels[b] = np.nan if most >= INFINITE else 0
     if most >= INFINITE:
-        levels[:] = np.nan
-        for i in range(x.size):
-            x[i] = x[i] if _magnitude(x[i]) < INFINITE else 0
-    elif kind == INT8:
-        _encode_int8(x, codes, levels, most)
-    elif kind == E3M0:
-        _encode_e3m0(x, codes, levels, most)
-    elif kind == SIGN:
-        _encode_sign(x, codes, levels, most, count)
-    else:
-        _encode_two(x, codes, levels, most, count)
-
-
-@compiled
-def _add(kind: Any, x: Any, codes: Any, levels: Any) -> None:
-    """Add what codes and levels stand for to a block."""
-    a, b = levels[0], levels[levels.size - 1]
+        for i in range(BLOCK):
+            x[b, i] = x[b, i] if _magnitude(x[b, i]) < INFINITE else 0
+    if not usual:
+        return
     if kind == INT8:
-        own, signed = x[: codes.size], codes.view(np.int8)
-        for i in range(own.size):
-            own[i] += np.float32(np.float32(np.int32(signed[i])) * a)
+        _encode_int8(x, codes, levels, b, most)
+    elif kind == E3M0:
+        _encode_e3m0(x, codes, levels, b, most)
+    elif kind == SIGN:
+        _encode_sign(x, codes, levels, b, most, count)
+    else:
+        _encode_two(x, codes, levels, b, most, count)
+
+
+@part
+def _add(kind: Any, x: Any, codes: Any, levels: Any, b: Any, fresh: Any) -> None:
+    """Add what codes and levels stand for to a block, or to zeros if it is `fresh`."""
+    low, high = levels[b, 0], levels[b, levels.shape[1] - 1]
+    if fresh and kind != INT8:
+        x[b] = 0
+    if kind == INT8 and fresh:
+        for i in range(BLOCK):
+            x[b, i] = np.float32(np.float32(np.int32(np.int8(codes[b, i]))) * low)
+    elif kind == INT8:
+        for i in range(BLOCK):
+            x[b, i] += np.float32(np.float32(np.int32(np.int8(codes[b, i]))) * low)
     elif kind == E3M0:
         for p in range(2):
-            own = x[p * 128 : p * 128 + codes.size]
-            for i in range(own.size):
-                code = np.int32(codes[i]) >> np.int32(4 * p)
-                size = np.float32(_power(np.int32(code & np.int32(7))) * a)
+            for i in range(128):
+                code = np.int32(codes[b, i]) >> np.int32(4 * p)
+                size = np.float32(_power(np.int32(code & np.int32(7))) * low)
                 sign = np.int32((code & np.int32(8)) << 28)
-                own[i] += _float(np.int32(_bits(size) | sign))
+                x[b, 128 * p + i] += _float(np.int32(_bits(size) | sign))
     elif kind == SIGN:
         for p in range(8):
-            own = x[p * 32 : p * 32 + codes.size]
-            for i in range(own.size):
-                sign = np.int32((np.int32(codes[i]) >> np.int32(p)) << 31)
-                own[i] += _float(np.int32(_bits(a) | sign))
+            for i in range(32):
+                sign = np.int32((np.int32(codes[b, i]) >> np.int32(p)) << 31)
+                x[b, 32 * p + i] += _float(np.int32(_bits(low) | sign))
     else:
         for p in range(4):
-            own = x[p * 64 : p * 64 + codes.size]
-            for i in range(own.size):
-                code = np.int32(codes[i]) >> np.int32(2 * p)
-                value = b if code & np.int32(1) else a
+            for i in range(64):
+                code = np.int32(codes[b, i]) >> np.int32(2 * p)
+                value = high if code & np.int32(1) else low
                 sign = np.int32((code & np.int32(2)) << 30)
-                own[i] += _float(np.int32(_bits(value) | sign))
+                x[b, 64 * p + i] += _float(np.int32(_bits(value) | sign))
 
 
 # - All of them ------------------------------------------------------------------------
@@ -232,21 +246,25 @@ def encode(kind: Any, plane: Any, num_levels: Any, x: Any, message: Any) -> None
 
     `plane` is the number of bytes of a block, and `num_levels` that of its levels.
     """
-    blocks = (x.size + BLOCK - 1) // BLOCK
-    begin = 4 * num_levels * blocks
-    levels, codes = message[:begin].view(np.float32), message[begin:]
-    for b in range(blocks):
-        own = x[b * BLOCK : (b + 1) * BLOCK]
-        short = (own.size * plane + BLOCK - 1) // BLOCK
-        its = codes[b * plane : b * plane + short]
-        fitted = levels[b * num_levels : (b + 1) * num_levels]
-        if own.size == BLOCK:
-            _encode(kind, own, its, fitted, BLOCK)
-        else:
-            block = np.empty(BLOCK, x.dtype)
-            _spread(own, block, plane)
-            _encode(kind, block, its, fitted, own.size)
-            _gather(own, block, plane)
+    whole, short = x.size // BLOCK, x.size % BLOCK
+    begin, end = 4 * num_levels * (whole + (short > 0)), whole * plane
+    levels = message[:begin].view(np.float32).reshape(-1, num_levels)
+    codes = message[begin : begin + end].reshape(-1, plane)
+    values = x[: whole * BLOCK].reshape(-1, BLOCK)
+    most = np.empty(GROUP, np.int32)
+    for first in range(0, whole, GROUP):
+        last = min(first + GROUP, whole)
+        for b in range(first, last):
+            most[b - first] = _most(values, b)
+        for b in range(first, last):
+            _encode(kind, values, codes, levels, b, most[b - first], BLOCK)
+    if short > 0:
+        own, block = x[whole * BLOCK :], np.empty((1, BLOCK), x.dtype)
+        its, room = np.empty((1, plane), np.uint8), (short * plane + BLOCK - 1) // BLOCK
+        _spread(own, block[0], plane)
+        _encode(kind, block, its, levels[whole:], 0, _most(block, 0), short)
+        _gather(own, block[0], plane)
+        message[begin + end : begin + end + room] = its[0, :room]
 
 
 @compiled
@@ -257,22 +275,21 @@ def add(
 
     What was in `out` is forgotten if it is `fresh`.
     """
-    blocks = (out.size + BLOCK - 1) // BLOCK
-    begin = 4 * num_levels * blocks
-    room = np.empty(BLOCK, out.dtype)
-    for b in range(blocks):
-        own = out[b * BLOCK : (b + 1) * BLOCK]
-        short = (own.size * plane + BLOCK - 1) // BLOCK
-        block = own
-        if fresh:
-            own[:] = 0
-        if own.size < BLOCK:
-            block = room
-            _spread(own, block, plane)
+    whole, short = out.size // BLOCK, out.size % BLOCK
+    begin, end = 4 * num_levels * (whole + (short > 0)), whole * plane
+    values = out[: whole * BLOCK].reshape(-1, BLOCK)
+    for first in range(0, whole, GROUP):
         for r in range(messages.shape[0]):
-            message = messages[r]
-            levels, codes = message[:begin].view(np.float32), message[begin:]
-            fitted = levels[b * num_levels : (b + 1) * num_levels]
-            _add(kind, block, codes[b * plane : b * plane + short], fitted)
-        if own.size < BLOCK:
-            _gather(own, block, plane)
+            levels = messages[r, :begin].view(np.float32).reshape(-1, num_levels)
+            codes = messages[r, begin : begin + end].reshape(-1, plane)
+            for b in range(first, min(first + GROUP, whole)):
+                _add(kind, values, codes, levels, b, fresh and r == 0)
+    if short > 0:
+        own, block = out[whole * BLOCK :], np.empty((1, BLOCK), out.dtype)
+        its, room = np.zeros((1, plane), np.uint8), (short * plane + BLOCK - 1) // BLOCK
+        _spread(own, block[0], plane)
+        for r in range(messages.shape[0]):
+            levels = messages[r, :begin].view(np.float32).reshape(-1, num_levels)
+            its[0, :room] = messages[r, begin + end : begin + end + room]
+            _add(kind, block, its, levels[whole:], 0, fresh and r == 0)
+        _gather(own, block[0], plane)
