@@ -1,9 +1,9 @@
 """Blocks of values to codes and back, compiled by numba: imported only by `blocks`.
 
-Loops run over slices: without bounds to look after, LLVM makes vectors of them. What is
-computed is that of `formats`, bit for bit (guard: tests/wire/test_blocks.py). A format
-is a number here, INT8 and so on: numba cannot keep a compiled function that was given
-another one.
+Loops have constant bounds, and no others to look after: LLVM makes vectors of them.
+What is computed is that of `formats`, bit for bit (guard: tests/wire/test_blocks.py). A
+format is a number here, INT8 and so on: numba cannot keep a compiled function that was
+given another one.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _magnitude(x: Any) -> Any:
 
 
 # - One block --------------------------------------------------------------------------
-# Values are [blocks, 256], codes [blocks, bytes], a byte for each element of a plane (see
-# `formats`), levels [blocks, levels]: rows and not slices, which numba counts references
-# of. A short block is laid out like a whole one, zeros for what it lacks, and has
-# `count` elements.
+# Values are [blocks, 256], levels [blocks, levels], codes [blocks, bytes]: a byte for
+# each element of a plane, see `formats`. They come whole, with the number of a row, for
+# numba counts references of slices. A short block is laid out like a whole one, zeros
+# for what it lacks, and has `count` elements.
 
 
 @part
