@@ -10,7 +10,8 @@
 
 Everybody gets the same model, seed, data and number of steps. `tune` trains each at
 three learning rates on loopback, and beyond them where the best is at their edge, and
-keeps the one at which the held-out loss ends lowest.
+keeps the one at which the held-out loss ends lowest; with `--seeds 3` it trains there
+from more seeds, whose curves are averaged.
 `race` trains at that rate over shaped links, one after the other, with the clock of
 training alone. `pace` is for links over which that would take hours: it times a
 training of a few steps whose warm-up is as short in proportion, and its clock,
@@ -164,16 +165,17 @@ class League:
             "workload": args.workload,
             "steps": args.steps,
             "tuned": [],
+            "seeds": [],
             "paces": [],
             "races": [],
         }
         if args.out.exists():
-            self.record = json.loads(args.out.read_text())
+            self.record |= json.loads(args.out.read_text())
 
     def run(self, kind: str, **key: Any) -> None:
         """Train once, unless the record has it."""
         rows = self.record[kind]
-        if any(all(row[k] == v for k, v in key.items()) for row in rows):
+        if any(all(row.get(k) == v for k, v in key.items()) for row in rows):
             return
         args = self.args
         curve = train(
@@ -202,6 +204,12 @@ class League:
             tried.insert(0 if lower else len(tried), further)
             self.run("tuned", name=name, factor=further)
 
+    def more_seeds(self, name: str) -> None:
+        """Train at the best rate from other seeds, too."""
+        factor = self.best(name)["factor"]
+        for seed in range(1, self.args.seeds):
+            self.run("seeds", name=name, factor=factor, seed=seed)
+
     def pace(self, name: str, rate: str) -> None:
         """Time a few steps, unless the record has them."""
         rows, args = self.record["paces"], self.args
@@ -216,7 +224,10 @@ class League:
     def learned(self, name: str) -> dict[str, Any]:
         """The curve that a contestant's paces are put to, and its `factor`."""
         if not self.args.curves:
-            return self.best(name)
+            best = self.best(name)
+            key = name, best["factor"]
+            more = [r for r in self.record["seeds"] if (r["name"], r["factor"]) == key]
+            return best | {"curve": averaged([row["curve"] for row in [best, *more]])}
         records = [json.loads(path.read_text()) for path in self.args.curves]
         runs = [run for record in records for run in record["runs"]]
         whose = name if any(run["scheme"] == name for run in runs) else self.args.target
@@ -304,7 +315,8 @@ def main() -> None:
     )
     parser.add_argument("--paced", type=int, default=40, help="steps that are timed")
     parser.add_argument("--every", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of a race")
+    parser.add_argument("--seeds", type=int, default=1, help="at the best rate")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     league = League(args)
@@ -319,6 +331,7 @@ def main() -> None:
     for name in [*names, *ours]:
         if args.what == "tune":
             league.tune(name)
+            league.more_seeds(name)
         elif args.what == "pace":
             league.pace(name, args.rate)
         else:
