@@ -60,11 +60,18 @@ def _magnitude(x: Any) -> Any:
 
 
 @part
+def _fill(rows: Any, b: Any, value: Any) -> None:
+    """Fill a row."""
+    for i in range(rows.shape[1]):
+        rows[b, i] = value
+
+
+@part
 def _encode_int8(x: Any, codes: Any, levels: Any, b: Any, most: Any) -> None:
     exact = np.float32(_float(most) / np.float32(127))
     scale = _float(np.int32((_bits(exact) + np.int32(0xFFF)) & np.int32(~0xFFF)))
     if _bits(scale) < TINY:
-        codes[b] = 0
+        _fill(codes, b, np.uint8(0))
         return
     inverse = np.float32(np.float32(1) / scale)
     levels[b, 0] = scale
@@ -170,8 +177,8 @@ def _encode(
     """Codes and levels of a block; what they do not hold stays in `x`."""
     usual = TINY <= most < INFINITE
     if kind != INT8 or not usual:
-        codes[b] = 0
-    levels[b] = np.nan if most >= INFINITE else 0
+        _fill(codes, b, np.uint8(0))
+    _fill(levels, b, np.float32(np.nan if most >= INFINITE else 0))
     if most >= INFINITE:
         for i in range(BLOCK):
             x[b, i] = x[b, i] if _magnitude(x[b, i]) < INFINITE else 0
@@ -192,7 +199,7 @@ def _add(kind: Any, x: Any, codes: Any, levels: Any, b: Any, fresh: Any) -> None
     """Add what codes and levels stand for to a block, or to zeros if it is `fresh`."""
     low, high = levels[b, 0], levels[b, levels.shape[1] - 1]
     if fresh and kind != INT8:
-        x[b] = 0
+        _fill(x, b, np.float32(0))
     if kind == INT8 and fresh:
         for i in range(BLOCK):
             x[b, i] = np.float32(np.float32(np.int32(np.int8(codes[b, i]))) * low)
