@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
-torch.set_num_threads(1)  # forking a process that has an OpenMP pool may hang the child
 gc.disable()  # until all is imported: the heap would be looked through again and again
 
 Product = Callable[..., list[tuple[Any, ...]]]
@@ -22,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run products of features whole, not only so that every pair meets",
     )
+
+
+def pytest_collectstart() -> None:
+    import torch  # not above: the process that only hands out tests needs none
+
+    # Forking a process that has an OpenMP pool may hang the child.
+    torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "examples/clusters"
@@ -37,11 +38,6 @@ total = sum(p.double().sum().item() for p in model.state_dict().values())
 print("trained", dist.get_rank(), dist.get_world_size(), total, flush=True)
 dist.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -87,7 +83,6 @@ def agents(*command: str) -> list[tuple[list[str], dict[str, str]]]:
     ]
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_two_torchruns_train_one_model(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -95,7 +90,6 @@ def test_two_torchruns_train_one_model(tmp_path: Path) -> None:
     trained(at_once(*agents(str(script))))
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_two_torchruns_are_examined(tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
@@ -108,7 +102,6 @@ def test_two_torchruns_are_examined(tmp_path: Path) -> None:
     assert {(link["from"], link["to"]) for link in found["links"]} == {(0, 1), (1, 0)}
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_the_line_for_srun_trains(tmp_path: Path) -> None:
     """That of the page, run as srun would run it twice."""
@@ -188,7 +181,7 @@ def test_the_objects_for_kubernetes_fit_together() -> None:
     subprocess.run(["sh", "-n", "-c", script], check=True)
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
 def test_ray_trains_with_two_workers(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.lab.emulated import needs_networks
+from tests.ports import free_port
 from typer.testing import CliRunner
 
 from gradtide.cli import app
@@ -24,11 +24,6 @@ pytestmark = pytest.mark.timeout(240)
 DOCTOR = [sys.executable, "-m", "gradtide", "doctor"]
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CLEAN = {k: v for k, v in os.environ.items() if k not in NAMES and "SLURM" not in k}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def torchrun(rank: int, size: int, port: int) -> dict[str, str]:

@@ -13,8 +13,6 @@ from gradtide.lab.launch import LabError
 from gradtide.lab.report import compare
 from gradtide.lab.spec import Spec
 
-pytestmark = pytest.mark.alone
-
 SPEC = Spec(
     schemes=("ddp", "ddp(wire='bf16')", "dear"),
     workload="digits",
@@ -39,6 +37,7 @@ class Broken:
 """
 
 
+@pytest.mark.alone
 def test_from_spec_to_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

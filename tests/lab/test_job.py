@@ -12,8 +12,6 @@ import torch.distributed as dist
 from gradtide.lab.cluster import Cluster, LabError
 from gradtide.lab.job import gathered, joined, on_every_rank, passed_on
 
-pytestmark = pytest.mark.alone
-
 PROGRAM = """
 import os
 import torch, torch.distributed as dist
