@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from gradtide.collectives._entries import length
+from gradtide.core.fields import refuse
 from gradtide.lab.record import origin
-from gradtide.profile.device import THREADS, check_device
+from gradtide.profile.device import check_device, check_threads
 from gradtide.profile.selection.measure import (
     COPY,
     TOPK,
@@ -150,21 +151,17 @@ class Plan:
     effort: Effort = field(default_factory=Effort)
 
     def __post_init__(self) -> None:
-        if not self.sizes or not 1 <= min(self.sizes) <= max(self.sizes) <= 1e15:
-            raise ValueError(
-                "sizes are numbers of elements, 1 or more each, up to 1e15"
-            )
-        if (
-            not self.densities
-            or not 0 < min(self.densities) <= max(self.densities) <= 1
-        ):
-            raise ValueError("densities are shares of the elements: above 0, at most 1")
-        if self.ranks < 2:
-            raise ValueError(f"{self.ranks} ranks exchange nothing: choose 2 or more")
-        if not 1 <= self.threads <= THREADS:
-            raise ValueError(
-                f"{self.threads} threads: at least 1 is needed, at most {THREADS}"
-            )
+        wrong = {
+            "sizes are numbers of elements, 1 or more each, up to 1e15": (
+                not self.sizes or not all(1 <= n <= 1e15 for n in self.sizes)
+            ),
+            "densities are shares of the elements: above 0, at most 1": (
+                not self.densities or not all(0 < d <= 1 for d in self.densities)
+            ),
+            f"{self.ranks} ranks exchange nothing: choose 2 or more": self.ranks < 2,
+        }
+        refuse(wrong)
+        check_threads(self.threads)
         check_device(self.device)
         _check_memory(max(self.sizes), self.device)
 
