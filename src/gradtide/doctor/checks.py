@@ -44,15 +44,8 @@ def alone(own: Facts) -> list[Finding]:
 
 def together(everybody: Sequence[Facts]) -> list[Finding]:
     """What is seen when all ranks' facts lie side by side."""
-    return [
-        *_told_alike(everybody),
-        *_versions(everybody),
-        *_addresses(everybody),
-        *_backends(everybody),
-        *_layout(everybody),
-        *_limits(everybody),
-        *_threads(everybody),
-    ]
+    rules = _told_alike, _versions, _addresses, _backends, _layout, _limits, _threads
+    return [found for rule in rules for found in rule(everybody)]
 
 
 def _told_alike(everybody: Sequence[Facts]) -> Iterator[Finding]:

@@ -56,14 +56,8 @@ class Place:
 
     def build(self, rank: int) -> workloads.Workload:
         """A fresh copy of what is trained, as this rank sees it."""
-        return workloads.build(
-            self.workload,
-            rank=rank,
-            size=self.size,
-            seed=self.seed,
-            step_ms=self.step_ms,
-            trace=self.trace,
-        )
+        how = self.seed, self.step_ms, self.trace
+        return workloads.build(self.workload, rank, self.size, *how)
 
 
 @dataclass(frozen=True)

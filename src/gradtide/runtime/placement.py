@@ -205,11 +205,9 @@ def lay_out(
         kind = p.dtype, p.device, spread(p), of[name]
         kinds.setdefault(kind, []).append(Slot(name, p, position))
     memory = {} if memory is None else memory
-    buckets = [
-        bucket
-        for kind, slots in kinds.items()
-        for bucket in _cut(slots, fusion, collective, size, kind, memory)
-    ]
+    how = fusion, collective, size
+    cut = (_cut(slots, *how, kind, memory) for kind, slots in kinds.items())
+    buckets = [*chain.from_iterable(cut)]
     buckets.sort(key=lambda bucket: bucket.slots[-1].position)
     for i, bucket in enumerate(buckets):
         bucket.name = f"grad{i}"

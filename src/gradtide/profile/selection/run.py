@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from statistics import median
 
 import numpy as np
@@ -108,17 +109,15 @@ def dense_times(
     sizes: Sequence[int], rates: Sequence[float], ranks: int
 ) -> list[DenseTime]:
     """The dense exchange of every size at every rate."""
-    return [
-        DenseTime(n, rate, dense_seconds(n, ranks, rate))
-        for n in sizes
-        for rate in rates
-    ]
+    pairs = product(sizes, rates)
+    return [DenseTime(n, rate, dense_seconds(n, ranks, rate)) for n, rate in pairs]
 
 
 def row(name: str, n: int, density: float, ranks: int, timing: Timing) -> Result:
     """What was measured at one size and density, with the break-even rate."""
     low, middle, high = map(float, np.percentile(timing.seconds, [25, 50, 75]))
     selects = name not in (TOPK, COPY)
+    rate = break_even(n, timing.count, ranks, middle) if selects else None
     return Result(
         name=name,
         n=n,
@@ -129,9 +128,7 @@ def row(name: str, n: int, density: float, ranks: int, timing: Timing) -> Result
         seconds_p75=high,
         cpu_seconds=median(timing.cpu_seconds),
         realised_density=timing.count / n if selects else None,
-        break_even_bits_per_s=(
-            break_even(n, timing.count, ranks, middle) if selects else None
-        ),
+        break_even_bits_per_s=rate,
     )
 
 
@@ -178,12 +175,10 @@ def run(plan: Plan, argv: Sequence[str], progress: Progress) -> Record:
             results += found
     finally:
         torch.set_num_threads(before)
-    kind = torch.device(plan.device)
+    kind, device = torch.device(plan.device), plan.device
     return Record(
         **origin(argv, "numba", "triton"),
-        device=(
-            torch.cuda.get_device_name(kind) if kind.type == "cuda" else plan.device
-        ),
+        device=torch.cuda.get_device_name(kind) if kind.type == "cuda" else device,
         threads=plan.threads,
         ranks=plan.ranks,
         dense=dense_times(plan.sizes, plan.rates, plan.ranks),
