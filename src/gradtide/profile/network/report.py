@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gradtide.core.grouped import grouped
 from gradtide.lab import tables
 from gradtide.lab.chart import COLOURS, panels
 from gradtide.lab.job import Tell
@@ -119,10 +120,7 @@ def draw(found: Found, path: Path) -> None:
 
 def _requests(row: Row) -> dict[str, list[Point]]:
     """The points of each kind of request."""
-    found: dict[str, list[Point]] = {}
-    for point in row.points:
-        found.setdefault(point.name, []).append(point)
-    return found
+    return grouped(row.points, lambda point: point.name)
 
 
 def _cells(row: Row, points: Sequence[Point]) -> list[str]:
