@@ -66,8 +66,9 @@ def _kind(hint: Any) -> Kind:
             for name, x in vars(hint).items()
             if callable(x) and (name == "__call__" or not name.startswith("_"))
         ]
+        words = f"a {hint.__name__} such as a constructor makes, with {', '.join(own)}"
         return (
-            f"a {hint.__name__} such as a constructor makes, with {', '.join(own)}",
+            words,
             lambda x: (
                 not isinstance(x, type)
                 and all(callable(getattr(x, n, None)) for n in own)

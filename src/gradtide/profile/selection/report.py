@@ -99,15 +99,11 @@ def _lines(axes: Any, record: Record, density: float) -> None:
     for place, name in enumerate(dict.fromkeys(row.name for row in record.results)):
         rows = [r for r in record.results if (r.name, r.density) == (name, density)]
         yardstick = name in (TOPK, COPY)
-        axes.plot(
-            [row.n for row in rows],
-            [row.seconds * 1e3 for row in rows],
-            label=name,
-            color="black" if yardstick else COLOURS[place % len(COLOURS)],
-            linestyle={TOPK: "--", COPY: ":"}.get(name, "-"),
-            marker=None if yardstick else _MARKERS[place % len(_MARKERS)],
-            markersize=4,
-        )
+        sizes, times = [row.n for row in rows], [row.seconds * 1e3 for row in rows]
+        style = {"linestyle": {TOPK: "--", COPY: ":"}.get(name, "-"), "label": name}
+        style["color"] = "black" if yardstick else COLOURS[place % len(COLOURS)]
+        marker = None if yardstick else _MARKERS[place % len(_MARKERS)]
+        axes.plot(sizes, times, marker=marker, markersize=4, **style)
 
 
 def _wire(axes: Any, record: Record) -> None:
