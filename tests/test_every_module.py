@@ -30,6 +30,7 @@ ELSEWHERE = {
     "core/autograd": "test_replica",
     "core/compilation": "test_compiled",
     "core/fields": "test_scheme",
+    "core/grouped": "doctor/test_checks",
     "core/ops": "test_transport",
     "core/outer": "runtime/test_rounds",
     "core/schedule": "core/test_step",

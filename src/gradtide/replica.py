@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from gradtide.core.engine import Engine
+from gradtide.core.fields import refuse
 from gradtide.core.levels import levels_of
 from gradtide.core.payload import traits
 from gradtide.fusion import BySize, Search
@@ -365,15 +366,16 @@ class Replica:
         from gradtide.runtime.join import Join
 
         def prepare() -> tuple[None, Signature]:
-            if Join.inside:
-                raise ValueError(
-                    "a replica is inside join() already: name all that are trained "
-                    "there in one call, as join(also=[...])"
-                )
-            if any(one.engine.group != self.engine.group for one in also):
-                raise ValueError("join(also=...) is for replicas of the same ranks")
-            if len({*map(id, replicas)}) < len(replicas):
-                raise ValueError("join(also=...): a replica is named twice")
+            groups = {one.engine.group for one in replicas}
+            wrong = {
+                "a replica is inside join() already: name all that are trained there "
+                "in one call, as join(also=[...])": bool(Join.inside),
+                "join(also=...) is for replicas of the same ranks": len(groups) > 1,
+                "join(also=...): a replica is named twice": (
+                    len({*map(id, replicas)}) < len(replicas)
+                ),
+            }
+            refuse(wrong)
             for one in replicas:
                 one._refuse_join(over_all)
             return None, {
@@ -417,9 +419,7 @@ class Replica:
             "sharded parameters, whose parts other ranks wait for: give all ranks "
             "inside as many batches": bool(self._training.placement.shards),
         }
-        for reason, true in reasons.items():
-            if true:
-                raise ValueError(f"join() does not work with {reason}")
+        refuse({f"join() does not work with {why}": t for why, t in reasons.items()})
 
     def send_buffers(self) -> None:
         """Overwrite the module's buffers with rank 0's. A collective call.
@@ -639,18 +639,18 @@ class Replica:
                 raise ValueError("adopt() takes a decided scheme: replicate with auto")
             validate_optimizer(self.model, self.optimizer, chosen.schedule)
             momentum_of(self.optimizer, chosen)
-            if (chosen.schedule.launch == "step") != (
-                self.scheme.schedule.launch == "step"
-            ):
-                raise ValueError(
-                    f"adopt({chosen!r}): the residual of gradients is no step, "
-                    "nor the other way round; call remove() and replicate()"
-                )
-            if chosen.preconditioner != self.scheme.preconditioner:
-                raise ValueError(
-                    f"adopt({chosen!r}): the preconditioner stays as it is; call "
-                    "remove() and replicate() for another one"
-                )
+            before, now = self.scheme.schedule.launch, chosen.schedule.launch
+            wrong = {
+                f"adopt({chosen!r}): the residual of gradients is no step, nor the "
+                "other way round; call remove() and replicate()": (
+                    (now == "step") != (before == "step")
+                ),
+                f"adopt({chosen!r}): the preconditioner stays as it is; call remove() "
+                "and replicate() for another one": (
+                    chosen.preconditioner != self.scheme.preconditioner
+                ),
+            }
+            refuse(wrong)
             return chosen, {"scheme": repr(chosen)}
 
         if self.tuning is not None:

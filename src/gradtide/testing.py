@@ -169,13 +169,8 @@ def check_law(
         for flat in flats:
             flat += make(rng, numel).to(dtype)
         before = torch.stack(flats).sum(0)
-        means = lockstep(
-            [
-                collective.reduce(payload, Group(r, size))
-                for r, payload in enumerate(loads)
-            ],
-            traffic,
-        )
+        flows = [collective.reduce(x, Group(r, size)) for r, x in enumerate(loads)]
+        means = lockstep(flows, traffic)
         for rank, mean in enumerate(means):
             same = torch.equal(mean, means[0])
             assert same, f"step {step}: rank {rank} and rank 0 hold different means"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from gradtide.core.grouped import grouped
 from gradtide.doctor.checks import alone, reached, slow, together
-from gradtide.doctor.facts import Facts, by, facts, hosts, parted
+from gradtide.doctor.facts import Facts, facts, hosts, parted
 from gradtide.doctor.pairs import Heard
 
 GOOD = replace(
@@ -132,5 +133,5 @@ def test_a_slow_link_stands_out() -> None:
 
 
 def test_who_has_what_in_words() -> None:
-    found = by(ranks("abaaaa"), lambda each: each.host)
+    found = grouped(ranks("abaaaa"), lambda each: each.host)
     assert parted(found) == "a on ranks 0, 2-5; b on rank 1"

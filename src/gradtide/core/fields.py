@@ -1,9 +1,9 @@
-"""Hyper-parameters of the right kind: the fields of dataclasses against their types."""
+"""What hyper-parameters can be: fields of their types, and what is refused of these."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -15,6 +15,13 @@ NUMBERS: dict[Any, Kind] = {
     float: ("a finite number", lambda x: type(x) in (int, float) and math.isfinite(x)),
     NoneType: ("None", lambda x: x is None),
 }
+
+
+def refuse(wrong: Mapping[str, bool]) -> None:
+    """Raise ValueError with the first of these texts that is true."""
+    for text, true in wrong.items():
+        if true:
+            raise ValueError(text)
 
 
 def check_fields(value: Any) -> None:
@@ -59,8 +66,9 @@ def _kind(hint: Any) -> Kind:
             for name, x in vars(hint).items()
             if callable(x) and (name == "__call__" or not name.startswith("_"))
         ]
+        words = f"a {hint.__name__} such as a constructor makes, with {', '.join(own)}"
         return (
-            f"a {hint.__name__} such as a constructor makes, with {', '.join(own)}",
+            words,
             lambda x: (
                 not isinstance(x, type)
                 and all(callable(getattr(x, n, None)) for n in own)

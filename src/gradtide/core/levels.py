@@ -115,9 +115,8 @@ class Levels:
         part = yield self.across(ops.AllGather(own, there, own.new_empty(sum(there))))
         x = yield self.inside(ops.AllGather(part, here, own.new_empty(sum(here))))
         order = [rank for place in zip(*self.table, strict=True) for rank in place]
-        pieces = dict(
-            zip(order, torch.split(x, [sizes[r] for r in order]), strict=True)
-        )
+        parts = torch.split(x, [sizes[rank] for rank in order])
+        pieces = dict(zip(order, parts, strict=True))
         whole = torch.cat([pieces[rank] for rank in range(self.group.size)])
         if op.into is not None:
             return op.into.copy_(whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from gradtide.core.fields import check_fields
+from gradtide.core.fields import check_fields, refuse
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,13 +75,12 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.launch == "step" and self.update != "step":
-            raise ValueError(
-                "launch='step' exchanges what a step did: it updates at 'step', too"
-            )
         if self.launch != "step" and (given := self._given()):
             raise ValueError(f"{given[0]}: only with launch='step'")
         wrong = {
+            "launch='step' exchanges what a step did: it updates at 'step', too": (
+                self.launch == "step" and self.update != "step"
+            ),
             f"gain={self.gain!r}: a finite factor above 0": self.gain <= 0,
             f"every={self.every}: a number of steps, 1 or more": self.every < 1,
             f"delay={self.delay}: from 0 to below every={self.every}": not (
@@ -101,9 +100,7 @@ class Schedule:
                 self.against is not None and (not 0 < self.against <= 1 or self.rounds)
             ),
         }
-        for reason, true in wrong.items():
-            if true:
-                raise ValueError(reason)
+        refuse(wrong)
 
     def __repr__(self) -> str:
         always = [f"{n}={getattr(self, n)!r}" for n in ("launch", "update", "gain")]

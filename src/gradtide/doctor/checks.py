@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
+from gradtide.core.grouped import grouped
 from gradtide.doctor.addresses import VARIABLE, loops, outward
-from gradtide.doctor.facts import SHARED, Facts, Host, by, hosts, parted, ranks_of
+from gradtide.doctor.facts import SHARED, Facts, Host, hosts, parted, ranks_of
 from gradtide.doctor.pairs import Heard
 
 Level: TypeAlias = Literal["failure", "warning"]
@@ -31,49 +32,45 @@ class Finding:
     words: str
 
 
+failure, warning = partial(Finding, "failure"), partial(Finding, "warning")
+
+
 def alone(own: Facts) -> list[Finding]:
     """What a process can see of itself."""
     found = [*_limits([own]), *_threads([own])]
     if own.error:
-        return [Finding("failure", own.error), *found]
+        return [failure(own.error), *found]
     if loops(own.address):
         words = f"{_unheard(own)}: before several hosts train, {_instead(own)}"
-        found.append(Finding("warning", words))
+        found.append(warning(words))
     return found
 
 
 def together(everybody: Sequence[Facts]) -> list[Finding]:
     """What is seen when all ranks' facts lie side by side."""
-    return [
-        *_told_alike(everybody),
-        *_versions(everybody),
-        *_addresses(everybody),
-        *_backends(everybody),
-        *_layout(everybody),
-        *_limits(everybody),
-        *_threads(everybody),
-    ]
+    rules = _told_alike, _versions, _addresses, _backends, _layout, _limits, _threads
+    return [found for rule in rules for found in rule(everybody)]
 
 
 def _told_alike(everybody: Sequence[Facts]) -> Iterator[Finding]:
-    sizes = by(everybody, lambda each: str(each.size))
+    sizes = grouped(everybody, lambda each: str(each.size))
     if len(sizes) > 1:
-        yield Finding("failure", f"WORLD_SIZE differs: {parted(sizes)}")
+        yield failure(f"WORLD_SIZE differs: {parted(sizes)}")
     names = {name for each in everybody for name in each.variables}
     for name in sorted(names):
-        values = by(everybody, partial(_entry, "variables", name, "not set"))
+        values = grouped(everybody, partial(_entry, "variables", name, "not set"))
         if len(values) > 1:
-            yield Finding("warning", f"{name} differs: {parted(values)}")
+            yield warning(f"{name} differs: {parted(values)}")
 
 
 def _versions(everybody: Sequence[Facts]) -> Iterator[Finding]:
     for name in everybody[0].versions:
-        found = by(everybody, partial(_entry, "versions", name, "none"))
+        found = grouped(everybody, partial(_entry, "versions", name, "none"))
         if len(found) > 1:
             minor = {version.rpartition(".")[0] for version in found}
             strict = name in STRICT or (name == "python" and len(minor) > 1)
             words = f"{name} differs: {parted(found)}: install the same everywhere"
-            yield Finding("failure" if strict else "warning", words)
+            yield failure(words) if strict else warning(words)
 
 
 def _entry(field: str, name: str, missing: str, each: Facts) -> str:
@@ -87,24 +84,22 @@ def _addresses(everybody: Sequence[Facts]) -> Iterator[Finding]:
     for host in there:
         own = by_rank[host.head]
         if own.error:
-            yield Finding("failure", f"{host}: {own.error}")
+            yield failure(f"{host}: {own.error}")
         elif several and loops(own.address):
-            yield Finding("failure", f"{host}: {_unheard(own)}: {_instead(own)}")
-        addresses = by(
-            [by_rank[rank] for rank in host.ranks], lambda each: each.address
-        )
+            yield failure(f"{host}: {_unheard(own)}: {_instead(own)}")
+        here = [by_rank[rank] for rank in host.ranks]
+        addresses = grouped(here, lambda each: each.address)
         if len(addresses) > 1:
             words = f"{host}: its ranks use different addresses: {parted(addresses)}"
-            yield Finding("warning", words)
+            yield warning(words)
     heads = [by_rank[host.head] for host in there if not by_rank[host.head].error]
-    for address, own_heads in by(heads, lambda each: each.address).items():
+    for address, own_heads in grouped(heads, lambda each: each.address).items():
         places = {each.network for each in own_heads}
         if len(places) > 1 and not loops(address):
             names = ", ".join(f"host of rank {each.rank}" for each in own_heads)
-            yield Finding(
-                "failure",
+            yield failure(
                 f"{address} ({own_heads[0].interface}) is the address of several hosts "
-                f"({names}): {_instead(own_heads[0])}",
+                f"({names}): {_instead(own_heads[0])}"
             )
 
 
@@ -122,28 +117,25 @@ def _instead(own: Facts) -> str:
 
 
 def _backends(everybody: Sequence[Facts]) -> Iterator[Finding]:
-    backends = by(everybody, lambda each: each.backend)
+    backends = grouped(everybody, lambda each: each.backend)
     if len(backends) > 1:
-        yield Finding(
-            "failure",
+        yield failure(
             f"some ranks see GPUs and some do not: {parted(backends)}: name a backend "
-            "in init_process_group(), or mend the drivers",
+            "in init_process_group(), or mend the drivers"
         )
     for host in hosts(everybody):
         gpus = min(each.gpus for each in everybody if each.rank in host.ranks)
         if 0 < gpus < len(host.ranks):
-            words = f"{host}: {len(host.ranks)} ranks share {gpus} GPUs"
-            yield Finding("warning", words)
+            yield warning(f"{host}: {len(host.ranks)} ranks share {gpus} GPUs")
 
 
 def _layout(everybody: Sequence[Facts]) -> Iterator[Finding]:
     there = hosts(everybody)
     if len({len(host.ranks) for host in there}) > 1:
         words = "; ".join(f"{host}: {ranks_of(host.ranks)}" for host in there)
-        yield Finding(
-            "warning",
+        yield warning(
             f"hosts have unlike numbers of ranks ({words}): the link of one that has "
-            "more carries more than it must. Start equally many on each",
+            "more carries more than it must. Start equally many on each"
         )
     for each in everybody:
         own = next(host for host in there if each.rank in host.ranks)
@@ -152,37 +144,34 @@ def _layout(everybody: Sequence[Facts]) -> Iterator[Finding]:
                 f"LOCAL_WORLD_SIZE is {each.local_size} on rank {each.rank}, but "
                 f"{own} has {len(own.ranks)} ranks"
             )
-            yield Finding("warning", words)
+            yield warning(words)
             return
 
 
 def _limits(everybody: Sequence[Facts]) -> Iterator[Finding]:
     few = [e for e in everybody if e.files is not None and e.files < FILES + 2 * e.size]
     if few:
-        yield Finding(
-            "failure",
+        yield failure(
             f"rank {few[0].rank} may open {few[0].files} files, too few for a "
-            f"connection to each of {few[0].size} ranks: ulimit -n 65536",
+            f"connection to each of {few[0].size} ranks: ulimit -n 65536"
         )
     small = [e for e in everybody if e.shared is not None and e.shared < SMALL]
     if small:
-        yield Finding(
-            "warning",
+        yield warning(
             f"rank {small[0].rank} has {small[0].shared / 1e6:.0f} MB of {SHARED}: "  # type: ignore[operator]
             "DataLoader workers may die of a bus error (docker run --shm-size 8g; "
-            "in Kubernetes, an emptyDir with medium: Memory)",
+            "in Kubernetes, an emptyDir with medium: Memory)"
         )
 
 
 def _threads(everybody: Sequence[Facts]) -> Iterator[Finding]:
-    for own in by(everybody, lambda each: each.machine).values():
+    for own in grouped(everybody, lambda each: each.machine).values():
         threads, cores = sum(each.threads for each in own), max(e.cores for e in own)
         if threads > max(cores, len(own)):
             per = max(cores // len(own), 1)
-            yield Finding(
-                "warning",
+            yield warning(
                 f"{len(own)} ranks on the machine of rank {own[0].rank} compute with "
-                f"{threads} threads on {cores} cores: export OMP_NUM_THREADS={per}",
+                f"{threads} threads on {cores} cores: export OMP_NUM_THREADS={per}"
             )
             return
 
@@ -198,19 +187,14 @@ def reached(
             if told.error:
                 ends = [f"rank {rank} on {own[rank]}" for rank in (asker, other)]
                 words = f"{' does not reach '.join(ends)}: {told.error}"
-                found.append(Finding("failure", words))
+                found.append(failure(words))
             elif other == there[0].head and own[asker] is not there[0]:
                 ahead[own[asker].number] = -told.clock
     late = {number: off for number, off in ahead.items() if abs(off) > LATE}
     if late:
         number, off = max(late.items(), key=lambda item: abs(item[1]))
-        found.append(
-            Finding(
-                "warning",
-                f"the clock of {there[number]} is {off:+.1f} s off that of host 0: "
-                "training does not mind, but logs and TLS do",
-            )
-        )
+        words = f"the clock of {there[number]} is {off:+.1f} s off that of host 0"
+        found.append(warning(f"{words}: training does not mind, but logs and TLS do"))
     return found
 
 
@@ -226,9 +210,8 @@ def slow(
         return []
     sender, receiver = (str(there[number]) for number in worst)
     return [
-        Finding(
-            "warning",
+        warning(
             f"from {sender} to {receiver} data takes {typical / rates[worst]:.1f} "
-            "times as long as on the typical link: all ranks wait for the slowest",
+            "times as long as on the typical link: all ranks wait for the slowest"
         )
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gradtide.core.grouped import grouped
 from gradtide.doctor.addresses import chosen, interfaces
 from gradtide.doctor.place import Place
 from gradtide.lab.record import versions
@@ -122,18 +123,8 @@ def hosts(everybody: Sequence[Facts]) -> list[Host]:
     """The hosts, in the order of their first ranks."""
     return [
         Host(i, own[0].name, tuple(each.rank for each in own))
-        for i, own in enumerate(by(everybody, lambda each: each.host).values())
+        for i, own in enumerate(grouped(everybody, lambda each: each.host).values())
     ]
-
-
-def by(
-    everybody: Iterable[Facts], key: Callable[[Facts], str]
-) -> dict[str, list[Facts]]:
-    """Facts by what `key` says of them, in the order of ranks."""
-    found: dict[str, list[Facts]] = {}
-    for each in everybody:
-        found.setdefault(key(each), []).append(each)
-    return found
 
 
 def parted(found: Mapping[str, Sequence[Facts]]) -> str:

@@ -151,23 +151,19 @@ def send(listener: Listener, door: tuple[str, int], other: int, seconds: float) 
 
     How fast it was is in the other one's `Listener.rates`; nowhere, if it failed.
     """
-    thread = threading.Thread(
-        target=_send, args=(listener, door, other, seconds), daemon=True
-    )
+
+    def work() -> None:
+        with suppress(OSError), _connected(listener, door, other, seconds) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                end.sendall(CHUNK)
+            end.shutdown(socket.SHUT_WR)
+            end.recv(1)  # all has arrived
+
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds + 3 * PATIENCE)
-
-
-def _send(
-    listener: Listener, door: tuple[str, int], other: int, seconds: float
-) -> None:
-    with suppress(OSError), _connected(listener, door, other, seconds) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            end.sendall(CHUNK)
-        end.shutdown(socket.SHUT_WR)
-        end.recv(1)  # all has arrived
 
 
 def _received(end: socket.socket, seconds: float) -> float:

@@ -63,16 +63,11 @@ def place(environment: Mapping[str, str]) -> Place | None:
     local = "LOCAL_WORLD_SIZE"
     elastic = "TORCHELASTIC_RUN_ID" in given
     launcher = "torchrun" if elastic else "srun" if slurm else "its environment"
-    return Place(
-        rank,
-        size,
-        given["MASTER_ADDR"],
-        port,
-        launcher,
-        _number(given, local) if given.get(local) else None,
-        given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        given.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
+    local_size = _number(given, local) if given.get(local) else None
+    hosted = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = given.get("TORCHELASTIC_RESTART_COUNT", "0")
+    where = rank, size, given["MASTER_ADDR"], port
+    return Place(*where, launcher, local_size, hosted, attempt)
 
 
 def _number(given: Mapping[str, str], name: str) -> int:

@@ -58,29 +58,18 @@ def _head(found: Found) -> str:
 
 
 def _hosts(found: Found) -> RenderableType:
-    grid = tables.grid(
-        "host",
-        "ranks",
-        tables.name("Gloo's address"),
-        tables.name("interface"),
-        "why",
-        *map(tables.number, ("cores", "threads", "GPUs")),
-        padding=(0, 1, 0, 0),
-    )
+    names = map(tables.name, ("Gloo's address", "interface"))
+    numbers = map(tables.number, ("cores", "threads", "GPUs"))
+    grid = tables.grid("host", "ranks", *names, "why", *numbers, padding=(0, 1, 0, 0))
     by_rank = {each.rank: each for each in found.everybody}
     for host in found.hosts[:MOST]:
         own = [by_rank[rank] for rank in host.ranks]
         threads = sum(each.threads for each in own)
         ranks = parted({"": own}).removeprefix(" on rank").removeprefix("s").strip()
-        cells = (own[0].cores, threads, max(each.gpus for each in own))
-        grid.add_row(
-            f"{host.number} {host.name}",
-            ranks,
-            own[0].address or "none",
-            own[0].interface,
-            own[0].why,
-            *map(str, cells),
-        )
+        head, gpus = own[0], max(each.gpus for each in own)
+        words = head.address or "none", head.interface, head.why
+        cells = map(str, (head.cores, threads, gpus))
+        grid.add_row(f"{host.number} {host.name}", ranks, *words, *cells)
     return grid
 
 

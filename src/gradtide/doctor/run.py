@@ -151,16 +151,11 @@ class Examined:
         others = [rank for rank in asked if rank != self.rank and rank in self.doors]
         heard = pairs.reach(self.listener, self.doors, others)
         longest = pairs.PATIENCE * (2 + len(heads) // pairs.AT_ONCE)
-        answers = self.meeting.gather(
-            [[other, asdict(told)] for other, told in heard.items()], longest
-        )
+        told = [[other, asdict(what)] for other, what in heard.items()]
+        answers = self.meeting.gather(told, longest)
         if self.rank == ROOT and self._all_came(list(answers), "say whom it reaches"):
-            self._note(
-                {
-                    asker: {other: Heard(**told) for other, told in own_answers}
-                    for asker, own_answers in answers.items()
-                }
-            )
+            rows = answers.items()
+            self._note({rank: {i: Heard(**h) for i, h in own} for rank, own in rows})
         return self._goes_on(longest)
 
     def _note(self, heard: dict[int, dict[int, Heard]]) -> None:

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.engine import Engine
+from gradtide.core.fields import refuse
 from gradtide.core.payload import traits
 from gradtide.fusion import BySize
 from gradtide.runtime.buckets import GradientBucket, Place
@@ -158,12 +159,9 @@ def comm_hook(
             "'local'": ("does not see the optimizer and its steps", local),
             "'dear'": ("ends with backward, not in the next forward", deferred),
         }
-        for name, (why, true) in reasons.items():
-            if true:
-                raise ValueError(
-                    f"a communication hook {why}: use gradtide.replicate, or a scheme "
-                    f"without {name}"
-                )
+        remedy = "use gradtide.replicate, or a scheme without"
+        rows = reasons.items()
+        refuse({f"a communication hook {w}: {remedy} {n}": t for n, (w, t) in rows})
         return chosen, {"scheme": repr(chosen)}
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
-from gradtide.core.fields import check_fields
+from gradtide.core.fields import check_fields, refuse
 from gradtide.fusion import Fusion
 
 Distribution: TypeAlias = Literal["mpd", "spd", "pad", "dp"]
@@ -104,35 +104,30 @@ class KFAC:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        clip, workers = self.kl_clip, self.workers
-        for name, fits, what in (
-            ("damping", self.damping > 0, "a positive number"),
-            ("decay", 0 <= self.decay < 1, "at least 0, less than 1"),
-            (
-                "kl_clip",
-                clip is None or clip > 0,
-                "a positive number, or None for none",
+        clip, workers, factors = self.kl_clip, self.workers, self.factor_every
+        every, steps = self.inverse_every, "a number of steps, 1 or more"
+        wrong = {
+            f"KFAC(damping={self.damping!r}): a positive number": self.damping <= 0,
+            f"KFAC(decay={self.decay!r}): at least 0, less than 1": (
+                not 0 <= self.decay < 1
             ),
-            ("factor_every", self.factor_every >= 1, "a number of steps, 1 or more"),
-            ("inverse_every", self.inverse_every >= 1, "a number of steps, 1 or more"),
-            (
-                "workers",
-                workers is None or 0 < workers <= 1,
-                "a share of the ranks, over 0, up to 1",
+            f"KFAC(kl_clip={clip!r}): a positive number, or None for none": (
+                clip is not None and clip <= 0
             ),
-        ):
-            if not fits:
-                raise ValueError(f"KFAC({name}={getattr(self, name)!r}): {what}")
-        if self.inverse_every % self.factor_every:
-            raise ValueError(
-                f"KFAC(inverse_every={self.inverse_every}, "
-                f"factor_every={self.factor_every}): inverses are made of new factors, "
-                "so inverse_every is a multiple of factor_every"
-            )
-        if self.distribution == "dp" and workers not in (None, 1):
-            raise ValueError(
-                "KFAC('dp', workers=...): every layer has one worker there"
-            )
+            f"KFAC(factor_every={factors!r}): {steps}": factors < 1,
+            f"KFAC(inverse_every={every!r}): {steps}": every < 1,
+            f"KFAC(workers={workers!r}): a share of the ranks, over 0, up to 1": (
+                workers is not None and not 0 < workers <= 1
+            ),
+            f"KFAC(inverse_every={every}, factor_every={factors}): inverses are made "
+            "of new factors, so inverse_every is a multiple of factor_every": (
+                bool(every % max(factors, 1))
+            ),
+            "KFAC('dp', workers=...): every layer has one worker there": (
+                self.distribution == "dp" and workers not in (None, 1)
+            ),
+        }
+        refuse(wrong)
 
     @property
     def early(self) -> bool:

@@ -53,38 +53,21 @@ def draw(rows: Sequence[Result], heading: Sequence[str], path: Path) -> None:
     for part, label, colour, hatch in _PARTS:
         values = np.array([1e3 * (getattr(r, f"{part}_seconds") or 0.0) for r in rows])
         if values.any():
-            axes.barh(
-                range(len(rows)),
-                values,
-                left=ends,
-                height=0.62,
-                color=colour,
-                hatch=hatch,
-                edgecolor="white",
-                linewidth=0,
-                label=label,
-            )
+            style: dict[str, Any] = {"color": colour, "hatch": hatch, "label": label}
+            style |= {"edgecolor": "white", "linewidth": 0}
+            axes.barh(range(len(rows)), values, 0.62, ends, **style)
         ends = ends + values
     for place, row in enumerate(rows):
         if row.limit_seconds is not None:
-            axes.plot(
-                [row.limit_seconds * 1e3] * 2,
-                [place - 0.42, place + 0.42],
-                color="black",
-                linewidth=2,
-                label="limit" if place == 0 else None,
-            )
+            line = [row.limit_seconds * 1e3] * 2, [place - 0.42, place + 0.42]
+            known = None if place else "limit"
+            axes.plot(*line, color="black", linewidth=2, label=known)
         caption = f"{milliseconds(row.step_seconds)} ms"
         if row.speedup_over_ddp is not None and row.scheme != "ddp":
             caption += f", {row.speedup_over_ddp:.2f} x ddp"
-        axes.annotate(
-            caption,
-            (max(row.step_seconds * 1e3, ends[place]), place),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
+        end = max(row.step_seconds * 1e3, ends[place])
+        beside: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
+        axes.annotate(caption, (end, place), xytext=(6, 0), fontsize=9, **beside)
     axes.set_yticks(range(len(rows)), [fill(row.scheme, 26) for row in rows])
     axes.invert_yaxis()
     longest = 1.3 * 1e3 * max(row.step_seconds for row in rows)

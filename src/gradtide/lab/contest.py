@@ -77,15 +77,8 @@ def hold(
 @contextmanager
 def bar(console: Console, total: float, *columns: Any) -> Iterator[Advance]:
     """A bar that is gone at the end; `columns` say more between it and the time."""
-    shown = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        *columns,
-        Elapsed(),
-        console=console,
-        transient=True,
-    )
-    with shown:
+    parts = TextColumn("{task.description}"), BarColumn(), *columns, Elapsed()
+    with Progress(*parts, console=console, transient=True) as shown:
         task = shown.add_task("starting", total=total)
 
         def advance(words: str, done: float) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradtide.core.fields import refuse
 from gradtide.lab import workloads
 from gradtide.lab.contestants import named
 from gradtide.lab.race.standings import Point
@@ -55,14 +56,8 @@ class Place:
 
     def build(self, rank: int) -> workloads.Workload:
         """A fresh copy of what is trained, as this rank sees it."""
-        return workloads.build(
-            self.workload,
-            rank=rank,
-            size=self.size,
-            seed=self.seed,
-            step_ms=self.step_ms,
-            trace=self.trace,
-        )
+        how = self.seed, self.step_ms, self.trace
+        return workloads.build(self.workload, rank, self.size, *how)
 
 
 @dataclass(frozen=True)
@@ -126,13 +121,13 @@ def split_schemes(text: str) -> tuple[str, ...]:
 def check_place(spec: Place) -> dict[str, Scheme | None]:
     """The schemes, None for baselines; `ValueError` for what cannot take part."""
     names = spec.schemes
-    twice = [n for i, n in enumerate(names) if n in names[:i]]
-    if twice:
-        raise ValueError(f"--schemes names {twice[0]} twice: once is enough")
-    if spec.seed < 0:
-        raise ValueError(f"--seed {spec.seed}: give 0 or more")
-    if spec.size < 2:
-        raise ValueError("one rank has nobody to average with: use 2 or more")
+    twice = "".join([n for i, n in enumerate(names) if n in names[:i]][:1])
+    wrong = {
+        f"--schemes names {twice} twice: once is enough": bool(twice),
+        f"--seed {spec.seed}: give 0 or more": spec.seed < 0,
+        "one rank has nobody to average with: use 2 or more": spec.size < 2,
+    }
+    refuse(wrong)
     return {name: named(name) for name in names}
 
 
@@ -146,32 +141,30 @@ def check(spec: Spec) -> None:
                 f"--warmup {spec.warmup}: {name} decides after {auto.steps} steps, so "
                 f"give {auto.steps + SETTLE} or more"
             )
-    if spec.warmup < 1:
-        raise ValueError(
-            f"--warmup {spec.warmup}: give 1 or more, DDP settles its buckets there"
-        )
-    if spec.rounds < 1:
-        raise ValueError(f"--rounds {spec.rounds}: give 1 or more")
-    if spec.steps < spec.rounds:
-        raise ValueError(
-            f"--steps {spec.steps} in --rounds {spec.rounds}: time at least one step a "
-            "round"
-        )
+    warmup, steps, rounds = spec.warmup, spec.steps, spec.rounds
+    wrong = {
+        f"--warmup {warmup}: give 1 or more, DDP settles its buckets there": warmup < 1,
+        f"--rounds {rounds}: give 1 or more": rounds < 1,
+        f"--steps {steps} in --rounds {rounds}: time at least one step a round": (
+            steps < rounds
+        ),
+    }
+    refuse(wrong)
     workloads.check(spec.workload, spec.size, spec.step_ms, spec.trace)
 
 
 def check_race(spec: RaceSpec) -> None:
     """`ValueError` for everything that can be known to fail before anything starts."""
     check_place(spec)
-    if spec.leader not in spec.schemes:
-        raise ValueError(f"--target {spec.target}: name one of --schemes")
-    if not 0 < spec.seconds < math.inf:
-        raise ValueError(f"--seconds {spec.seconds}: a number above 0")
-    if spec.every < 1:
-        raise ValueError(f"--every {spec.every}: give 1 or more steps")
-    if spec.workload in workloads.REPLAYED:
-        raise ValueError(
-            f"--workload {spec.workload}: a replay learns nothing, so no loss can be "
-            "raced to; use one that really computes, such as gpt-small"
-        )
+    seconds, known = spec.seconds, spec.leader in spec.schemes
+    wrong = {
+        f"--target {spec.target}: name one of --schemes": not known,
+        f"--seconds {seconds}: a number above 0": not 0 < seconds < math.inf,
+        f"--every {spec.every}: give 1 or more steps": spec.every < 1,
+        f"--workload {spec.workload}: a replay learns nothing, so no loss can be raced "
+        "to; use one that really computes, such as gpt-small": (
+            spec.workload in workloads.REPLAYED
+        ),
+    }
+    refuse(wrong)
     spec.build(rank=0)

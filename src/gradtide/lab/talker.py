@@ -75,11 +75,8 @@ class Circle:
         self, flows: list[tuple[int, int]]
     ) -> tuple[list[socket.socket], list[socket.socket]]:
         """This rank's ends of the flows: where it sends, where it receives."""
-        out = [
-            socket.create_connection(tuple(self.addresses[receiver]), _PATIENCE)
-            for sender, receiver in flows
-            if sender == self.rank
-        ]
+        doors = [tuple(self.addresses[to]) for who, to in flows if who == self.rank]
+        out = [socket.create_connection(door, _PATIENCE) for door in doors]
         into = [self.door.accept()[0] for _, to in flows if to == self.rank]
         for end in out + into:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

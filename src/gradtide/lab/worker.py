@@ -54,14 +54,10 @@ def _outcome(
     common = facts(contestants[0], by_contestant[-1])
     results, timelines = [], {}
     # Compute alone, where it was measured, is the last: no row of its own.
-    for _, contestant, trials in zip(
-        spec.schemes, contestants, by_contestant, strict=False
-    ):
+    rows = zip(spec.schemes, contestants, by_contestant, strict=False)
+    for name, contestant, trials in rows:
         results.append(summarise(spec, contestant, trials, common))
-        timelines[contestant.name] = spans(
-            typical(trials[0], spec.blocks()[-1]),
-            trials[0].applied,
-            trials[0].records,
-            common.compute.backward if contestant.engine is None else None,
-        )
+        seen, step = trials[0], typical(trials[0], spec.blocks()[-1])
+        alone = common.compute.backward if contestant.engine is None else None
+        timelines[name] = spans(step, seen.applied, seen.records, alone)
     return Outcome(with_speedups(results), timelines, common)

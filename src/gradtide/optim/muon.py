@@ -179,11 +179,8 @@ class DistributedMuon(Muon):
         self._owners.update(zip((m.param for m in found), owners, strict=True))
 
     def _matrices(self) -> list[Matrix]:
-        return [
-            Matrix(p, group, self._owners.get(p, -1))
-            for group in self.param_groups
-            for p in group["params"]
-        ]
+        pairs = ((p, group) for group in self.param_groups for p in group["params"])
+        return [Matrix(p, group, self._owners.get(p, -1)) for p, group in pairs]
 
     def _together(self, found: list[Matrix]) -> list[list[Matrix]]:
         """The matrices of each message."""

@@ -163,14 +163,9 @@ class Network:
         """
         if not 0 < bits_per_second < math.inf:
             raise ValueError(f"{bits_per_second!r} bits/s: a rate is above 0")
-        return Network(
-            hosts,
-            ranks_per_host,
-            Link.of(alpha, 8 / bits_per_second),
-            Link.of(alpha / 10, 0.0),
-            device=device,
-            rate=bits_per_second,
-        )
+        inter, intra = Link.of(alpha, 8 / bits_per_second), Link.of(alpha / 10, 0.0)
+        place = hosts, ranks_per_host, inter, intra
+        return Network(*place, device=device, rate=bits_per_second)
 
     def scaled(
         self,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from operator import attrgetter
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from gradtide.core.grouped import grouped
 from gradtide.planner import document
 from gradtide.planner.advice import Advice, percent
 from gradtide.planner.network import Network
@@ -56,13 +58,10 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
     curved = stages({choice.name: choice.prediction for choice in advice.choices})
     if curved is not None:
         lines.append(Text("K-FAC: below, what a step consists of; not ranked"))
-    refused: dict[str, list[str]] = {}
-    for choice in advice.choices:
-        if choice.refused:
-            refused.setdefault(choice.refused, []).append(choice.name)
+    refused = grouped((c for c in advice.choices if c.refused), lambda c: c.refused)
     useless = [
-        Text(f"of no use here: {', '.join(names)}: {reason}", style="dim")
-        for reason, names in refused.items()
+        Text(f"of no use here: {', '.join(c.name for c in own)}: {why}", style="dim")
+        for why, own in refused.items()
     ]
     return Group(*lines, grid, why, *([curved] if curved else []), *useless)
 
@@ -77,9 +76,8 @@ def stages(predictions: Mapping[str, Prediction]) -> Table | None:
         grid.add_column(name, justify="right")
     grid.add_row("whole", *(f"{1e3 * p.step:.4g}" for p in told.values()), style="bold")
     for name in (field.name for field in fields(Stages)):
-        both = [
-            (getattr(p.breakdown, name), getattr(p.busy, name)) for p in told.values()
-        ]
+        read = attrgetter(f"breakdown.{name}", f"busy.{name}")
+        both = map(read, told.values())
         cells = (f"{1e3 * own:.4g} ({1e3 * busy:.4g})" for own, busy in both)
         grid.add_row(name, *cells)
     return grid

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtide.core.engine import Engine
+from gradtide.core.grouped import alike
 from gradtide.core.ops import Broadcast
 from gradtide.transport.shards import local
 
@@ -40,11 +41,8 @@ def broadcast(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> Non
     No message is longer than MESSAGE_BYTES, and no tensor that alone is longer is
     copied if it is contiguous.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for alike in kinds.values():
-        for together in _batches(alike):
+    for kind in alike(tensor.detach() for tensor in tensors):
+        for together in _batches(kind):
             flats = [tensor.reshape(-1) for tensor in together]
             flat = flats[0] if len(flats) == 1 else torch.cat(flats)
             for message in torch.split(flat, MESSAGE_BYTES // flat.element_size()):

@@ -127,14 +127,9 @@ class Aliases:
         counts = list(map(torch._C._storage_Use_Count, self._pointers))
         if counts == self._expected:
             return []
-        return [
-            p
-            for count, expected, sharing in zip(
-                counts, self._expected, self._sharing, strict=True
-            )
-            if count != expected
-            for p in sharing
-        ]
+        rows = zip(counts, self._expected, self._sharing, strict=True)
+        odd = (sharing for count, expected, sharing in rows if count != expected)
+        return [p for sharing in odd for p in sharing]
 
     def _look(self) -> None:
         """Note where the parameters are, and how many share each storage."""

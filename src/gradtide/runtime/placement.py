@@ -11,15 +11,16 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from gradtide.core.compilation import compiled_parts
+from gradtide.core.grouped import grouped
 from gradtide.core.payload import Collective
 from gradtide.fusion import Fusion, Trace
 from gradtide.runtime.buckets import GradientBucket, Place, Slot
@@ -75,10 +76,8 @@ class Placement:
         """
         if self.recorded is None:
             return None
-        groups: dict[nn.Module | str, list[str]] = {}
-        of = compiled_parts(self._model)
-        for name in self.recorded:
-            groups.setdefault(of.get(name, name), []).append(name)
+        of: dict[str, Any] = {**compiled_parts(self._model)}
+        groups = grouped(self.recorded, lambda name: of.get(name, name))
         registered = {
             name: -i for i, (name, _) in enumerate(shared_parameters(self._model))
         }
@@ -205,11 +204,9 @@ def lay_out(
         kind = p.dtype, p.device, spread(p), of[name]
         kinds.setdefault(kind, []).append(Slot(name, p, position))
     memory = {} if memory is None else memory
-    buckets = [
-        bucket
-        for kind, slots in kinds.items()
-        for bucket in _cut(slots, fusion, collective, size, kind, memory)
-    ]
+    how = fusion, collective, size
+    cut = (_cut(slots, *how, kind, memory) for kind, slots in kinds.items())
+    buckets = [*chain.from_iterable(cut)]
     buckets.sort(key=lambda bucket: bucket.slots[-1].position)
     for i, bucket in enumerate(buckets):
         bucket.name = f"grad{i}"
@@ -259,28 +256,21 @@ def fragments(named: Sequence[Named], count: int) -> dict[str, int]:
     """
     if count == 1:
         return {name: 0 for name, _ in named}
-    layers = _grouped(named, _layer)
+    layers = grouped(named, lambda one: _layer(one[0]))
     if len(layers) < count:
-        layers = _grouped(named, lambda name: name.rpartition(".")[0])
+        layers = grouped(named, lambda one: one[0].rpartition(".")[0])
     if len(layers) < count:
         raise ValueError(
             f"fragments={count}: the model has {len(layers)} layers; use as many "
             "fragments at most"
         )
     filled, of = [0] * count, {}
-    for members in layers:
+    for members in layers.values():
         least = filled.index(min(filled))
         for name, p in members:
             of[name] = least
             filled[least] += p.numel()
     return of
-
-
-def _grouped(named: Sequence[Named], key: Callable[[str], str]) -> list[list[Named]]:
-    groups: dict[str, list[Named]] = {}
-    for name, p in named:
-        groups.setdefault(key(name), []).append((name, p))
-    return list(groups.values())
 
 
 def _layer(name: str) -> str:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook
 from gradtide.core.compilation import untraced
+from gradtide.core.fields import refuse
 from gradtide.core.payload import Collective, traits
 from gradtide.core.schedule import Schedule
 from gradtide.runtime.deferred_step import holds
@@ -61,15 +62,12 @@ def validate(
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient")
     for name, p in trainable:
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"{name} is lazy and has no shape yet: run one forward before "
-                "replicate()"
-            )
-        if p.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device: materialise the model first"
-            )
+        absent = {
+            f"{name} is lazy and has no shape yet: run one forward before "
+            "replicate()": isinstance(p, nn.parameter.UninitializedParameter),
+            f"{name} is on the meta device: materialise the model first": p.is_meta,
+        }
+        refuse(absent)
         reason = shards.refusal(p, ranks)
         if reason is not None:
             raise ValueError(f"{name} {reason}")
@@ -80,18 +78,20 @@ def validate(
             )
         if any(owners(p)):
             raise ValueError(f"{name} is replicated already: call sync.remove() first")
-    left = shards.unmanaged(model)
-    if left is not None:
-        raise ValueError(
-            f"{left} is not sharded by fully_shard(), as others are, or is whole at "
-            "the moment: each rank inside would have a gradient of its own. Call "
-            "fully_shard() on the model itself, too, without ignored_params, and "
-            "model.reshard() before replicate(); or freeze it"
-        )
-    if buffers not in ("broadcast", "local"):
-        raise ValueError(f"buffers={buffers!r}: use 'broadcast' or 'local'")
-    if type(check_every) is not int or check_every < 0:
-        raise ValueError(f"check_every={check_every!r}: a number of steps; 0 for never")
+    left, counts = shards.unmanaged(model), type(check_every) is int
+    wrong = {
+        f"{left} is not sharded by fully_shard(), as others are, or is whole at "
+        "the moment: each rank inside would have a gradient of its own. Call "
+        "fully_shard() on the model itself, too, without ignored_params, and "
+        "model.reshard() before replicate(); or freeze it": left is not None,
+        f"buffers={buffers!r}: use 'broadcast' or 'local'": (
+            buffers not in ("broadcast", "local")
+        ),
+        f"check_every={check_every!r}: a number of steps; 0 for never": (
+            not counts or check_every < 0
+        ),
+    }
+    refuse(wrong)
 
 
 def owners(p: Tensor) -> Iterator[Any]:
@@ -120,9 +120,8 @@ def validate_scheme(model: nn.Module, scheme: Scheme) -> None:
         "rounds of several steps, whose state is not kept by shard: use "
         "schedule='local', or one that exchanges gradients": scheme.schedule.rounds,
     }
-    for reason, true in reasons.items():
-        if true:
-            raise ValueError(f"{sharded} is sharded, which does not go with {reason}")
+    words = f"{sharded} is sharded, which does not go with"
+    refuse({f"{words} {reason}": true for reason, true in reasons.items()})
 
 
 def _validate_collective(
@@ -150,32 +149,27 @@ def validate_optimizer(
 ) -> None:
     """Raise ValueError, naming the remedy, for steps that a schedule cannot make."""
     _refuse_wrapper(optimizer)
-    if is_joinable(optimizer) and any(shards.is_sharded(p) for _, p in averaged(model)):
-        raise ValueError(
-            f"{type(optimizer).__name__} divides parameters among ranks, and these are "
-            "sharded already: use a plain optimizer, whose state is sharded as they are"
-        )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = averaged(model)
+    named, kind = averaged(model), type(optimizer).__name__
     left_out = [name for name, p in named if id(p) not in stepped]
-    if len(left_out) == len(named):
-        raise ValueError(
-            "the optimizer holds none of the model's parameters: build it from this "
-            "model, after the model was moved to its device"
-        )
+    joinable = is_joinable(optimizer)
     ordinary = schedule.update == "step" and schedule.launch != "step"
-    if is_joinable(optimizer) and not ordinary:
-        raise ValueError(
-            f"{type(optimizer).__name__} exchanges parameters inside its step, which "
-            "can neither be deferred nor be a rank's own: use a schedule that updates "
-            "at step(), such as 'wfbp'"
-        )
-    if left_out and not ordinary:
-        raise ValueError(
-            f"{left_out[0]} requires a gradient but is not in the optimizer, so a "
-            "deferred update, or an exchange of steps, would lose it: add it to a "
-            "group, freeze it, or use 'wfbp'"
-        )
+    wrong = {
+        f"{kind} divides parameters among ranks, and these are sharded already: use a "
+        "plain optimizer, whose state is sharded as they are": (
+            joinable and any(shards.is_sharded(p) for _, p in named)
+        ),
+        "the optimizer holds none of the model's parameters: build it from this "
+        "model, after the model was moved to its device": len(left_out) == len(named),
+        f"{kind} exchanges parameters inside its step, which can neither be deferred "
+        "nor be a rank's own: use a schedule that updates at step(), such as 'wfbp'": (
+            joinable and not ordinary
+        ),
+        f"{''.join(left_out[:1])} requires a gradient but is not in the optimizer, so "
+        "a deferred update, or an exchange of steps, would lose it: add it to a "
+        "group, freeze it, or use 'wfbp'": bool(left_out) and not ordinary,
+    }
+    refuse(wrong)
     if schedule.launch == "step":
         _validate_steps(optimizer)
     if schedule.update == "forward":
@@ -228,17 +222,14 @@ def is_joinable(optimizer: Optimizer) -> bool:
 def _validate_steps(optimizer: Optimizer) -> None:
     """Raise ValueError where steps cannot be exchanged."""
     name = type(optimizer).__name__
-    if callable(getattr(optimizer, "eval", None)):  # as schedule-free ones
-        raise ValueError(
-            f"{name}.eval() moves parameters outside step(), on every rank by what it "
-            "remembers alone: use a schedule that exchanges gradients, such as 'wfbp'"
-        )
-    if holds(optimizer):
-        raise ValueError(
-            f"{name} holds an optimizer that makes its steps, perhaps without its own "
-            "step(): pass the optimizer inside, or use a schedule that exchanges "
-            "gradients, such as 'wfbp'"
-        )
+    remedy = "use a schedule that exchanges gradients, such as 'wfbp'"
+    wrong = {  # the first as schedule-free ones
+        f"{name}.eval() moves parameters outside step(), on every rank by what it "
+        f"remembers alone: {remedy}": callable(getattr(optimizer, "eval", None)),
+        f"{name} holds an optimizer that makes its steps, perhaps without its own "
+        f"step(): pass the optimizer inside, or {remedy}": bool(holds(optimizer)),
+    }
+    refuse(wrong)
     from gradtide.runtime.probing import probe
 
     probe(optimizer)

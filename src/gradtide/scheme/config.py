@@ -9,7 +9,7 @@ from typing import cast
 from gradtide.collectives import Auto, Dense
 from gradtide.collectives.levels import by_levels
 from gradtide.collectives.momentum_correction import uses_optimizer_momentum
-from gradtide.core.fields import check_fields
+from gradtide.core.fields import check_fields, refuse
 from gradtide.core.levels import Hosts, Members, alike, rows
 from gradtide.core.outer import OuterSGD
 from gradtide.core.payload import Collective, layers, traits
@@ -89,38 +89,31 @@ def check(scheme: Scheme) -> Scheme:
     if isinstance(scheme.levels, tuple):
         _check_hosts(sum(map(len, scheme.levels)), scheme.levels)
     outer, *wrapped = layers(scheme.collective)
+    schedule, local = scheme.schedule, scheme.schedule.launch == "step"
     kfac = scheme.preconditioner is not None
-    if any(traits(each).undecided for each in wrapped):
-        raise ValueError(
-            f"{scheme.collective!r}: what auto decides on cannot be wrapped; use "
-            "auto(lossy=True, warmup=160)"
-        )
-    if traits(outer).undecided and (kfac or scheme.schedule != WFBP):
-        raise ValueError(
-            f"{scheme!r}: auto begins as wfbp and decides on the schedule itself, and "
-            "cannot be combined with K-FAC: leave both out"
-        )
-    local = scheme.schedule.launch == "step"
-    if scheme.outer is not None and not local:
-        raise ValueError(
-            f"outer={scheme.outer!r} makes a step of what steps did, and "
-            f"{scheme.schedule!r} exchanges gradients: use Schedule('step', every=30)"
-        )
-    if scheme.schedule.rounds and isinstance(scheme.fusion, Search):
-        raise ValueError(
-            f"{scheme.fusion!r} times single steps, and those of a round are not "
-            "alike: use a fusion that is not searched for, such as BySize()"
-        )
-    if local and kfac:
-        raise ValueError(
-            f"{scheme!r}: K-FAC is made of averaged gradients, which are not to be had "
-            "where steps are exchanged: use WFBP or DEAR"
-        )
-    if local and uses_optimizer_momentum(scheme.collective):
-        raise ValueError(
-            f"{scheme!r}: the steps that are exchanged have the optimizer's momentum: "
-            "leave out momentum_correction"
-        )
+    wrong = {
+        f"{scheme.collective!r}: what auto decides on cannot be wrapped; use "
+        "auto(lossy=True, warmup=160)": any(traits(each).undecided for each in wrapped),
+        f"{scheme!r}: auto begins as wfbp and decides on the schedule itself, and "
+        "cannot be combined with K-FAC: leave both out": (
+            traits(outer).undecided and (kfac or schedule != WFBP)
+        ),
+        f"outer={scheme.outer!r} makes a step of what steps did, and {schedule!r} "
+        "exchanges gradients: use Schedule('step', every=30)": (
+            scheme.outer is not None and not local
+        ),
+        f"{scheme.fusion!r} times single steps, and those of a round are not "
+        "alike: use a fusion that is not searched for, such as BySize()": (
+            schedule.rounds and isinstance(scheme.fusion, Search)
+        ),
+        f"{scheme!r}: K-FAC is made of averaged gradients, which are not to be had "
+        "where steps are exchanged: use WFBP or DEAR": local and kfac,
+        f"{scheme!r}: the steps that are exchanged have the optimizer's momentum: "
+        "leave out momentum_correction": (
+            local and uses_optimizer_momentum(scheme.collective)
+        ),
+    }
+    refuse(wrong)
     return scheme
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -27,13 +28,10 @@ def draw_efficiency(grid: Grid, path: Path) -> None:
     for axes, rate in zip(panels.flat, grid.rates, strict=False):
         for i, name in enumerate(grid.schemes):
             cells = [c for c in grid.cells if (c.scheme, c.rate) == (name, rate)]
-            axes.plot(
-                [cell.ranks for cell in cells],
-                [100 * cell.efficiency for cell in cells],
-                color=COLOURS[i % len(COLOURS)],
-                marker=MARKERS[i % len(MARKERS)],
-                label=name if axes is panels.flat[0] else None,
-            )
+            xs, ys = zip(*((c.ranks, 100 * c.efficiency) for c in cells), strict=True)
+            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            label = name if axes is panels.flat[0] else None
+            axes.plot(xs, ys, color=colour, marker=marker, label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(grid.ranks), [str(n) for n in grid.ranks], rotation=45)
         axes.tick_params(labelbottom=True)
@@ -62,15 +60,9 @@ def draw_crossovers(grid: Grid, path: Path) -> None:
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
-    axes.imshow(
-        numbers,
-        cmap=ListedColormap(colours),
-        vmin=-0.5,
-        vmax=len(names) - 0.5,
-        aspect="auto",
-        origin="lower",
-        alpha=0.75,
-    )
+    norm = {"cmap": ListedColormap(colours), "vmin": -0.5, "vmax": len(names) - 0.5}
+    where: dict[str, Any] = {"aspect": "auto", "origin": "lower", "alpha": 0.75}
+    axes.imshow(numbers, **(where | norm))
     for y, (rate, row) in enumerate(zip(grid.rates, winners, strict=True)):
         for x, (ranks, cell) in enumerate(zip(grid.ranks, row, strict=True)):
             slower = grid.at(ranks, rate)[0].prediction.step / cell.prediction.step
@@ -81,10 +73,6 @@ def draw_crossovers(grid: Grid, path: Path) -> None:
     title = f"{grid.trace.name}: the fastest, and {names[0]}'s step over its own"
     axes.set_title(title, fontsize=9)
     present = sorted({number for row in numbers for number in row})
-    figure.legend(
-        handles=[Patch(color=colours[i], label=names[i], alpha=0.75) for i in present],
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-    )
+    patches = [Patch(color=colours[i], label=names[i], alpha=0.75) for i in present]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=150)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from gradtide.core.engine import Engine
+from gradtide.core.grouped import grouped
 from gradtide.core.ops import Broadcast
 from gradtide.fusion import BySize, Search, Trial
 from gradtide.planner.watch import Clock as Moments
@@ -83,7 +84,7 @@ class Tuner:
         self._act()
         if not self.done:
             word = torch.zeros(2, dtype=torch.float64)
-            if self._rank == 0:
+            if self._engine.group.rank == 0:
                 word[0], word[1] = self._judge()
             self._word = self._engine.ask("tune", Broadcast(word, 0))
 
@@ -128,9 +129,8 @@ class Tuner:
             return
         if seconds > 0:
             self.tried.append(Trial(self._size, seconds))
-            self._tell(
-                f"trial {len(self.tried)}, {self._size:g} MB: {1e3 * seconds:.2f} ms"
-            )
+            words = f"trial {len(self.tried)}, {self._size:g} MB"
+            self._tell(f"{words}: {1e3 * seconds:.2f} ms")
         if math.isnan(size):
             self.done = True
             assert self.best is not None
@@ -146,12 +146,8 @@ class Tuner:
         self._seconds: list[float] = []
         self._left, self._skip = self.fusion.steps, SETTLE
 
-    @property
-    def _rank(self) -> int:
-        return self._engine.transport.group.rank
-
     def _tell(self, words: str) -> None:
-        if self._rank == 0:
+        if self._engine.group.rank == 0:
             log.info("fusion: %s", words)
 
     # - On rank 0 ----------------------------------------------------------------------
@@ -171,14 +167,12 @@ class Tuner:
             self._skip -= 1
             return math.nan, 0.0
         self._seconds.append(lap)
-        if len(self._seconds) < self._left and not self._hopeless():
+        limit = HOPELESS * min((t.seconds for t in self.tried), default=math.inf)
+        hopeless = len(self._seconds) >= ENOUGH and min(self._seconds) > limit
+        if len(self._seconds) < self._left and not hopeless:
             return math.nan, 0.0
         seconds = median(self._seconds)
         return seconds, self._next([*self.tried, Trial(self._size, seconds)])
-
-    def _hopeless(self) -> bool:
-        limit = HOPELESS * min((t.seconds for t in self.tried), default=math.inf)
-        return len(self._seconds) >= ENOUGH and min(self._seconds) > limit
 
     def _next(self, tried: Sequence[Trial]) -> float:
         """The next size, in MB; NaN if enough is known."""
@@ -201,10 +195,8 @@ class Tuner:
 
 def _shortest(tried: Sequence[Trial]) -> list[Trial]:
     """Every size once, with its shortest time: what disturbs a trial lengthens it."""
-    seconds: dict[float, list[float]] = {}
-    for trial in tried:
-        seconds.setdefault(trial.megabytes, []).append(trial.seconds)
-    return [Trial(size, min(times)) for size, times in seconds.items()]
+    sizes = grouped(tried, lambda trial: trial.megabytes).values()
+    return [min(trials, key=lambda trial: trial.seconds) for trials in sizes]
 
 
 class Clock:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gradtide.core.grouped import grouped
 from gradtide.lab import tables
 from gradtide.lab.chart import COLOURS, panels
 from gradtide.lab.job import Tell
@@ -25,14 +26,9 @@ LINKS = {"inter": "between hosts", "intra": "within a host"}
 @contextmanager
 def shown(seconds: float) -> Iterator[Tell]:
     """A line on standard error, while there is a terminal; gone at the end."""
-    spinner = Progress(
-        SpinnerColumn(),
-        TimeElapsedColumn(),
-        TextColumn(f"of about {seconds:g} s  {{task.description}}"),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with spinner:
+    words = TextColumn(f"of about {seconds:g} s  {{task.description}}")
+    parts, console = (SpinnerColumn(), TimeElapsedColumn(), words), Console(stderr=True)
+    with Progress(*parts, console=console, transient=True) as spinner:
         task = spinner.add_task("starting")
         yield lambda words: spinner.update(task, description=words)
 
@@ -109,14 +105,9 @@ def draw(found: Found, path: Path) -> None:
         colours = dict(zip(requests, COLOURS, strict=False))
         for row in rows:
             for point in (*row.points, *row.dropped):
-                axes.plot(
-                    point.nbytes,
-                    point.seconds * 1e3,
-                    marker="o",
-                    markersize=4,
-                    color=colours.get(point.name, "0.5"),
-                    fillstyle="none" if point in row.dropped else "full",
-                )
+                style = {"color": colours.get(point.name, "0.5"), "marker": "o"}
+                style["fillstyle"] = "none" if point in row.dropped else "full"
+                axes.plot(point.nbytes, point.seconds * 1e3, markersize=4, **style)
             for request, points in _requests(row).items():
                 line = sorted(
                     {(p.nbytes, 1e3 * row.fit(p.carried, p.starts)) for p in points}
@@ -129,10 +120,7 @@ def draw(found: Found, path: Path) -> None:
 
 def _requests(row: Row) -> dict[str, list[Point]]:
     """The points of each kind of request."""
-    found: dict[str, list[Point]] = {}
-    for point in row.points:
-        found.setdefault(point.name, []).append(point)
-    return found
+    return grouped(row.points, lambda point: point.name)
 
 
 def _cells(row: Row, points: Sequence[Point]) -> list[str]:

@@ -70,11 +70,8 @@ class Gradients:
         size = n + 16 * SHIFTS
         layers = torch.randn(-(-size // LAYER), generator=self.rng, device=device)
         self.pool = torch.randn(size, generator=self.rng, device=device)
-        for scale, part in zip(
-            layers.mul(SPREAD).exp().tolist(),
-            torch.split(self.pool, LAYER),
-            strict=True,
-        ):
+        scales = layers.mul(SPREAD).exp().tolist()
+        for scale, part in zip(scales, torch.split(self.pool, LAYER), strict=True):
             part.mul_(scale)
 
     def draw(self) -> Tensor:

@@ -38,19 +38,13 @@ def table(results: Sequence[Result], dense: Sequence[DenseTime]) -> Group:
     """The rows of one size, in blocks of one density."""
     n = results[0].n
     headings = ("ms", "CPU ms", "x copy", "x topk", "realised", "break-even")
-    grid = tables.grid(
-        *map(tables.name, ("density", "selector")),
-        *map(tables.number, headings),
-        padding=(0, 1, 0, 0),
-    )
+    names = map(tables.name, ("density", "selector"))
+    grid = tables.grid(*names, *map(tables.number, headings), padding=(0, 1, 0, 0))
     for density in dict.fromkeys(row.density for row in results):
         block = {row.name: row for row in results if row.density == density}
-        for row in block.values():
-            grid.add_row(
-                f"{density:g}" if row is next(iter(block.values())) else "",
-                row.name,
-                *_cells(row, block[COPY].seconds, block[TOPK].seconds),
-            )
+        for i, row in enumerate(block.values()):
+            cells = _cells(row, block[COPY].seconds, block[TOPK].seconds)
+            grid.add_row("" if i else f"{density:g}", row.name, *cells)
         grid.add_section()
     wire = ", ".join(
         f"{milliseconds(each.seconds)} ms at {format_rate(each.rate_bits_per_s)}"
@@ -63,13 +57,9 @@ def table(results: Sequence[Result], dense: Sequence[DenseTime]) -> Group:
 def show(record: Record) -> Group:
     """All tables, one size below the other."""
     sizes = dict.fromkeys(row.n for row in record.results)
-    return Group(
-        Text(preface(record.device, record.threads, record.ranks)),
-        *(
-            table([row for row in record.results if row.n == n], record.dense)
-            for n in sizes
-        ),
-    )
+    blocks = [[row for row in record.results if row.n == n] for n in sizes]
+    head = Text(preface(record.device, record.threads, record.ranks))
+    return Group(head, *(table(rows, record.dense) for rows in blocks))
 
 
 def write(out: Path, record: Record) -> None:
@@ -109,15 +99,11 @@ def _lines(axes: Any, record: Record, density: float) -> None:
     for place, name in enumerate(dict.fromkeys(row.name for row in record.results)):
         rows = [r for r in record.results if (r.name, r.density) == (name, density)]
         yardstick = name in (TOPK, COPY)
-        axes.plot(
-            [row.n for row in rows],
-            [row.seconds * 1e3 for row in rows],
-            label=name,
-            color="black" if yardstick else COLOURS[place % len(COLOURS)],
-            linestyle={TOPK: "--", COPY: ":"}.get(name, "-"),
-            marker=None if yardstick else _MARKERS[place % len(_MARKERS)],
-            markersize=4,
-        )
+        sizes, times = [row.n for row in rows], [row.seconds * 1e3 for row in rows]
+        style = {"linestyle": {TOPK: "--", COPY: ":"}.get(name, "-"), "label": name}
+        style["color"] = "black" if yardstick else COLOURS[place % len(COLOURS)]
+        marker = None if yardstick else _MARKERS[place % len(_MARKERS)]
+        axes.plot(sizes, times, marker=marker, markersize=4, **style)
 
 
 def _wire(axes: Any, record: Record) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from statistics import median
 
 import numpy as np
 import torch
 
 from gradtide.collectives._entries import length
+from gradtide.core.fields import refuse
 from gradtide.lab.record import origin
-from gradtide.profile.device import THREADS, check_device
+from gradtide.profile.device import check_device, check_threads
 from gradtide.profile.selection.measure import (
     COPY,
     TOPK,
@@ -107,17 +109,15 @@ def dense_times(
     sizes: Sequence[int], rates: Sequence[float], ranks: int
 ) -> list[DenseTime]:
     """The dense exchange of every size at every rate."""
-    return [
-        DenseTime(n, rate, dense_seconds(n, ranks, rate))
-        for n in sizes
-        for rate in rates
-    ]
+    pairs = product(sizes, rates)
+    return [DenseTime(n, rate, dense_seconds(n, ranks, rate)) for n, rate in pairs]
 
 
 def row(name: str, n: int, density: float, ranks: int, timing: Timing) -> Result:
     """What was measured at one size and density, with the break-even rate."""
     low, middle, high = map(float, np.percentile(timing.seconds, [25, 50, 75]))
     selects = name not in (TOPK, COPY)
+    rate = break_even(n, timing.count, ranks, middle) if selects else None
     return Result(
         name=name,
         n=n,
@@ -128,9 +128,7 @@ def row(name: str, n: int, density: float, ranks: int, timing: Timing) -> Result
         seconds_p75=high,
         cpu_seconds=median(timing.cpu_seconds),
         realised_density=timing.count / n if selects else None,
-        break_even_bits_per_s=(
-            break_even(n, timing.count, ranks, middle) if selects else None
-        ),
+        break_even_bits_per_s=rate,
     )
 
 
@@ -150,21 +148,17 @@ class Plan:
     effort: Effort = field(default_factory=Effort)
 
     def __post_init__(self) -> None:
-        if not self.sizes or not 1 <= min(self.sizes) <= max(self.sizes) <= 1e15:
-            raise ValueError(
-                "sizes are numbers of elements, 1 or more each, up to 1e15"
-            )
-        if (
-            not self.densities
-            or not 0 < min(self.densities) <= max(self.densities) <= 1
-        ):
-            raise ValueError("densities are shares of the elements: above 0, at most 1")
-        if self.ranks < 2:
-            raise ValueError(f"{self.ranks} ranks exchange nothing: choose 2 or more")
-        if not 1 <= self.threads <= THREADS:
-            raise ValueError(
-                f"{self.threads} threads: at least 1 is needed, at most {THREADS}"
-            )
+        wrong = {
+            "sizes are numbers of elements, 1 or more each, up to 1e15": (
+                not self.sizes or not all(1 <= n <= 1e15 for n in self.sizes)
+            ),
+            "densities are shares of the elements: above 0, at most 1": (
+                not self.densities or not all(0 < d <= 1 for d in self.densities)
+            ),
+            f"{self.ranks} ranks exchange nothing: choose 2 or more": self.ranks < 2,
+        }
+        refuse(wrong)
+        check_threads(self.threads)
         check_device(self.device)
         _check_memory(max(self.sizes), self.device)
 
@@ -181,12 +175,10 @@ def run(plan: Plan, argv: Sequence[str], progress: Progress) -> Record:
             results += found
     finally:
         torch.set_num_threads(before)
-    kind = torch.device(plan.device)
+    kind, device = torch.device(plan.device), plan.device
     return Record(
         **origin(argv, "numba", "triton"),
-        device=(
-            torch.cuda.get_device_name(kind) if kind.type == "cuda" else plan.device
-        ),
+        device=torch.cuda.get_device_name(kind) if kind.type == "cuda" else device,
         threads=plan.threads,
         ranks=plan.ranks,
         dense=dense_times(plan.sizes, plan.rates, plan.ranks),

@@ -32,13 +32,8 @@ def table(trace: StepTrace, rows: int = 20) -> Table:
     )
     for i in shown:
         unit = trace.units[i]
-        grid.add_row(
-            str(i),
-            str(read[i]),
-            unit.name,
-            f"{unit.numel:,}",
-            *map(milliseconds, times[i]),
-        )
+        cells = str(i), str(read[i]), unit.name, f"{unit.numel:,}"
+        grid.add_row(*cells, *map(milliseconds, times[i]))
     if len(trace.units) > rows:
         grid.caption = f"the {rows} that take longest, of {len(trace.units)}"
     return grid

@@ -27,7 +27,7 @@ from gradtide.lab.job import from_everybody, gathered, joined, on_every_rank
 from gradtide.planner.medians import across
 from gradtide.planner.trace import Factors, StepTrace
 from gradtide.planner.watch import Watch
-from gradtide.profile.device import THREADS
+from gradtide.profile.device import check_threads
 from gradtide.profile.trace.subject import Subject, Wanted, build, check
 
 MOST = 5  # timed steps for factors
@@ -46,10 +46,8 @@ class Effort:
             raise ValueError(
                 f"{self.steps} steps after {self.warmup}: time 1 or more after 0"
             )
-        if self.threads is not None and not 1 <= self.threads <= THREADS:
-            raise ValueError(
-                f"{self.threads} threads: at least 1 is needed, at most {THREADS}"
-            )
+        if self.threads is not None:
+            check_threads(self.threads)
 
 
 def trace(subject: Subject, effort: Effort) -> StepTrace:

@@ -44,8 +44,8 @@ class Wanted:
 def check(wanted: Wanted, size: int) -> None:
     """Raise ValueError for what is known to be wrong before `size` ranks build it."""
     if _in_lab(wanted):
-        own = wanted.step_ms, wanted.times, wanted.batch_size
-        workloads.check(wanted.what, size, *own)
+        how = wanted.step_ms, wanted.times, wanted.batch_size
+        workloads.check(wanted.what, size, *how)
         return
     path = list(sys.path)
     try:
@@ -61,14 +61,8 @@ def _in_lab(wanted: Wanted) -> bool:
 def build(wanted: Wanted, rank: int = 0, size: int = 1) -> Subject:
     """The subject as this rank sees it; ValueError says what a factory has to be."""
     if _in_lab(wanted):
-        made = workloads.build(
-            wanted.what,
-            rank=rank,
-            size=size,
-            step_ms=wanted.step_ms,
-            trace=wanted.times,
-            batch_size=wanted.batch_size,
-        )
+        how = wanted.step_ms, wanted.times, wanted.batch_size
+        made = workloads.build(wanted.what, rank, size, 0, *how)
         return Subject(
             made.name,
             made.model,
