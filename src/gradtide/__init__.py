@@ -23,7 +23,14 @@ from gradtide.collectives import (
 )
 from gradtide.core.outer import OuterSGD
 from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
-from gradtide.fusion import Bayesian, BinarySearch, BySize, Cuts, MgWfbp, PerTensor
+from gradtide.fusion import (
+    Bayesian,
+    BinarySearch,
+    BySize,
+    Cuts,
+    MgWfbp,
+    PerTensor,
+)
 from gradtide.kfac import KFAC
 from gradtide.parallel import DistributedDataParallel, install
 from gradtide.replica import Replica, replicate

@@ -40,7 +40,8 @@ Schemes = Annotated[
     str, Option(help="Which, with commas between: `gradtide schemes` lists them.")
 ]
 LinkRate = Annotated[
-    str | None, Option(help="Of each host's link, such as 100mbit. Not under torchrun.")
+    str | None,
+    Option(help="Of each host's link, such as 100mbit. Not under torchrun."),
 ]
 Seed = Annotated[int, Option(help="Of models, data and replays.")]
 
@@ -64,7 +65,8 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, Option("--version", help="Print it.", callback=_version, is_eager=True)
+        bool,
+        Option("--version", help="Print it.", callback=_version, is_eager=True),
     ] = False,
 ) -> None: ...
 
@@ -199,7 +201,8 @@ def plan(
         Option(help="To rank beside the dense ones. Without: sparse recipes."),
     ] = None,
     margin: Annotated[
-        float, Option(help="Share of more steps that a lossy scheme has to be worth.")
+        float,
+        Option(help="Share of more steps that a lossy scheme has to be worth."),
     ] = 0.25,
     json: Annotated[
         Path | None, Option(help="Write the plan for programs, too.")

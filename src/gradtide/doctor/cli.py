@@ -22,7 +22,8 @@ MOST = 3600.0  # seconds
 
 def doctor(
     model: Annotated[
-        str | None, Option(help="For advice: params=25M,step=300ms (computing alone).")
+        str | None,
+        Option(help="For advice: params=25M,step=300ms (computing alone)."),
     ] = None,
     trace: Annotated[
         str | None,

@@ -26,7 +26,10 @@ from gradtide.lab.workloads.workload import Timing
 
 
 def limit_seconds(
-    compute: Timing, wire: tuple[float, float], rate: float | None, schedule: Schedule
+    compute: Timing,
+    wire: tuple[float, float],
+    rate: float | None,
+    schedule: Schedule,
 ) -> float | None:
     """The shortest step, see [Note: Limits]; None where `rate` (bits/s) is None.
 

@@ -46,7 +46,8 @@ def selection(
     ] = 15,
     device: options.Device = "cpu",
     quick: Annotated[
-        bool, Option("--quick", help="Up to 1e6 elements, 3 repeats: a first look.")
+        bool,
+        Option("--quick", help="Up to 1e6 elements, 3 repeats: a first look."),
     ] = False,
     out: Annotated[
         Path | None, Option(help="Folder for record, table and chart.")
@@ -93,7 +94,8 @@ def trace(
     steps: Annotated[int, Option(help="Timed steps.")] = 10,
     warmup: options.Warmup = 3,
     ranks: Annotated[
-        int, Option(help="Copies at once: what ranks that share this machine see.")
+        int,
+        Option(help="Copies at once: what ranks that share this machine see."),
     ] = 1,
     threads: Annotated[
         int | None, Option(help="That torch may use. Default: its own choice.")

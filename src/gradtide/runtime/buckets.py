@@ -67,7 +67,11 @@ class GradientBucket(Bucket):
     keeps = True
 
     def __init__(
-        self, slots: list[Slot], flat: Tensor, collective: Collective, fragment: int = 0
+        self,
+        slots: list[Slot],
+        flat: Tensor,
+        collective: Collective,
+        fragment: int = 0,
     ) -> None:
         super().__init__("", len(slots))
         self.slots, self.collective, self.fragment = slots, collective, fragment

@@ -15,7 +15,9 @@ from gradtide.runtime.deferred_grads import Scales
 
 
 def measure(
-    buckets: Sequence[GradientBucket], flights: Sequence[InFlight | None], group: Group
+    buckets: Sequence[GradientBucket],
+    flights: Sequence[InFlight | None],
+    group: Group,
 ) -> list[float]:
     """What this rank owns of the means (on the queue, where they are at their cut).
 

@@ -27,7 +27,8 @@ def simulate(
         str, Option(help="Numbers of ranks, with commas between.")
     ] = "4,8,16,32,64",
     rates: Annotated[
-        str | None, Option(help="Rates of hosts' links to try; else the network's own.")
+        str | None,
+        Option(help="Rates of hosts' links to try; else the network's own."),
     ] = None,
     ranks_per_host: Annotated[
         int | None, Option(help="Ranks on each host, if not as in the profile.")
@@ -57,10 +58,13 @@ def simulate(
         tried = [parse_rate(rate) for rate in rates.split(",")] if rates else []
         if None in tried:
             raise ValueError("--rates none: a link without a limit cannot be simulated")
-        step = grid.read_trace(trace, step_ms)
-        asked = {name: parse(name) for name in split_schemes(schemes)}
-        limited = [rate for rate in tried if rate is not None]
-        found = grid.run(step, there, asked, _numbers(ranks), limited)
+        found = grid.run(
+            grid.read_trace(trace, step_ms),
+            there,
+            {name: parse(name) for name in split_schemes(schemes)},
+            _numbers(ranks),
+            [rate for rate in tried if rate is not None],
+        )
     console = Console()
     report.show(found, console)
     for path in report.write(found, out, sys.argv):
