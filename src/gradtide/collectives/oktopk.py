@@ -156,8 +156,11 @@ def _split(
     messages = [
         _entries.pack(row, span, codec) for row, span in zip(rows, spans, strict=True)
     ]
-    what = messages, numbers, spans[group.rank], codec, values.dtype
-    return (yield from _entries.exchange(*what, group))
+    return (
+        yield from _entries.exchange(
+            messages, numbers, spans[group.rank], codec, values.dtype, group
+        )
+    )
 
 
 def _spans(bounds: list[int]) -> list[int]:
@@ -175,8 +178,9 @@ def _spread(
     """Everybody's winners, in rank order, relative to their regions."""
     spans, dtype = _spans(bounds), part.dtype
     message = _entries.pack((where, part), spans[group.rank], codec)
-    pairs = zip(numbers, spans, strict=True)
-    lengths = [_entries.length(*pair, codec) for pair in pairs]
+    lengths = [
+        _entries.length(*each, codec) for each in zip(numbers, spans, strict=True)
+    ]
     stream = yield from _gather_even(message, lengths, group)
     return _entries.unpack_all(stream, numbers, spans, codec, dtype)
 

@@ -105,8 +105,14 @@ def _store(place: Place, seconds: float) -> Store:
     if not own:
         _knock(place, address, here, seconds)
     try:
-        where = place.address, place.port, place.size, own
-        return TCPStore(*where, timedelta(seconds=seconds), wait_for_workers=False)
+        return TCPStore(
+            place.address,
+            place.port,
+            place.size,
+            own,
+            timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
     except RuntimeError as error:
         told = str(error).splitlines()[0]
         if own:
