@@ -101,7 +101,7 @@ def main() -> None:
     }
     for every, factor in product(args.every.split(","), args.factors.split(",")):
         name = f"hivemind, every {every}, {factor}x"
-        RIVALS[name] = peers(dht, int(every), name)
+        RIVALS[name] = peers(dht, int(every), f"run{len(record['runs'])}")
         curve = train(args.workload, name, float(factor), 0, args.steps, args.steps)
         record["runs"].append({"name": name, "curve": curve})
         if dist.get_rank() == 0:
