@@ -7,8 +7,7 @@
 
 Each peer steps by itself; when all of them together have seen enough samples, they find
 each other over libp2p and average parameters and what optimizers remember (hivemind's
-`use_local_updates`). Training is that of `league.py`, in real time over the links, at
-several shares of the workload's learning rate and lengths of a round.
+`use_local_updates`). Training is that of `league.py`, in real time over the links.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import argparse
 import json
 import os
 import socket
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +55,15 @@ def meet() -> Any:
     return dht
 
 
-def peers(dht: Any, every: int, run: str) -> Make:
-    """Peers that average after every so many steps of each, with those of their run."""
+def peers(dht: Any, every: int) -> Make:
+    """Peers that average after every so many steps of each."""
 
     def make(
         model: nn.Module, optimizer: Optimizer, steps: int, max_norm: float
     ) -> Entrant:
         outer = hivemind.Optimizer(
             dht=dht,
-            run_id=run,
+            run_id="league",
             batch_size_per_step=1,
             target_batch_size=dist.get_world_size() * every,
             optimizer=optimizer,
@@ -82,31 +80,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", default="gpt-small")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--every", default="50,25", help="steps of a round")
-    parser.add_argument("--factors", default="0.5,0.25,1", help="of the learning rate")
+    parser.add_argument("--every", type=int, default=50, help="steps of a round")
+    parser.add_argument("--factor", type=float, default=0.5, help="of the rate")
     parser.add_argument("--rate", required=True, help="as the lab was told")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    dht = meet()
-    record: dict[str, Any] = {
-        "command": f"gradtide lab run --hosts {dist.get_world_size()} --rate "
-        f"{args.rate} -- python benchmarks/hivemind_peers.py --rate {args.rate} "
-        f"--every {args.every} --factors {args.factors}",
-        "versions": versions() | {"hivemind": hivemind.__version__},
-        "machine": machine(),
-        "workload": args.workload,
-        "runs": [],
-    }
-    for every, factor in product(args.every.split(","), args.factors.split(",")):
-        name = f"hivemind, every {every}, {factor}x"
-        RIVALS[name] = peers(dht, int(every), f"run{len(record['runs'])}")
-        curve = train(args.workload, name, float(factor), 0, args.steps, args.steps)
-        record["runs"].append({"name": name, "curve": curve})
-        if dist.get_rank() == 0:
-            print(name, curve, flush=True)
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    dht, name = meet(), f"hivemind, every {args.every}"
+    RIVALS[name] = peers(dht, args.every)
+    curve = train(args.workload, name, args.factor, 0, args.steps, args.steps)
+    if dist.get_rank() == 0:
+        record: dict[str, Any] = {
+            "command": f"gradtide lab run --hosts {dist.get_world_size()} --rate "
+            f"{args.rate} -- python benchmarks/hivemind_peers.py --rate {args.rate} "
+            f"--every {args.every} --factor {args.factor:g}",
+            "versions": versions() | {"hivemind": hivemind.__version__},
+            "machine": machine(),
+            "workload": args.workload,
+            "name": name,
+            "factor": args.factor,
+            "curve": curve,
+        }
+        print(curve)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
     dist.barrier()
     dht.shutdown()
     dist.destroy_process_group()
