@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from gradtide.core.fields import refuse
-
 INTERFACE = "eth0"  # the link's name inside every host
 PORT = 29500  # free by construction in a namespace that was just made
 
@@ -32,24 +30,22 @@ class Cluster:
     local_rate: float | None = None
 
     def __post_init__(self) -> None:
-        hosts, local, mtu = self.hosts, self.ranks_per_host, self.mtu
-        rates = [rate for rate in (self.rate, self.local_rate) if rate is not None]
-        wrong = {
-            f"{hosts} hosts: choose 1 to 250": not 1 <= hosts <= 250,
-            f"{local} ranks per host: choose 1 to 250": not 1 <= local <= 250,
-            f"an MTU of {mtu}: choose 1280 to 65000 bytes": not 1280 <= mtu <= 65000,
-            **{
-                f"a rate of {rate:g} bits/s: choose 100kbit to 100gbit, or none": (
-                    not 1e5 <= rate <= 1e11
+        if not 1 <= self.hosts <= 250:
+            raise ValueError(f"{self.hosts} hosts: choose 1 to 250")
+        if not 1 <= self.ranks_per_host <= 250:
+            raise ValueError(f"{self.ranks_per_host} ranks per host: choose 1 to 250")
+        if not 1280 <= self.mtu <= 65000:
+            raise ValueError(f"an MTU of {self.mtu}: choose 1280 to 65000 bytes")
+        for rate in (self.rate, self.local_rate):
+            if rate is not None and not 1e5 <= rate <= 1e11:
+                raise ValueError(
+                    f"a rate of {rate:g} bits/s: choose 100kbit to 100gbit, or none"
                 )
-                for rate in rates
-            },
-            "a local rate without a rate: links inside hosts are shaped where those "
-            "between them are; give both": (
-                self.local_rate is not None and self.rate is None
-            ),
-        }
-        refuse(wrong)
+        if self.local_rate is not None and self.rate is None:
+            raise ValueError(
+                "a local rate without a rate: links inside hosts are shaped where "
+                "those between them are; give both"
+            )
 
     @property
     def size(self) -> int:
