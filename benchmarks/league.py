@@ -175,7 +175,7 @@ class League:
     def run(self, kind: str, **key: Any) -> None:
         """Train once, unless the record has it."""
         rows = self.record[kind]
-        if any(all(row.get(k) == v for k, v in key.items()) for row in rows):
+        if any(all(row[k] == v for k, v in key.items()) for row in rows):
             return
         args = self.args
         curve = train(

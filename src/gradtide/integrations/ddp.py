@@ -159,9 +159,12 @@ def comm_hook(
             "'local'": ("does not see the optimizer and its steps", local),
             "'dear'": ("ends with backward, not in the next forward", deferred),
         }
-        remedy = "use gradtide.replicate, or a scheme without"
-        rows = reasons.items()
-        refuse({f"a communication hook {w}: {remedy} {n}": t for n, (w, t) in rows})
+        wrong = {
+            f"a communication hook {why}: use gradtide.replicate, or a scheme "
+            f"without {name}": true
+            for name, (why, true) in reasons.items()
+        }
+        refuse(wrong)
         return chosen, {"scheme": repr(chosen)}
 
     try:

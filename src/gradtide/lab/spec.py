@@ -121,9 +121,10 @@ def split_schemes(text: str) -> tuple[str, ...]:
 def check_place(spec: Place) -> dict[str, Scheme | None]:
     """The schemes, None for baselines; `ValueError` for what cannot take part."""
     names = spec.schemes
-    twice = "".join([n for i, n in enumerate(names) if n in names[:i]][:1])
+    twice = [n for i, n in enumerate(names) if n in names[:i]]
+    if twice:
+        raise ValueError(f"--schemes names {twice[0]} twice: once is enough")
     wrong = {
-        f"--schemes names {twice} twice: once is enough": bool(twice),
         f"--seed {spec.seed}: give 0 or more": spec.seed < 0,
         "one rank has nobody to average with: use 2 or more": spec.size < 2,
     }

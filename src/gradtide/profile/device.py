@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from gradtide.core.fields import refuse
-
 THREADS = 1024  # of torch, at most: more than any machine has use for
 
 
 def check_threads(threads: int) -> None:
     """Raise ValueError unless torch can have as many."""
-    words = f"{threads} threads: at least 1 is needed, at most {THREADS}"
-    refuse({words: not 1 <= threads <= THREADS})
+    if not 1 <= threads <= THREADS:
+        raise ValueError(f"{threads} threads: at least 1 is needed, at most {THREADS}")
 
 
 def check_device(name: str) -> None:

@@ -152,7 +152,7 @@ def validate_optimizer(
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named, kind = averaged(model), type(optimizer).__name__
     left_out = [name for name, p in named if id(p) not in stepped]
-    joinable = is_joinable(optimizer)
+    joinable, lost = is_joinable(optimizer), next(iter(left_out), None)
     ordinary = schedule.update == "step" and schedule.launch != "step"
     wrong = {
         f"{kind} divides parameters among ranks, and these are sharded already: use a "
@@ -165,9 +165,9 @@ def validate_optimizer(
         "nor be a rank's own: use a schedule that updates at step(), such as 'wfbp'": (
             joinable and not ordinary
         ),
-        f"{''.join(left_out[:1])} requires a gradient but is not in the optimizer, so "
+        f"{lost} requires a gradient but is not in the optimizer, so "
         "a deferred update, or an exchange of steps, would lose it: add it to a "
-        "group, freeze it, or use 'wfbp'": bool(left_out) and not ordinary,
+        "group, freeze it, or use 'wfbp'": lost is not None and not ordinary,
     }
     refuse(wrong)
     if schedule.launch == "step":

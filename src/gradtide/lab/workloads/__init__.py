@@ -66,4 +66,4 @@ def check(
     if name in REPLAYED and batch_size is None:
         replay.timings(name, step_ms, trace)
         return
-    build(name, 0, size, 0, step_ms, trace, batch_size)
+    build(name, rank=0, size=size, step_ms=step_ms, trace=trace, batch_size=batch_size)
