@@ -101,11 +101,13 @@ def quietly(scheme: str, *args: Any, **options: Any) -> Loop:
         return Loop(scheme, *args, **options).run()
 
 
-def alike(loop: Loop) -> None:
+def alike(loop: Loop, within: float = 0.0) -> None:
     """All ranks have the same parameters, and sent the same things."""
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, ([p.tolist() for p in loop.params()], loop.requests))
-    assert all(other == told[0] for other in told)
+    dist.all_gather_object(told, (loop.params(), loop.requests))
+    for params, requests in told:
+        torch.testing.assert_close(params, told[0][0], rtol=0.0, atol=within)
+        assert requests == told[0][1]
 
 
 # - The product of habits --------------------------------------------------------------
@@ -236,7 +238,9 @@ def _alone() -> None:
                 return found, norm
 
             eager, lazy = quietly(WFBP, between), quietly(DEAR, between)
-            alike(lazy)
+            # Who has edited clips by the norm of what it has, the others by another.
+            rounded = touch is edited and place == "before" and clip is not None
+            alike(lazy, 1e-6 if rounded else 0.0)
             for mine, other in zip(eager.params(), lazy.params(), strict=True):
                 torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
             for mine, other in zip(eager.found, lazy.found, strict=True):

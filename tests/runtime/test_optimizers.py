@@ -392,6 +392,8 @@ NOT_LOCAL = {
     "SOAP": "neither as long",
     "Shampoo": "neither as long",
 }
+# Found to be so on some processors only: it takes roots of matrices of low rank.
+ROUNDED = {"Shampoo"}
 CASES = OWN | LIBRARIES
 # Others step in the same manner: these are left to `pytest --whole`.
 ALIKE = {
@@ -487,12 +489,13 @@ def test_every_optimizer_is_right_or_refused(
         assert wfbp == near, name
         for scheme, words in ((DEAR, NOT_DEFERRED), (LOCAL, NOT_LOCAL)):
             outcome = of_one[scheme]
-            if name in words:
-                assert isinstance(outcome, str), (name, scheme)
+            refused = isinstance(outcome, str)
+            if name in words and (refused or name not in ROUNDED):
+                assert refused, (name, scheme)
                 assert words[name] in outcome, (name, outcome)
                 assert "'wfbp'" in outcome
                 continue
-            assert not isinstance(outcome, str), (name, outcome)
+            assert not refused, (name, outcome)
             if scheme == DEAR:
                 assert outcome[0] == wfbp, name
             elif name != "Prodigy":  # begins with the smallest of steps
