@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -105,15 +108,34 @@ def _sibling(
 ) -> dist.ProcessGroup:
     """A new group of some ranks, with the parent's timeout."""
     device = torch.device("cpu" if "gloo" in _backends(parent) else "cuda")
-    group = dist.new_group(
-        ranks,
-        backend=backend,
-        timeout=parent._get_backend(device).options._timeout,
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-        group_desc=f"gradtide {backend}",
-    )
+    with _patient_threads():
+        group = dist.new_group(
+            ranks,
+            backend=backend,
+            timeout=parent._get_backend(device).options._timeout,
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            group_desc=f"gradtide {backend}",
+        )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+@contextmanager
+def _patient_threads() -> Iterator[None]:
+    """Threads that are started inside interrupt no other thread when they wake up.
+
+    Gloo's polling thread does not wait for the lock of a connection, but polls again.
+    If it has interrupted who holds the lock, it does so for the rest of its time slice.
+    """
+    patient = hasattr(os, "SCHED_BATCH") and not os.sched_getscheduler(0)
+    with suppress(OSError):  # where it is not allowed
+        if patient:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        if patient:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _backends(parent: dist.ProcessGroup) -> str:
