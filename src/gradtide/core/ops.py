@@ -144,8 +144,9 @@ def name_of(op: Op) -> str:
 
 def is_inside(op: Op | tuple[Op, ...]) -> bool:
     """Whether nothing of a request, or of any of some, crosses a host's link."""
-    several = op if isinstance(op, tuple) else (op,)
-    return all(isinstance(one, Among) and one.inside for one in several)
+    if isinstance(op, tuple):
+        return all(map(is_inside, op))
+    return isinstance(op, Among) and op.inside
 
 
 def subgroup(op: Among, group: Group) -> Group:

@@ -23,6 +23,7 @@ from gradtide.transport.rotation import Rotation
 
 # Waits for what was begun, and calls what it is given when all has been posted.
 Finish: TypeAlias = Callable[[Callable[[], None]], None]
+Post: TypeAlias = Callable[..., dist.Work]
 SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which all is sent to everybody
 HOP = 1 << 17  # bytes of a part up to which one hop beats a ring of P - 1
 # At one time, per work item, and per request between two ranks: their product is 2^30.
@@ -252,21 +253,18 @@ class _GlooMessages:
     def __init__(
         self, pg: dist.ProcessGroup, item: WorkItem, ranks: Sequence[int]
     ) -> None:
-        self._pg, self._ranks = pg, ranks
-        self._sent: dict[int, int] = {}  # messages, by peer
-        self._received: dict[int, int] = {}
+        self._ranks = ranks
+        self.send = partial(self._post, pg.send, {})
+        self.receive = partial(self._post, pg.recv, {})
         request = item.number % ITEMS * REQUESTS + item.requests % REQUESTS
         self._first = request * MESSAGES
 
-    def send(self, tensor: Tensor, peer: int) -> _Message:
-        number = self._sent[peer] = self._sent.get(peer, 0) + 1
+    def _post(
+        self, post: Post, counts: dict[int, int], tensor: Tensor, peer: int
+    ) -> _Message:
+        number = counts[peer] = counts.get(peer, 0) + 1  # of those to it, or from it
         tag = self._first + number % MESSAGES
-        return _Message(self._pg.send, tensor, self._ranks[peer], tag)
-
-    def receive(self, tensor: Tensor, peer: int) -> _Message:
-        number = self._received[peer] = self._received.get(peer, 0) + 1
-        tag = self._first + number % MESSAGES
-        return _Message(self._pg.recv, tensor, self._ranks[peer], tag)
+        return _Message(post, tensor, self._ranks[peer], tag)
 
 
 class _LostError(RuntimeError):
@@ -282,9 +280,7 @@ class _Message:
 
     __slots__ = "_peer", "_work"
 
-    def __init__(
-        self, post: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int
-    ) -> None:
+    def __init__(self, post: Post, tensor: Tensor, peer: int, tag: int) -> None:
         self._peer = peer
         try:
             self._work = post([tensor], peer, tag)

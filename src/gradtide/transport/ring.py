@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
 
 from torch import Tensor
@@ -55,25 +55,26 @@ class Messages(Protocol):
 class Ring:
     """A ring that has begun; `finish` once, in the order of beginning.
 
-    `first` are the segments that this rank sends unasked, `targets` those that arrive
-    in turn; what arrives goes to `arrivals`, and all but the last part travels on.
+    This rank sends the part called `own` unasked, and all that arrive but the last
+    travel on. Each goes to the memory that `place` gives for its segments, in turn.
     """
 
     def __init__(
         self,
+        parts: Sequence[Tensor],
         group: Group,
         messages: Messages,
-        first: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        arrivals: Iterator[Tensor],
-        last: int,
+        own: int,
+        place: Callable[[Sequence[Tensor]], Iterator[Tensor]] = iter,
     ) -> None:
+        rank, size = group
+        cut = segments(parts)
+        first, *hops = (cut(parts[(own - hop) % size]) for hop in range(size))
         self._messages = messages
-        self._before = (group.rank - 1) % group.size
-        self._after = (group.rank + 1) % group.size
-        self._targets = targets
-        self._final = len(targets) - last  # from here on nothing travels on
-        self._arrivals = arrivals
+        self._before, self._after = (rank - 1) % size, (rank + 1) % size
+        self._targets = targets = [*chain.from_iterable(hops)]
+        self._final = len(targets) - len(hops[-1])  # from here on nothing travels on
+        self._arrivals = arrivals = place(targets)
         self._coming = deque(map(self._receive, islice(arrivals, AHEAD)))
         self._sent = [messages.send(segment, self._after) for segment in first]
 
@@ -109,30 +110,22 @@ def reduce_scatter(
     the rank after its owner, so the result does not depend on timing. `scratch` returns
     memory for so many elements, which is the ring's until it is finished.
     """
-    rank, size = group
-    cut = segments(parts)
-    steps = [cut(parts[(rank - 2 - step) % size]) for step in range(size - 1)]
-    targets = [segment for step in steps for segment in step]
-    longest = max((own.numel() for own in targets), default=0)
-    turns = min(AHEAD, len(targets))
-    slots = scratch(turns * longest)
-    # A slot is posted again only after it has been added: AHEAD are out at most.
-    arrivals = (
-        slots.narrow(0, i % AHEAD * longest, own.numel())
-        for i, own in enumerate(targets)
-    )
-    first = cut(parts[(rank - 1) % size])
-    return Ring(group, messages, first, targets, arrivals, len(steps[-1]))
+
+    def place(targets: Sequence[Tensor]) -> Iterator[Tensor]:
+        longest = max((own.numel() for own in targets), default=0)
+        slots = scratch(min(AHEAD, len(targets)) * longest)
+        # A slot is posted again only after it has been added: AHEAD are out at most.
+        return (
+            slots.narrow(0, i % AHEAD * longest, own.numel())
+            for i, own in enumerate(targets)
+        )
+
+    return Ring(parts, group, messages, group.rank - 1, place)
 
 
 def all_gather(parts: Sequence[Tensor], group: Group, messages: Messages) -> Ring:
     """Begin to fill everybody's `parts` (1-D, one per rank) from their owners."""
-    rank, size = group
-    cut = segments(parts)
-    steps = [cut(parts[(rank - 1 - step) % size]) for step in range(size - 1)]
-    targets = [segment for step in steps for segment in step]
-    first = cut(parts[rank])
-    return Ring(group, messages, first, targets, iter(targets), len(steps[-1]))
+    return Ring(parts, group, messages, group.rank)
 
 
 def segments(parts: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Tensor]]:
