@@ -34,7 +34,9 @@ def test_a_large_gradient_is_copied_as_it_is(
     # As under create_graph=True: one that is part of a graph, and of odd values.
     values[0, 0] = torch.tensor([[torch.inf, torch.nan], [-0.0, 1e-40]])
     p.grad = values.clone().requires_grad_()
+    version = bucket.payload.flat._version
     bucket.copy_in_one(slot)
+    assert bucket.payload.flat._version > version  # graphs that saved it will notice
     assert p.grad is None
     assert slot.copied
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from gradtide.core.engine import Engine, InFlight
 from gradtide.core.payload import Collective, Payload, traits
@@ -269,6 +270,7 @@ def _overwrite(view: Tensor, values: Tensor) -> None:
     """Copy; by numpy on one thread, as it does not read what it overwrites."""
     if view.is_cpu and view.dtype is torch.float32 and torch.get_num_threads() == 1:
         view.numpy()[...] = values.detach().numpy()
+        increment_version(view)  # for graphs that have saved it
     else:
         view.copy_(values)
 

@@ -54,7 +54,9 @@ def connect(
     ranks = dist.get_process_group_ranks(parent)
     if by_hand is not None:
         ranks = sorted(rank for host in by_hand for rank in host)
-    gloo = GlooTransport(_sibling(parent, ranks, "gloo"))
+    with _patient_threads():
+        group = _sibling(parent, ranks, "gloo")
+    gloo = GlooTransport(group)
     if by_hand is None:
         gloo.hosts = hosts_of(gloo.gather_objects(whereabouts()))
     else:
@@ -108,14 +110,13 @@ def _sibling(
 ) -> dist.ProcessGroup:
     """A new group of some ranks, with the parent's timeout."""
     device = torch.device("cpu" if "gloo" in _backends(parent) else "cuda")
-    with _patient_threads():
-        group = dist.new_group(
-            ranks,
-            backend=backend,
-            timeout=parent._get_backend(device).options._timeout,
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-            group_desc=f"gradtide {backend}",
-        )
+    group = dist.new_group(
+        ranks,
+        backend=backend,
+        timeout=parent._get_backend(device).options._timeout,
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+        group_desc=f"gradtide {backend}",
+    )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -127,10 +128,11 @@ def _patient_threads() -> Iterator[None]:
     Gloo's polling thread does not wait for the lock of a connection, but polls again.
     If it has interrupted who holds the lock, it does so for the rest of its time slice.
     """
-    patient = hasattr(os, "SCHED_BATCH") and not os.sched_getscheduler(0)
-    with suppress(OSError):  # where it is not allowed
-        if patient:
+    patient = False
+    with suppress(AttributeError, OSError):  # other systems; where it is not allowed
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            patient = True
     try:
         yield
     finally:

@@ -55,7 +55,7 @@ class Messages(Protocol):
 class Ring:
     """A ring that has begun; `finish` once, in the order of beginning.
 
-    This rank sends the part called `own` unasked, and all that arrive but the last
+    This rank sends part number `begin` unasked, and all that arrive but the last
     travel on. Each goes to the memory that `place` gives for its segments, in turn.
     """
 
@@ -64,12 +64,12 @@ class Ring:
         parts: Sequence[Tensor],
         group: Group,
         messages: Messages,
-        own: int,
+        begin: int,
         place: Callable[[Sequence[Tensor]], Iterator[Tensor]] = iter,
     ) -> None:
         rank, size = group
         cut = segments(parts)
-        first, *hops = (cut(parts[(own - hop) % size]) for hop in range(size))
+        first, *hops = (cut(parts[(begin - hop) % size]) for hop in range(size))
         self._messages = messages
         self._before, self._after = (rank - 1) % size, (rank + 1) % size
         self._targets = targets = [*chain.from_iterable(hops)]
