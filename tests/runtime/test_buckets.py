@@ -44,3 +44,25 @@ def test_a_large_gradient_is_copied_as_it_is(
     p.grad = torch.ones_like(values)
     bucket.copy_in_one(slot)  # a second gradient is added
     assert torch.equal(bucket.views[0][1:], values[1:] + 1)
+
+
+def test_what_was_handed_out_may_be_given_other_memory() -> None:
+    sizes = LARGE, 3
+    params = [nn.Parameter(torch.zeros(n)) for n in sizes]
+    slots = [Slot(f"p{i}", p, i) for i, p in enumerate(params)]
+    slots[1].begin = LARGE
+    bucket = GradientBucket(slots, torch.zeros(sum(sizes)), Dense())
+    for step in 1.0, 2.0, 3.0:
+        for slot, p in zip(slots, params, strict=True):
+            p.grad, slot.arrived = torch.full_like(p, step), True
+        bucket.copy_in_one(slots[0])
+        bucket.copy_in()
+        bucket.mean = bucket.payload.flat
+        assert bool((bucket.mean == step).all())
+        bucket.expose()
+        for p in params:
+            assert p.grad is not None
+            assert bool((p.grad == step).all())
+            p.grad.data = p.grad.data * 2  # as under DDP, this is the program's own
+        assert bool((bucket.mean == step).all())
+        bucket.rearm()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,9 +23,12 @@ from torch import nn
 Function = Callable[..., Any]
 
 
-@cache
 def leave_out(function: Function) -> None:
-    """Have torch.compile begin no graph at a function, but trace through it in one."""
+    """Have torch.compile begin no graph at a function, but trace through it in one.
+
+    It may begin one at what the function calls, unless that is `untraced`: a call of
+    that takes 1 us longer.
+    """
     from torch._dynamo.eval_frame import skip_code  # optimizers have imported it
 
     skip_code(function.__code__)

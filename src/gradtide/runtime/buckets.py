@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from gradtide.core.engine import Engine, InFlight
 from gradtide.core.payload import Collective, Payload, traits
 from gradtide.core.step import Bucket
-from gradtide.transport.shards import Spread, like, local, spread
+from gradtide.transport.shards import Spread, is_sharded, like, local, spread
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 LARGE = 1 << 16  # elements: from here on a copy takes longer than a call from Python
@@ -31,11 +31,16 @@ class Slot:
     param: nn.Parameter
     position: int  # in the order in which gradients get ready
     begin: int = 0  # of its elements
+    index: int = 0  # in its bucket
+    address: int = 0  # of its memory there
     arrived: bool = False  # its gradient, in this backward
     copied: bool = False  # in already: not left to the bucket's copy_in()
     undefined: bool = False  # what arrived is no gradient: a function returned None
     used: bool = True  # by some rank, in the last exchange
     wanted: bool = False  # its gradient was still there at the deferred step
+
+    def __post_init__(self) -> None:
+        self._sharded = is_sharded(self.param)
 
     @property
     def local(self) -> Tensor:
@@ -46,11 +51,12 @@ class Slot:
     def grad(self) -> Tensor | None:
         """What this rank has of the gradient in `.grad`."""
         grad = self.param.grad
-        return None if grad is None else local(grad)
+        return local(grad) if self._sharded and grad is not None else grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self.param.grad = None if value is None else like(self.param, value)
+        whole = self._sharded and value is not None
+        self.param.grad = like(self.param, value) if whole else value
 
     def of(self, flat: Tensor) -> Tensor:
         """This parameter's part of a flat tensor, in the parameter's memory format."""
@@ -78,7 +84,10 @@ class GradientBucket(Bucket):
         self.slots, self.collective, self.fragment = slots, collective, fragment
         self.spread: Spread = spread(slots[0].param)  # of all of them
         self.views = [slot.of(flat) for slot in slots]
+        for i, (slot, view) in enumerate(zip(slots, self.views, strict=True)):
+            slot.index, slot.address = i, view.data_ptr()
         self.payload = Payload(flat, self.views)
+        self._kind = flat.layout, flat.dtype, flat.device
         self.residual_empty = True
         self.had_residual = False  # when the exchange began
         self.momentum_applied = False  # the exchange computes the optimizer's momentum
@@ -92,36 +101,36 @@ class GradientBucket(Bucket):
 
     # - What is put in -----------------------------------------------------------------
 
-    @torch.no_grad()
     def copy_in_one(self, slot: Slot) -> None:
         """Add a gradient that has just arrived to the flat buffer, and drop `.grad`.
 
         It is in the processor's cache still, and the next one gets the same memory: to
         wait for the bucket to be full costs another pass over memory, and fresh pages.
         """
-        grad, view = slot.grad, slot.of(self.payload.flat)
+        grad = slot.grad
         if grad is None:
             return
-        _check(slot, grad, view)
+        self._check(slot, grad)
         slot.grad = None
-        if grad.data_ptr() != view.data_ptr():
+        view = self._view(slot).detach()
+        if grad.data_ptr() != slot.address:
             fresh = self.residual_empty and not slot.copied
-            (_overwrite if fresh else Tensor.add_)(view, grad)
+            (_overwrite if fresh else Tensor.add_)(view, grad.detach())
         slot.copied = True
 
     def copy_in(self) -> None:
         """`copy_in_one` all that has arrived, many small ones at once."""
         self.had_residual = not self.residual_empty
         views, grads = [], []
-        for i, slot in enumerate(self.slots):
+        for slot in self.slots:
             if slot.copied:
                 continue
-            view, grad = self.views[i], slot.grad
+            grad, view = slot.grad, self._view(slot)
             if slot.arrived and grad is not None:
-                _check(slot, grad, view)
+                self._check(slot, grad)
                 slot.grad = None
                 # A gradient that was accumulated in the buffer itself is there already.
-                if grad.data_ptr() != view.data_ptr():
+                if grad.data_ptr() != slot.address:
                     views.append(view)
                     grads.append(grad)
                 continue
@@ -130,10 +139,36 @@ class GradientBucket(Bucket):
                 # It stays what it is if nobody used it, also for who has kept it. It
                 # may be the very view that was handed out.
                 grad.data = grad.clone()
-                view = self.views[i] = slot.of(self.payload.flat)
+                view = self._view(slot)
             if self.residual_empty:
                 view.zero_()
         self.put(views, grads)
+
+    def _view(self, slot: Slot) -> Tensor:
+        """Its part of the flat buffer.
+
+        What was handed out as a gradient may have been given other memory, by `.data`.
+        """
+        view = self.views[slot.index]
+        if view.data_ptr() != slot.address:
+            view = self.views[slot.index] = slot.of(self.payload.flat)
+        return view
+
+    def _check(self, slot: Slot, grad: Tensor) -> None:
+        """Raise RuntimeError for a gradient that has no place here."""
+        if (grad.layout, grad.dtype, grad.device) == self._kind:
+            return
+        layout, dtype, device = self._kind
+        if grad.layout is not layout:
+            raise RuntimeError(
+                f"the gradient of {slot.name} is {grad.layout}: gradtide averages dense "
+                "gradients; build the embedding with sparse=False"
+            )
+        raise RuntimeError(
+            f"{slot.name} was {dtype} on {device} at replicate() and is {grad.dtype} on "
+            f"{grad.device} now: cast and move the model before replicate(), or call "
+            "sync.remove() on every rank and replicate() again"
+        )
 
     def put(self, views: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Add values to the residual in some views."""
@@ -184,21 +219,22 @@ class GradientBucket(Bucket):
         assert self.mean is not None
         return [slot.of(self.mean) for slot in self.slots]
 
-    def delivered(self) -> list[tuple[Slot, Tensor]]:
-        """The slots with a gradient: those that some rank used now, or earlier.
+    def delivered(self) -> list[Tensor | None]:
+        """The gradients of slots that some rank used now, or earlier; None of others.
 
         The residual of a parameter may arrive when no rank uses it any more.
         """
+        had = self.had_residual
         return [
-            (slot, gradient)
+            gradient if slot.used or (had and bool(gradient.any())) else None
             for slot, gradient in zip(self.slots, self.gradients(), strict=True)
-            if slot.used or (self.had_residual and bool(gradient.any()))
         ]
 
     def expose(self) -> None:
         """Make the delivered mean the `.grad` of its parameters."""
-        for slot, gradient in self.delivered():
-            slot.grad = gradient
+        for slot, gradient in zip(self.slots, self.delivered(), strict=True):
+            if gradient is not None:
+                slot.grad = gradient
 
     # - Buckets that are cut anew ------------------------------------------------------
 
@@ -269,7 +305,7 @@ def lives_in(tensor: Tensor, flat: Tensor) -> bool:
 def _overwrite(view: Tensor, values: Tensor) -> None:
     """Copy; by numpy on one thread, as it does not read what it overwrites."""
     if view.is_cpu and view.dtype is torch.float32 and torch.get_num_threads() == 1:
-        view.numpy()[...] = values.detach().numpy()
+        view.numpy()[...] = values.numpy()
         increment_version(view)  # for graphs that have saved it
     else:
         view.copy_(values)
@@ -284,18 +320,3 @@ def _count(value: Tensor | None) -> int | None:
 
 def _is_like(value: Tensor | None, flat: Tensor) -> bool:
     return value is None or (value.shape, value.dtype) == (flat.shape, flat.dtype)
-
-
-def _check(slot: Slot, grad: Tensor, view: Tensor) -> None:
-    """Raise RuntimeError for a gradient that has no place in its bucket."""
-    if grad.layout is not torch.strided:
-        raise RuntimeError(
-            f"the gradient of {slot.name} is {grad.layout}: gradtide averages dense "
-            "gradients; build the embedding with sparse=False"
-        )
-    if grad.dtype is not view.dtype or grad.device != view.device:
-        raise RuntimeError(
-            f"{slot.name} was {view.dtype} on {view.device} at replicate() and is "
-            f"{grad.dtype} on {grad.device} now: cast and move the model before "
-            "replicate(), or call sync.remove() on every rank and replicate() again"
-        )

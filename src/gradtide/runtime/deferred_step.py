@@ -5,7 +5,7 @@ Knows optimizers; nothing of buckets, modules, or of when anything happens.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -58,10 +58,10 @@ class DeferredStep:
         }
         view._optimizer_step_pre_hooks = OrderedDict()
         view._optimizer_step_post_hooks = OrderedDict()
-        own: dict[int, list[Tensor]] = {}
+        own = defaultdict[int | None, list[Tensor]](list)
         for p in params:
-            if id(p) in self._group_of:
-                own.setdefault(self._group_of[id(p)], []).append(p)
+            own[self._group_of.get(id(p))].append(p)
+        own.pop(None, None)
         view.param_groups = [
             {**group, **({} if momentum else without(group)), "params": members}
             for group, members in ((self._groups[i], own[i]) for i in sorted(own))

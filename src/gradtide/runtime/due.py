@@ -32,6 +32,7 @@ _TOLD = (
 )
 _SET = "grad", "requires_grad"
 _grad: Any = vars(torch._C.TensorBase)["grad"]
+get_grad, set_grad = _grad.__get__, _grad.__set__  # of due ones, where that is off
 _CALLED = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"),
     *("stride", "is_contiguous", "is_floating_point", "is_complex", "is_shared"),
@@ -87,12 +88,12 @@ def _due(plain: Kind, settle: Callable[[nn.Parameter], None]) -> Kind:
         @property
         def grad(self) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
-                return _grad.__get__(self)
+                return get_grad(self)
 
         @grad.setter
         def grad(self, value: Tensor | None) -> None:
             with torch._C.DisableTorchFunctionSubclass():
-                _grad.__set__(self, value)
+                set_grad(self, value)
 
         @grad.deleter
         def grad(self) -> None:

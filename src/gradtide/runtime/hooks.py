@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtide.core.autograd import Hook, before_backward, in_backward
-from gradtide.core.compilation import Compilations, untraced
+from gradtide.core.compilation import Compilations, leave_out, untraced
 from gradtide.core.step import Event, Stage
 from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
@@ -45,8 +45,11 @@ class Hooks:
         self._handles: list[Any] = []
         self._update_handles: list[Any] = []  # of what depends on the schedule
         keep = self._handles.append
+        full = torch.no_grad()(training.step.full)
+        calls = training.begin, full, _take_again, GradientBucket.copy_in_one, settle
+        self._rare = [untraced(call) for call in calls]
         for p in training.placement.places:
-            hook = untraced(self._gradient_hook(p))
+            hook = self._gradient_hook(p)
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         before = Hook(lambda *_: self._before_forward(), needed=self._needed())
         keep(model.register_forward_pre_hook(before))
@@ -100,32 +103,33 @@ class Hooks:
         placement, step, steps = training.placement, training.step, training.steps
         place, due, sharded = placement.places[p], Stage.DUE, is_sharded(p)
         large = local(p).numel() >= LARGE
+        begin, full, again, copy_in, shard = self._rare
 
         def take(_: nn.Parameter) -> None:
             if training.no_sync_active:
                 training.kept.add(place)
                 return
             if sharded:
-                settle(p)
+                shard(p)
             if not step.open:  # the backward did not start at the model's own output
-                training.begin()
+                begin()
             slot, bucket = place.slot, place.bucket
             if steps is not None and steps.on:
                 slot.arrived = True  # and it stays in `.grad`
                 return
             if slot.arrived:
-                _take_again(bucket, slot)
+                again(bucket, slot)
                 return
             slot.arrived = True
             bucket.missing -= 1
             if large and bucket.stage is not due:
-                bucket.copy_in_one(slot)
+                copy_in(bucket, slot)
             if placement.recorded is not None:
                 placement.recorded.append(slot.name)
             if not bucket.missing:
-                with torch.no_grad():
-                    step.full()
+                full()
 
+        leave_out(take)
         take.gradtide = self._owner  # type: ignore[attr-defined]  # how validate() knows its own
         return take
 

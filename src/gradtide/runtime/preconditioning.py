@@ -240,7 +240,7 @@ class Preconditioning:
             read = {
                 slot.param: mean
                 for other in self.needs(bucket)
-                for slot, mean in other.delivered()
+                for slot, mean in zip(other.slots, other.delivered(), strict=True)
                 if slot.wanted
             }.get
         self._precondition(self._groups(bucket), read)

@@ -29,7 +29,7 @@ from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import GradientBucket, Slot
 from gradtide.runtime.deferred_grads import DeferredGrad
 from gradtide.runtime.deferred_step import DeferredStep
-from gradtide.runtime.due import Aliases, Kind, due_kind
+from gradtide.runtime.due import Aliases, Kind, due_kind, get_grad, set_grad
 from gradtide.runtime.owned import scale
 from gradtide.runtime.placement import Placement
 
@@ -94,10 +94,10 @@ class Updates:
 
     def _fill(self, bucket: GradientBucket) -> list[DeferredGrad]:
         """The deferred gradients of a bucket, with their values."""
-        means = dict(bucket.delivered())
+        means = bucket.delivered()
         filled = [self._deferred_grads[slot] for slot in bucket.slots]
-        for deferred in filled:
-            deferred.fill(means.get(deferred.slot))
+        for deferred, mean in zip(filled, means, strict=True):
+            deferred.fill(mean)
         return filled
 
     def withdraw(self) -> None:
@@ -131,10 +131,10 @@ class Updates:
         self.promised = False
         self._step = DeferredStep(optimizer)
         for slot, deferred in self._deferred_grads.items():
-            p = slot.param
-            slot.wanted = p.grad is deferred and not deferred.zeroed
-            if p.grad is deferred:
-                p.grad = None
+            here = slot.param.grad is deferred
+            slot.wanted = here and not deferred.zeroed
+            if here:
+                slot.param.grad = None
 
     def put_back(self) -> None:
         """step() is over: gradients can be read again, or zeroed."""
@@ -143,9 +143,9 @@ class Updates:
             for bucket in self._placement.buckets:
                 due = bucket.stage is Stage.DUE
                 for slot in bucket.slots:
-                    if slot.wanted and slot.param.grad is None:
+                    if slot.wanted and get_grad(slot.param) is None:
                         deferred = self._deferred_grads[slot]
-                        slot.param.grad = deferred if due else deferred.value
+                        set_grad(slot.param, deferred if due else deferred.value)
 
     def expect(self) -> list[GradientBucket]:
         """All is due now: watch the parameters, and the modules that read them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -283,9 +284,9 @@ class SetupGuard:
         groups = self._optimizer.param_groups
         return [
             *map(id, chain.from_iterable(group["params"] for group in groups)),
-            *map(id, chain.from_iterable(table.values() for table in self._tables)),
-            *(p.requires_grad for p in self._frozen),
-            *(p.dtype for p in self._known),
+            *map(id, chain.from_iterable(map(dict.values, self._tables))),
+            *map(attrgetter("requires_grad"), self._frozen),
+            *map(attrgetter("dtype"), self._known),
         ]
 
     def check(self) -> None:
