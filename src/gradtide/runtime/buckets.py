@@ -55,8 +55,9 @@ class Slot:
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        whole = self._sharded and value is not None
-        self.param.grad = like(self.param, value) if whole else value
+        if self._sharded and value is not None:
+            value = like(self.param, value)
+        self.param.grad = value
 
     def of(self, flat: Tensor) -> Tensor:
         """This parameter's part of a flat tensor, in the parameter's memory format."""
@@ -161,13 +162,13 @@ class GradientBucket(Bucket):
         layout, dtype, device = self._kind
         if grad.layout is not layout:
             raise RuntimeError(
-                f"the gradient of {slot.name} is {grad.layout}: gradtide averages dense "
-                "gradients; build the embedding with sparse=False"
+                f"the gradient of {slot.name} is {grad.layout}: gradtide averages "
+                "dense gradients; build the embedding with sparse=False"
             )
         raise RuntimeError(
-            f"{slot.name} was {dtype} on {device} at replicate() and is {grad.dtype} on "
-            f"{grad.device} now: cast and move the model before replicate(), or call "
-            "sync.remove() on every rank and replicate() again"
+            f"{slot.name} was {dtype} on {device} at replicate() and is {grad.dtype} "
+            f"on {grad.device} now: cast and move the model before replicate(), or "
+            "call sync.remove() on every rank and replicate() again"
         )
 
     def put(self, views: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -58,10 +58,10 @@ class DeferredStep:
         }
         view._optimizer_step_pre_hooks = OrderedDict()
         view._optimizer_step_post_hooks = OrderedDict()
-        own = defaultdict[int | None, list[Tensor]](list)
+        own = defaultdict[int, list[Tensor]](list)
         for p in params:
-            own[self._group_of.get(id(p))].append(p)
-        own.pop(None, None)
+            own[self._group_of.get(id(p), -1)].append(p)
+        own.pop(-1, None)  # of no group
         view.param_groups = [
             {**group, **({} if momentum else without(group)), "params": members}
             for group, members in ((self._groups[i], own[i]) for i in sorted(own))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -284,7 +284,7 @@ class SetupGuard:
         groups = self._optimizer.param_groups
         return [
             *map(id, chain.from_iterable(group["params"] for group in groups)),
-            *map(id, chain.from_iterable(map(dict.values, self._tables))),
+            *map(id, chain.from_iterable(map(methodcaller("values"), self._tables))),
             *map(attrgetter("requires_grad"), self._frozen),
             *map(attrgetter("dtype"), self._known),
         ]
