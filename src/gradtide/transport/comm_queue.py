@@ -13,6 +13,7 @@ from gradtide.core.transport import Job
 NOTHING = Job(lambda: None, lambda: None)
 PATIENCE = 3.0  # seconds after which who waits for an item asks what is the matter
 STUCK = 2.0  # seconds to wait for a thread that nothing will wake, perhaps
+_OWN = threading.local()  # the lane whose thread this is
 
 
 @dataclass(eq=False)
@@ -81,6 +82,7 @@ class _Lane:
         return not self.thread.is_alive()
 
     def _run(self) -> None:
+        _OWN.lane = self
         while True:
             self._waiting.get()
             item = self.items.popleft()
@@ -120,16 +122,14 @@ class CommQueue:
         return self._lane.current
 
     @property
-    def turn(self) -> tuple[str, int]:
+    def turn(self) -> tuple[object, int]:
         """What two items that work or begin at the same time never have in common."""
         lane = self._lane
-        return lane.thread.name, lane.current.number % 2
+        return lane, lane.current.number % 2
 
     @property
     def _lane(self) -> _Lane:
-        own = threading.current_thread()
-        others = (lane for lane in (self._before, self._after) if lane.thread is own)
-        return next(others, self._main)
+        return getattr(_OWN, "lane", self._main)
 
     def submit(self, job: Job) -> WorkItem:
         self.submitted += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize
@@ -19,6 +20,7 @@ from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
 from gradtide.transport.hosts import give_up
 from gradtide.transport.inquiry import Inquiry, end
+from gradtide.transport.ring import Wait
 from gradtide.transport.rotation import Rotation
 
 # Waits for what was begun, and calls what it is given when all has been posted.
@@ -43,7 +45,7 @@ class GlooTransport:
         self.progress = Progress()
         self.payload_bytes = 0
         self._pg = pg
-        self._scratches: dict[tuple[tuple[str, int], int], Tensor] = {}
+        self._scratches: dict[tuple[tuple[object, int], int], Tensor] = {}
         self._queue = CommQueue("gradtide")
         self.submit = self._queue.submit
         self._inquiry = Inquiry(pg, self._queue, self.progress)
@@ -55,10 +57,11 @@ class GlooTransport:
         if self.group.size == 1:
             return _alone(op), None, ""
         # Also one that needs no messages here: it may elsewhere (a swap with itself).
-        self._queue.current.requests += 1
-        asked = _Asked(op, self.group, self._pg, self._queue.current)
+        item = self._queue.current
+        item.requests += 1
+        asked = _Asked(op, self.group, self._pg, item)
         # What crosses a link is asked for by one thread, what does not by others, too.
-        if not ops.is_inside(op):
+        if not asked.inside:
             self.payload_bytes += ops.crossing(op, self.group) * self._sends(asked)
         name = ops.name_of(op)
         try:
@@ -254,17 +257,28 @@ class _GlooMessages:
         self, pg: dist.ProcessGroup, item: WorkItem, ranks: Sequence[int]
     ) -> None:
         self._ranks = ranks
-        self.send = partial(self._post, pg.send, {})
-        self.receive = partial(self._post, pg.recv, {})
+        self.send = partial(self._post, pg.send, defaultdict(int))
+        self.receive = partial(self._post, pg.recv, defaultdict(int))
         request = item.number % ITEMS * REQUESTS + item.requests % REQUESTS
         self._first = request * MESSAGES
 
     def _post(
         self, post: Post, counts: dict[int, int], tensor: Tensor, peer: int
-    ) -> _Message:
-        number = counts[peer] = counts.get(peer, 0) + 1  # of those to it, or from it
-        tag = self._first + number % MESSAGES
-        return _Message(post, tensor, self._ranks[peer], tag)
+    ) -> Wait:
+        counts[peer] += 1  # of those to it, or from it
+        tag = self._first + counts[peer] % MESSAGES
+        rank = self._ranks[peer]
+        try:
+            return partial(_wait, post([tensor], rank, tag), rank)
+        except RuntimeError as error:
+            raise _LostError(rank, error) from None
+
+
+def _wait(work: dist.Work, peer: int) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _LostError(peer, error) from None
 
 
 class _LostError(RuntimeError):
@@ -273,25 +287,6 @@ class _LostError(RuntimeError):
     def __init__(self, peer: int, error: RuntimeError) -> None:
         super().__init__(str(error))
         self.peer = peer
-
-
-class _Message:
-    """A message that was posted; its errors know the peer."""
-
-    __slots__ = "_peer", "_work"
-
-    def __init__(self, post: Post, tensor: Tensor, peer: int, tag: int) -> None:
-        self._peer = peer
-        try:
-            self._work = post([tensor], peer, tag)
-        except RuntimeError as error:
-            raise _LostError(peer, error) from None
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise _LostError(self._peer, error) from None
 
 
 def _later(
@@ -318,14 +313,14 @@ def _later(
 
 
 def _through(
-    works: Sequence[_Message], after: Callable[[], object] = lambda: None
+    posted: Sequence[Wait], after: Callable[[], object] = lambda: None
 ) -> Finish:
     """Waits for messages, and does something when they are through."""
 
     def finish(drained: Callable[[], None]) -> None:
-        for work in works:
+        for wait in posted:
             drained()
-            work.wait()
+            wait()
         after()
 
     return finish

@@ -23,10 +23,10 @@ next may post its first ones behind them: the wire does not rest between two rin
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, cycle
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -40,23 +40,24 @@ FINE = 1 << 15  # bytes of a segment of such a part, at the least
 HOPS = 2  # of its segments, so many for each rank
 AHEAD = 6  # receives posted before they are needed
 
-
-class Work(Protocol):
-    def wait(self) -> object: ...
+Wait: TypeAlias = Callable[[], object]
 
 
 class Messages(Protocol):
-    """Point-to-point messages, in order for each pair of ranks."""
+    """Point-to-point messages, in order for each pair of ranks.
 
-    def send(self, tensor: Tensor, peer: int) -> Work: ...
-    def receive(self, tensor: Tensor, peer: int) -> Work: ...
+    What posts one returns what waits until it is through.
+    """
+
+    def send(self, tensor: Tensor, peer: int) -> Wait: ...
+    def receive(self, tensor: Tensor, peer: int) -> Wait: ...
 
 
 class Ring:
     """A ring that has begun; `finish` once, in the order of beginning.
 
     This rank sends part number `begin` unasked, and all that arrive but the last
-    travel on. Each goes to the memory that `place` gives for its segments, in turn.
+    travel on. Each goes to the memory that `place` gives for its segments.
     """
 
     def __init__(
@@ -65,37 +66,35 @@ class Ring:
         group: Group,
         messages: Messages,
         begin: int,
-        place: Callable[[Sequence[Tensor]], Iterator[Tensor]] = iter,
+        place: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda own: own,
     ) -> None:
         rank, size = group
+        self._send = partial(messages.send, peer=(rank + 1) % size)
+        self._receive = partial(messages.receive, peer=(rank - 1) % size)
         cut = segments(parts)
         first, *hops = (cut(parts[(begin - hop) % size]) for hop in range(size))
-        self._messages = messages
-        self._before, self._after = (rank - 1) % size, (rank + 1) % size
         self._targets = targets = [*chain.from_iterable(hops)]
         self._final = len(targets) - len(hops[-1])  # from here on nothing travels on
-        self._arrivals = arrivals = place(targets)
-        self._coming = deque(map(self._receive, islice(arrivals, AHEAD)))
-        self._sent = [messages.send(segment, self._after) for segment in first]
+        self._arrivals = place(targets)
+        self._received = [*map(self._receive, self._arrivals[:AHEAD])]
+        self._sent = [*map(self._send, first)]
 
     def finish(self, drained: Callable[[], None]) -> None:
         """Drive the ring to its end; `drained` is called when all has been posted."""
-        posted = max(self._final, len(self._targets) - AHEAD)
-        for i, target in enumerate(self._targets):
+        arrivals, received, sent = self._arrivals, self._received, self._sent
+        posted = max(self._final, len(arrivals) - AHEAD)
+        for i, (target, new) in enumerate(zip(self._targets, arrivals, strict=True)):
             if i >= posted:
                 drained()
-            work, new = self._coming.popleft()
-            work.wait()
+            received[i]()
             if new is not target:
                 target.add_(new)
             if i < self._final:
-                self._sent.append(self._messages.send(target, self._after))
-            self._coming.extend(map(self._receive, islice(self._arrivals, 1)))
-        for work in self._sent:
-            work.wait()
-
-    def _receive(self, new: Tensor) -> tuple[Work, Tensor]:
-        return self._messages.receive(new, self._before), new
+                sent.append(self._send(target))
+            if i + AHEAD < len(arrivals):
+                received.append(self._receive(arrivals[i + AHEAD]))
+        for wait in sent:
+            wait()
 
 
 def reduce_scatter(
@@ -111,14 +110,13 @@ def reduce_scatter(
     memory for so many elements, which is the ring's until it is finished.
     """
 
-    def place(targets: Sequence[Tensor]) -> Iterator[Tensor]:
-        longest = max((own.numel() for own in targets), default=0)
-        slots = scratch(min(AHEAD, len(targets)) * longest)
+    def place(targets: Sequence[Tensor]) -> Sequence[Tensor]:
+        lengths = [own.numel() for own in targets]
+        longest = max(lengths, default=1)
+        slots = scratch(min(AHEAD, len(targets)) * longest).view(-1, longest).unbind()
         # A slot is posted again only after it has been added: AHEAD are out at most.
-        return (
-            slots.narrow(0, i % AHEAD * longest, own.numel())
-            for i, own in enumerate(targets)
-        )
+        turns = zip(cycle(slots), lengths, strict=False) if slots else ()
+        return [slot if n == longest else slot[:n] for slot, n in turns]
 
     return Ring(parts, group, messages, group.rank - 1, place)
 
@@ -130,15 +128,17 @@ def all_gather(parts: Sequence[Tensor], group: Group, messages: Messages) -> Rin
 
 def segments(parts: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Tensor]]:
     """What cuts any of `parts` into what it travels in, on all ranks alike."""
-    total = sum(part.numel() for part in parts)
+    lengths = [part.numel() for part in parts]
+    size, total, width = len(parts), sum(lengths), parts[0].element_size()
+    counts = {
+        n: num_segments(n * width, size, n * size > UNEVEN * total) for n in {*lengths}
+    }
 
     def cut(part: Tensor) -> Sequence[Tensor]:
-        if part.numel() == 0:
-            return ()
-        nbytes = part.numel() * part.element_size()
-        uneven = part.numel() * len(parts) > UNEVEN * total
-        count = num_segments(nbytes, len(parts), uneven)
-        return part.tensor_split(count) if count > 1 else (part,)
+        n = part.numel()
+        if counts[n] > 1:
+            return part.tensor_split(counts[n])
+        return (part,) if n else ()
 
     return cut
 

@@ -54,11 +54,11 @@ class Rotation:
     def finish(self, drained: Callable[[], None]) -> None:
         """Wait for all messages; `drained` is called when all has been posted."""
         while self._sending is not None:
-            self._sending.wait()
+            self._sending()
             self._sending = next(self._sends, None)
-        for work in self._received:
+        for wait in self._received:
             drained()
-            work.wait()
+            wait()
         if self._after is not None:
             self._after()
 
