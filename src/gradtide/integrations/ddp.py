@@ -117,7 +117,7 @@ def exchange(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Ten
         waiting, state.waiting = state.waiting, []
         for each, its, done in waiting:
             each.finish(state.engine)
-            torch._foreach_copy_(_gradients(each, its), list(each.gradients()))
+            torch._foreach_copy_(_gradients(each, its), list(each.gradients))
             done.set_result(its.buffer())
     return future
 

@@ -3,12 +3,18 @@
 [Note: residual] What was not delivered of a bucket is its residual, and the next
 gradients are added to it (error feedback). Where the residual is empty they overwrite
 what is there, which may have been handed out as the mean. Only this module says which.
+
+[Note: kept] What was handed out is the program's, as under DDP: it may be kept beyond
+the next backward (two tasks' gradients, say), or be given other memory, by `.data`. So
+before its memory is written to again, what somebody else still refers to gets a copy of
+its own. Views that others have made of it are not known, and see the next gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from sys import getrefcount
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +27,8 @@ from gradtide.transport.shards import Spread, is_sharded, like, local, spread
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 LARGE = 1 << 16  # elements: from here on a copy takes longer than a call from Python
+_one = [object()]
+ALONE = getrefcount(_one[0])  # references to what only a list has
 
 
 @dataclass(eq=False)
@@ -85,6 +93,7 @@ class GradientBucket(Bucket):
         self.slots, self.collective, self.fragment = slots, collective, fragment
         self.spread: Spread = spread(slots[0].param)  # of all of them
         self.views = [slot.of(flat) for slot in slots]
+        self.gradients: Sequence[Tensor] = self.views  # as last delivered, of the slots
         for i, (slot, view) in enumerate(zip(slots, self.views, strict=True)):
             slot.index, slot.address = i, view.data_ptr()
         self.payload = Payload(flat, self.views)
@@ -113,7 +122,7 @@ class GradientBucket(Bucket):
             return
         self._check(slot, grad)
         slot.grad = None
-        view = self._view(slot).detach()
+        view = self._view(slot, grad).detach()
         if grad.data_ptr() != slot.address:
             fresh = self.residual_empty and not slot.copied
             (_overwrite if fresh else Tensor.add_)(view, grad.detach())
@@ -126,10 +135,11 @@ class GradientBucket(Bucket):
         for slot in self.slots:
             if slot.copied:
                 continue
-            grad, view = slot.grad, self._view(slot)
+            grad = slot.grad
             if slot.arrived and grad is not None:
                 self._check(slot, grad)
                 slot.grad = None
+                view = self._view(slot, grad)
                 # A gradient that was accumulated in the buffer itself is there already.
                 if grad.data_ptr() != slot.address:
                     views.append(view)
@@ -137,22 +147,20 @@ class GradientBucket(Bucket):
                 continue
             slot.undefined = slot.arrived
             if grad is not None and self.mean is not None and lives_in(grad, self.mean):
-                # It stays what it is if nobody used it, also for who has kept it. It
-                # may be the very view that was handed out.
-                grad.data = grad.clone()
-                view = self._view(slot)
+                grad.data = grad.clone()  # it stays what it is if nobody used it
+            view = self._view(slot, grad)
             if self.residual_empty:
                 view.zero_()
         self.put(views, grads)
 
-    def _view(self, slot: Slot) -> Tensor:
-        """Its part of the flat buffer.
-
-        What was handed out as a gradient may have been given other memory, by `.data`.
-        """
-        view = self.views[slot.index]
+    def _view(self, slot: Slot, grad: Tensor | None) -> Tensor:
+        """Its part of the flat buffer, to be written to (hot path)."""
+        i = slot.index
+        if getrefcount(self.gradients[i]) > ALONE and self.gradients[i] is not grad:
+            self.gradients[i].data = self.gradients[i].clone()  # see [Note: kept]
+        view = self.views[i]
         if view.data_ptr() != slot.address:
-            view = self.views[slot.index] = slot.of(self.payload.flat)
+            view = self.views[i] = slot.of(self.payload.flat)
         return view
 
     def _check(self, slot: Slot, grad: Tensor) -> None:
@@ -202,9 +210,9 @@ class GradientBucket(Bucket):
         if self.flight is None:
             return
         mean: Tensor = engine.finish(self.flight)
-        self.flight, self.mean = None, mean
+        self.flight = None
+        self.take(mean)
         payload = self.payload
-        self.residual_empty = mean.data_ptr() == payload.flat.data_ptr()
         numel = payload.flat.numel()
         engine.telemetry.select(
             numel if self.residual_empty else payload.num_sent, numel
@@ -213,12 +221,13 @@ class GradientBucket(Bucket):
 
     # - What is taken out --------------------------------------------------------------
 
-    def gradients(self) -> Sequence[Tensor]:
-        """The delivered mean in the shapes of the slots."""
-        if self.residual_empty:
-            return self.views
-        assert self.mean is not None
-        return [slot.of(self.mean) for slot in self.slots]
+    def take(self, mean: Tensor) -> None:
+        """The mean is here."""
+        self.mean = mean
+        self.residual_empty = mean.data_ptr() == self.payload.flat.data_ptr()
+        self.gradients = self.views
+        if not self.residual_empty:
+            self.gradients = [slot.of(mean) for slot in self.slots]
 
     def delivered(self) -> list[Tensor | None]:
         """The gradients of slots that some rank used now, or earlier; None of others.
@@ -228,7 +237,7 @@ class GradientBucket(Bucket):
         had = self.had_residual
         return [
             gradient if slot.used or (had and bool(gradient.any())) else None
-            for slot, gradient in zip(self.slots, self.gradients(), strict=True)
+            for slot, gradient in zip(self.slots, self.gradients, strict=True)
         ]
 
     def expose(self) -> None:

@@ -96,7 +96,7 @@ class CommHook:
         with torch.no_grad():
             if found.data_ptr() != flat.data_ptr():
                 flat.copy_(found.view(-1))
-        bucket.mean, bucket.residual_empty = flat, True
+        bucket.take(flat)
         telemetry.select(flat.numel(), flat.numel())
 
     @property

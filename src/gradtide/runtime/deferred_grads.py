@@ -119,7 +119,8 @@ def _real(tree: Any) -> Any:
 
 
 def _values(grad: DeferredGrad) -> Tensor:
-    grad.source.have(grad)
+    if grad.value is None:
+        grad.source.have(grad)
     if grad.value is None:  # no rank used the parameter, and step() passes over it
         return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
     return grad.value

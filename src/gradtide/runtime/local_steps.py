@@ -309,7 +309,7 @@ class LocalSteps:
             torch._foreach_sub_(params, shared)
             moved = [self.moved[slot.param] for slot in bucket.slots]
             torch._foreach_sub_(params, moved)
-        self._outer.move(shared, bucket.gradients(), self._momentum(bucket))
+        self._outer.move(shared, bucket.gradients, self._momentum(bucket))
         if not late:
             torch._foreach_copy_(params, shared)
         elif mix is None:

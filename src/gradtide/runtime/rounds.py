@@ -65,7 +65,7 @@ def save(training: Training, saved: dict[str, Any]) -> None:
                 slot.name: mean.clone()
                 for bucket in training.buckets
                 if bucket.stage is Stage.SENT
-                for slot, mean in zip(bucket.slots, bucket.gradients(), strict=True)
+                for slot, mean in zip(bucket.slots, bucket.gradients, strict=True)
             },
         }
     )
@@ -151,10 +151,10 @@ def _hold(training: Training, means: Named) -> None:
             continue
         bucket.move("launch")
         payload = bucket.payload
-        bucket.mean = payload.flat if bucket.residual_empty else payload.mean_buffer()
-        bucket.mean.zero_()
+        mean = payload.flat if bucket.residual_empty else payload.mean_buffer()
+        bucket.take(mean.zero_())
         for slot in bucket.slots:
-            slot.of(bucket.mean).copy_(means[slot.name])
+            slot.of(mean).copy_(means[slot.name])
 
 
 @contextmanager

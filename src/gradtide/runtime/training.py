@@ -288,6 +288,7 @@ class Training:
         self._second.settle()
         if quiet:
             return
+        self.updates.let_go()
         number = self.step.position if self.local else bool(self.placement.recorded)
         ordering = self.announce(Event.BACKWARD, number) and not self.local
         self.tally.learn()  # on every rank, whatever each has asked for since

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from gradtide.core.autograd import Hook
 from gradtide.core.engine import Engine
 from gradtide.core.step import Stage
 from gradtide.runtime.answers import Answers
-from gradtide.runtime.buckets import GradientBucket, Slot
+from gradtide.runtime.buckets import ALONE, GradientBucket, Slot
 from gradtide.runtime.deferred_grads import DeferredGrad
 from gradtide.runtime.deferred_step import DeferredStep
 from gradtide.runtime.due import Aliases, Kind, due_kind, get_grad, set_grad
@@ -110,6 +111,15 @@ class Updates:
             p = slot.param
             if p.grad is deferred:
                 p.grad = deferred.value
+
+    def let_go(self) -> None:
+        """Gradients are about to be overwritten: see [Note: kept] in `buckets`."""
+        for slot in self._deferred_grads:
+            if getrefcount(self._deferred_grads[slot]) > ALONE:
+                new = DeferredGrad.of(slot, self._answers)
+                self._deferred_grads[slot] = new
+            else:
+                self._deferred_grads[slot].value = None
 
     def scale(self, engine: Engine) -> None:
         """Scale what is held now, for those who read means before `apply`."""
