@@ -121,7 +121,7 @@ class GradientBucket(Bucket):
         if grad is None:
             return
         self._check(slot, grad)
-        slot.grad = None
+        slot.param.grad = None
         view = self._view(slot, grad).detach()
         if grad.data_ptr() != slot.address:
             fresh = self.residual_empty and not slot.copied
@@ -138,7 +138,7 @@ class GradientBucket(Bucket):
             grad = slot.grad
             if slot.arrived and grad is not None:
                 self._check(slot, grad)
-                slot.grad = None
+                slot.param.grad = None
                 view = self._view(slot, grad)
                 # A gradient that was accumulated in the buffer itself is there already.
                 if grad.data_ptr() != slot.address:

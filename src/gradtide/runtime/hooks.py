@@ -121,12 +121,12 @@ class Hooks:
                 again(bucket, slot)
                 return
             slot.arrived = True
-            bucket.missing -= 1
+            bucket.missing = missing = bucket.missing - 1
             if large and bucket.stage is not due:
                 copy_in(bucket, slot)
             if placement.recorded is not None:
                 placement.recorded.append(slot.name)
-            if not bucket.missing:
+            if not missing:
                 full()
 
         leave_out(take)
