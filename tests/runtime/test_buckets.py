@@ -126,3 +126,62 @@ def _trained(scheme: str | None) -> Tensor:
         sync.flush()
         sync.remove()
     return net[0].weight.detach()
+
+
+@pytest.mark.parametrize("schedule", ["WFBP", "DEAR"])
+def test_gradients_are_kept_that_nobody_reads_before_the_next_backward(
+    schedule: str,
+) -> None:
+    run_ranks(2, _unread, f"Scheme(schedule={schedule}, fusion=PerTensor())")
+
+
+def _unread(scheme: str) -> None:
+    ours, torchs = list(_steps(scheme)), list(_steps(None))
+    assert len(ours) == len(torchs) > 4
+    for own, other in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-7)
+
+
+class _Sometimes(nn.Module):
+    """A layer that every other call leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(1, 1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) if self.calls % 2 else x  # type: ignore[no-any-return]
+
+
+def _steps(scheme: str | None) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of each step a parameter, and the last step's gradients with a norm of theirs.
+
+    Every other forward leaves a module out, whose update stays due.
+    """
+    net = _network()
+    net.append(_Sometimes())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    model: nn.Module = net
+    if scheme is None:
+        model = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    else:
+        sync = replicate(net, optimizer, scheme)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    kept: list[Tensor | None] = []
+    for step in range(10):
+        if step == 6 and scheme is not None:  # buckets are cut anew, on the same memory
+            sync.adopt(scheme)
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=data)).abs().mean().backward()
+        if kept:
+            used = -1 if step % 2 else 0  # where the last step had them all
+            first, some = kept[0], kept[used]
+            assert first is not None
+            assert some is not None
+            yield net[0].weight.detach().clone(), first + 0, some + 0, first.norm()
+        kept = [p.grad for p in net.parameters()]
+        optimizer.step()
+    if scheme is not None:
+        sync.flush()
+        sync.remove()

@@ -124,6 +124,8 @@ class Answers:
             return None
         if any(own.scales or own.zeroed or own.before is not None for own in deferred):
             return None
+        if any(own.source is not self for own in deferred):  # of an earlier step
+            return None
         squares: dict[Spread, float] = {}
         for bucket, square in self._tally.totals.items():
             squares[bucket.spread] = squares.get(bucket.spread, 0.0) + square

@@ -28,7 +28,7 @@ from gradtide.transport.shards import Spread, is_sharded, like, local, spread
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 LARGE = 1 << 16  # elements: from here on a copy takes longer than a call from Python
 _one = [object()]
-ALONE = getrefcount(_one[0])  # references to what only a list has
+ALONE = getrefcount(_one[0])  # references to what only a list, or a dict, has
 
 
 @dataclass(eq=False)
@@ -256,6 +256,7 @@ class GradientBucket(Bucket):
         what it remembers comes along as far as it is not about a bucket as a whole.
         """
         self.residual_empty = all(place.bucket.residual_empty for place in before)
+        self.gradients = [place.bucket.gradients[place.slot.index] for place in before]
         for slot, place in zip(self.slots, before, strict=True):
             old, view = place.bucket, slot.of(self.payload.flat)
             left = place.slot.of(old.payload.flat)
@@ -267,7 +268,7 @@ class GradientBucket(Bucket):
                 grad = slot.grad
                 if grad is not None and grad.data_ptr() == view.data_ptr():
                     slot.grad = grad.clone()
-                view.zero_()
+                self._view(slot, None).zero_()
         if same:
             self.payload.state.update(self._remembered(before))
 

@@ -7,6 +7,8 @@ first: this rank starts the second halves that step() would have started, in the
 order, so that what is on the wire is what the other ranks have. So one rank alone may
 read or change gradients, as under DDP, and no question is a collective call.
 
+One that the program keeps beyond its step has its own values (`Past`), as under DDP.
+
 A delivered one stays in its place until step(): a norm has to have the same bits on all
 ranks, whether they had it delivered or not.
 """
@@ -41,7 +43,7 @@ class DeferredGrad(Tensor):
     """
 
     slot: Slot
-    source: Answers  # where it comes from, and what is known of it before
+    source: Answers | Past  # where it comes from, and what is known of it before
     scales: Scales
     zeroed: bool
     value: Tensor | None
@@ -113,14 +115,29 @@ class DeferredGrad(Tensor):
         return plainly(protocol)
 
 
+class Past:
+    """The source of those that were kept beyond their step: they are here already."""
+
+    def awaits(self, grad: DeferredGrad) -> bool:
+        return False
+
+    def have(self, grad: DeferredGrad) -> None: ...
+    def edit(self, grad: DeferredGrad) -> None: ...
+    def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None: ...
+    def square(self, grad: DeferredGrad) -> None: ...
+    def finite(self, grads: Sequence[DeferredGrad]) -> None: ...
+
+
+PAST = Past()
+
+
 def _real(tree: Any) -> Any:
     """The same arguments, with gradients in the place of deferred ones."""
     return tree_map_only(DeferredGrad, _values, tree)
 
 
 def _values(grad: DeferredGrad) -> Tensor:
-    if grad.value is None:
-        grad.source.have(grad)
+    grad.source.have(grad)
     if grad.value is None:  # no rank used the parameter, and step() passes over it
         return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
     return grad.value

@@ -47,7 +47,7 @@ class Hooks:
         keep = self._handles.append
         full = torch.no_grad()(training.step.full)
         calls = training.begin, full, _take_again, GradientBucket.copy_in_one, settle
-        self._rare = [untraced(call) for call in calls]
+        self._rare = [untraced(call) for call in calls]  # of `take`, in this order
         for p in training.placement.places:
             hook = self._gradient_hook(p)
             keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.step import Stage
 from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import ALONE, GradientBucket, Slot
-from gradtide.runtime.deferred_grads import DeferredGrad
+from gradtide.runtime.deferred_grads import PAST, DeferredGrad
 from gradtide.runtime.deferred_step import DeferredStep
 from gradtide.runtime.due import Aliases, Kind, due_kind, get_grad, set_grad
 from gradtide.runtime.owned import scale
@@ -56,6 +56,8 @@ class Updates:
 
     def reset(self) -> None:
         """Forget the buckets: they are cut anew, and nothing is on its way."""
+        for deferred in self._deferred_grads.values():
+            deferred.source = PAST  # if somebody has kept it
         self._deferred_grads, self._kinds = {}, {}
 
     def watch(
@@ -79,8 +81,11 @@ class Updates:
             }
         self._answers.begin()
         self.promised = True
-        for slot, deferred in self._deferred_grads.items():
-            p = slot.param
+        for slot in self._deferred_grads:
+            if self._is_kept(slot):
+                self._deferred_grads[slot].source = PAST
+                self._deferred_grads[slot] = DeferredGrad.of(slot, self._answers)
+            deferred, p = self._deferred_grads[slot], slot.param
             deferred.renew(p.grad)
             p.grad = deferred
 
@@ -115,11 +120,12 @@ class Updates:
     def let_go(self) -> None:
         """Gradients are about to be overwritten: see [Note: kept] in `buckets`."""
         for slot in self._deferred_grads:
-            if getrefcount(self._deferred_grads[slot]) > ALONE:
-                new = DeferredGrad.of(slot, self._answers)
-                self._deferred_grads[slot] = new
-            else:
+            if not self._is_kept(slot):
                 self._deferred_grads[slot].value = None
+
+    def _is_kept(self, slot: Slot) -> bool:
+        """Whether somebody still refers to the last deferred gradient."""
+        return getrefcount(self._deferred_grads[slot]) > ALONE
 
     def scale(self, engine: Engine) -> None:
         """Scale what is held now, for those who read means before `apply`."""

@@ -13,7 +13,6 @@ from gradtide.core.transport import Job
 NOTHING = Job(lambda: None, lambda: None)
 PATIENCE = 3.0  # seconds after which who waits for an item asks what is the matter
 STUCK = 2.0  # seconds to wait for a thread that nothing will wake, perhaps
-_OWN = threading.local()  # the lane whose thread this is
 
 
 @dataclass(eq=False)
@@ -61,11 +60,17 @@ class _Lane:
     A daemon: a rank that fails must be able to exit while a peer has it waiting.
     """
 
-    def __init__(self, name: str, take: Callable[[WorkItem], None], none: WorkItem):
+    def __init__(
+        self,
+        name: str,
+        take: Callable[[WorkItem], None],
+        none: WorkItem,
+        own: threading.local,
+    ) -> None:
         self.items: deque[WorkItem | None] = deque()
         self.current = none  # the one that begins or works
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._take, self._waiting = take, SimpleQueue[None]()
+        self._take, self._waiting, self._own = take, SimpleQueue[None](), own
 
     def put(self, item: WorkItem | None) -> None:
         """Append an item; None ends the thread."""
@@ -82,7 +87,7 @@ class _Lane:
         return not self.thread.is_alive()
 
     def _run(self) -> None:
-        _OWN.lane = self
+        self._own.lane = self
         while True:
             self._waiting.get()
             item = self.items.popleft()
@@ -109,10 +114,11 @@ class CommQueue:
         self.late: Callable[[], float] = lambda: PATIENCE
         self.submitted = 0  # items so far
         self._closed = False
+        self._own = own = threading.local()  # the lane whose thread this is
         none = WorkItem(0, NOTHING, self._late)
-        self._before = _Lane(f"{name} before", self._prepare, none)
-        self._main = _Lane(name, self._run, none)
-        self._after = _Lane(f"{name} after", self._complete, none)
+        self._before = _Lane(f"{name} before", self._prepare, none, own)
+        self._main = _Lane(name, self._run, none, own)
+        self._after = _Lane(f"{name} after", self._complete, none, own)
         self._trailing: WorkItem | None = None  # the last that went to the last lane
         self._main.thread.start()
 
@@ -129,7 +135,7 @@ class CommQueue:
 
     @property
     def _lane(self) -> _Lane:
-        return getattr(_OWN, "lane", self._main)
+        return getattr(self._own, "lane", self._main)
 
     def submit(self, job: Job) -> WorkItem:
         self.submitted += 1
