@@ -128,8 +128,9 @@ ELSEWHERE = {
     "transport/hosts": "test_two_levels",
     "transport/inquiry": "test_inquiry",
     "transport/nccl": "core/test_unproven",  # made, never run: there is no GPU
-    "transport/ring": "test_transport",
-    "transport/rotation": "test_transport",
+    "transport/opening": "transport/test_links",
+    "transport/ring": "transport/test_links",
+    "transport/rotation": "transport/test_links",
     "transport/shards": "test_sharded",
     "transport/staged": "core/test_unproven",  # the same
     "wire/fast": "wire/test_blocks",

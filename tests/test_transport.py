@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,26 +244,15 @@ def _together() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduler alone")
-def test_threads_of_gloo_interrupt_nobody_and_the_caller_stays_as_it_was() -> None:
-    for before, policies in run_ranks(2, _policies):
-        ours = {policy for policy, known in policies if not known}
-        assert before == os.SCHED_OTHER
-        assert ours == {os.SCHED_BATCH}
-
-
-def _policies() -> tuple[int, list[tuple[int, bool]]]:
-    """The caller's, and those of Gloo's threads, with those of an earlier group."""
+def test_a_queue_interrupts_nobody_and_its_owner_stays_as_it_was() -> None:
+    queue = CommQueue("patient")
+    found: list[int] = []
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-    def threads() -> set[str]:
-        tasks = Path("/proc/self/task").iterdir()
-        return {t.name for t in tasks if "gloo" in (t / "comm").read_text()}
-
-    known = threads()
-    transport = connect(None, torch.device("cpu"))
-    found = [(os.sched_getscheduler(int(t)), t in known) for t in threads()]
-    transport.close()
-    return os.sched_getscheduler(0), found
+    look = Job(nothing, lambda: found.append(os.sched_getscheduler(0)))
+    queue.submit(look).join()
+    queue.close()
+    assert found == [os.SCHED_BATCH]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_a_lane_runs_in_order_and_stops_at_the_first_error() -> None:

@@ -75,8 +75,8 @@ def test_a_sum_for_one_owner_takes_longer_than_for_all() -> None:
     even = known.reduce(np.full(8, 1e6), ring(8))
     parts = np.array([8e6, *[0.0] * 7])
     assert even == pytest.approx(known.send(8e6))
-    # Seven hops, a segment behind each other.
-    assert 1.2 * even < known.reduce(parts, ring(8)) < 2 * even
+    # Seven hops, a piece behind each other.
+    assert 1.15 * even < known.reduce(parts, ring(8)) < 2 * even
     fine = known.reduce(parts, partial(NcclTransport.carried, None))
     assert fine == pytest.approx(known.send(8e6 * 8 / 7))
     assert known.reduce(np.array([8e6]), ring(1)) == 0  # nobody to send it to

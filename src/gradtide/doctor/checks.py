@@ -11,9 +11,9 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from gradtide.core.grouped import grouped
-from gradtide.doctor.addresses import VARIABLE, loops, outward
 from gradtide.doctor.facts import SHARED, Facts, Host, hosts, parted, ranks_of
 from gradtide.doctor.pairs import Heard
+from gradtide.transport.addresses import VARIABLE, loops, outward
 
 Level: TypeAlias = Literal["failure", "warning"]
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from gradtide.core.grouped import grouped
-from gradtide.doctor.addresses import chosen, interfaces
 from gradtide.doctor.place import Place
 from gradtide.lab.record import versions
 from gradtide.planner.measure import machine
+from gradtide.transport.addresses import chosen, interfaces
 from gradtide.transport.hosts import host_name
 
 SHARED = "/dev/shm"

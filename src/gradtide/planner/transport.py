@@ -7,9 +7,9 @@ posts its first request) as soon as all that is left of the one before is waitin
 Nothing ever looks at the time of the other thread, as nothing does in training: the
 order is a function of the program (guard: tests/planner/test_virtual.py).
 
-[Note: Moments to begin early] The real queue looks for the next item where a request
-has posted all its messages: a ring near its end, direct messages once the last has
-left, swaps at any time, and Gloo's own collectives only when they start.
+[Note: Moments to begin early] The real queue looks for the next item once all that a
+request sends has left: rings and direct messages near their end, swaps at any time, and
+Gloo's own collectives only when they start.
 
 [Note: Lanes] What items do inside hosts before and after runs on a time of its own
 each, in the order of submission, as in the lanes of the real queue. It shares its link
@@ -29,7 +29,7 @@ from gradtide.planner import cost
 from gradtide.planner.intervals import Interval, gap, held_up, stretched, union
 from gradtide.planner.network import Network
 from gradtide.planner.sketch import shaped
-from gradtide.transport.ring import AHEAD, carried
+from gradtide.transport.ring import carried
 
 MOST = 1 << 62  # bytes: any number
 
@@ -322,8 +322,7 @@ class VirtualTransport:
         if isinstance(op, ops.Swap | ops.AllReduce):
             return Window(start, ends, ends)
         tail = (ends - start) / (pending.circle.group.size - 1)
-        last = ends if isinstance(op, ops.AllToAll) else ends - tail / AHEAD
-        return Window(ends - tail, last, ends)
+        return Window(ends - tail, ends, ends)
 
     def _is_small(self, op: ops.AllReduce, size: int) -> bool:
         """Whether it goes in one hop, and not as one of Gloo's collectives."""

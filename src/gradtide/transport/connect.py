@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -48,17 +45,16 @@ def connect(
         )
     # Here, as no program that imports gradtide for its schemes alone needs them.
     from gradtide.transport.gloo import GlooTransport
-    from gradtide.transport.hosts import hosts_of, whereabouts
+    from gradtide.transport.hosts import hosts_of
 
     parent, by_hand = _members(process_group)
     ranks = dist.get_process_group_ranks(parent)
     if by_hand is not None:
         ranks = sorted(rank for host in by_hand for rank in host)
-    with _patient_threads():
-        group = _sibling(parent, ranks, "gloo")
-    gloo = GlooTransport(group)
+    gloo = GlooTransport(_sibling(parent, ranks, "gloo"))
+    places = gloo.open()
     if by_hand is None:
-        gloo.hosts = hosts_of(gloo.gather_objects(whereabouts()))
+        gloo.hosts = hosts_of(places)
     else:
         gloo.hosts = tuple(tuple(map(ranks.index, host)) for host in by_hand)
     if device.type == "cpu":
@@ -119,25 +115,6 @@ def _sibling(
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-@contextmanager
-def _patient_threads() -> Iterator[None]:
-    """Threads that are started inside interrupt no other thread when they wake up.
-
-    Gloo's polling thread does not wait for the lock of a connection, but polls again.
-    If it has interrupted who holds the lock, it does so for the rest of its time slice.
-    """
-    patient = False
-    with suppress(AttributeError, OSError):  # other systems; where it is not allowed
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            patient = True
-    try:
-        yield
-    finally:
-        if patient:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _backends(parent: dist.ProcessGroup) -> str:

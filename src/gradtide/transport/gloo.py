@@ -1,10 +1,9 @@
-"""Requests answered by Gloo, on a thread and a group of its own."""
+"""Requests answered on a thread of its own, over links and a Gloo group of its own."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, TypeAlias
 
@@ -18,22 +17,20 @@ from gradtide.core.ops import Group, Op
 from gradtide.core.transport import CommunicationError, Job, Progress
 from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
-from gradtide.transport.hosts import give_up
+from gradtide.transport.hosts import Whereabouts, give_up, whereabouts
 from gradtide.transport.inquiry import Inquiry, end
-from gradtide.transport.ring import Wait
-from gradtide.transport.rotation import Rotation
+from gradtide.transport.links import Links, Piece, Track, Transfer, memory_of
+from gradtide.transport.opening import Meeting
 
 # Waits for what was begun, and calls what it is given when all has been posted.
 Finish: TypeAlias = Callable[[Callable[[], None]], None]
-Post: TypeAlias = Callable[..., dist.Work]
 SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which all is sent to everybody
 HOP = 1 << 17  # bytes of a part up to which one hop beats a ring of P - 1
-# At one time, per work item, and per request between two ranks: their product is 2^30.
-ITEMS, REQUESTS, MESSAGES = 1 << 10, 1 << 6, 1 << 14
+LANES = 3  # of the queue
 
 
 class GlooTransport:
-    """Torch's Gloo, with rings where Gloo's own collectives waste the wire.
+    """Links between ranks, and torch's Gloo where its own collectives are as good.
 
     The queue is a thread: waiting blocks it and not the training thread, so every
     request gets the future that Gloo lacks for most of them.
@@ -45,10 +42,13 @@ class GlooTransport:
         self.progress = Progress()
         self.payload_bytes = 0
         self._pg = pg
-        self._scratches: dict[tuple[tuple[object, int], int], Tensor] = {}
         self._queue = CommQueue("gradtide")
         self.submit = self._queue.submit
-        self._inquiry = Inquiry(pg, self._queue, self.progress)
+        timeout = pg._get_backend(torch.device("cpu")).options._timeout
+        seconds = timeout.total_seconds()
+        self._meeting = meeting = Meeting(pg.rank(), seconds)
+        self._links = tuple(Links(meeting, i, seconds) for i in range(LANES))
+        self._inquiry = Inquiry(pg, self._queue, self.progress, meeting)
         self._queue.late = self._inquiry.late
         self._at_exit = Finalize(self, end, args=(self._inquiry,), exitpriority=1)
 
@@ -59,7 +59,8 @@ class GlooTransport:
         # Also one that needs no messages here: it may elsewhere (a swap with itself).
         item = self._queue.current
         item.requests += 1
-        asked = _Asked(op, self.group, self._pg, item)
+        track = self._links[self._queue.lane].tracks[item.number % 2]
+        asked = _Asked(op, self.group, track, item)
         # What crosses a link is asked for by one thread, what does not by others, too.
         if not asked.inside:
             self.payload_bytes += ops.crossing(op, self.group) * self._sends(asked)
@@ -124,10 +125,17 @@ class GlooTransport:
         self.submit(Job(lambda: None, gather)).join()
         return values
 
+    def open(self) -> list[Whereabouts]:
+        """Learn where all ranks are, and where to connect to them."""
+        told = self.gather_objects((whereabouts(), self._meeting.door))
+        self._meeting.doors = [door for _, door in told]
+        return [place for place, _ in told]
+
     def close(self) -> None:
         self._queue.close()
         self._inquiry.close("has called sync.remove()")
         self._at_exit.cancel()
+        self._meeting.close()
         if self._queue.error is None:
             give_up(self._pg)
 
@@ -135,10 +143,11 @@ class GlooTransport:
         self, op: ops.ReduceScatter, asked: _Asked
     ) -> tuple[Tensor, Finish]:
         parts = op.tensor.split_with_sizes(ops.part_sizes(op, asked.group))
-        way = rotation if self._in_one_hop(parts, asked.inside) else ring
-        scratch = partial(self._scratch, op.tensor)
-        begun = way.reduce_scatter(parts, asked.group, asked.messages, scratch)
-        return parts[asked.group.rank], begun.finish
+        if self._in_one_hop(parts, asked.inside):
+            begun = rotation.reduce_scatter(parts, *asked.among, asked.number)
+        else:
+            begun = ring.reduce_scatter(parts, *asked.among)
+        return parts[asked.group.rank], asked.begin(begun)
 
     def _all_gather(self, op: ops.AllGather, asked: _Asked) -> tuple[Tensor, Finish]:
         sizes = ops.part_sizes(op, asked.group)
@@ -148,18 +157,19 @@ class GlooTransport:
         if own.data_ptr() != op.tensor.data_ptr():
             own.copy_(op.tensor.flatten())
         way = rotation if self._in_one_hop(parts, asked.inside) else ring
-        begun = way.all_gather(parts, asked.group, asked.messages)
+        begun = way.all_gather(parts, *asked.among)
         if op.into is None and op.sizes is None:
             out = out.view(asked.group.size, *op.tensor.shape)
-        return out, begun.finish
+        return out, asked.begin(begun)
 
     def _swap(self, op: ops.Swap, asked: _Asked) -> tuple[Tensor, Finish | None]:
         x, peer = op.tensor, op.peer
         if peer == asked.group.rank:
             return x.clone(), None
-        out, messages = torch.empty_like(x), asked.messages
-        pair = [messages.receive(out, peer), messages.send(x.contiguous(), peer)]
-        return out, _through(pair)
+        out, other = torch.empty_like(x), asked.ranks[peer]
+        leaving = deque([(other, memory_of(x.contiguous()))])
+        arriving = {other: [Piece(memory_of(out))]}
+        return out, asked.begin(Transfer(asked.track, leaving, arriving))
 
     def _all_to_all(self, op: ops.AllToAll, asked: _Asked) -> tuple[Tensor, Finish]:
         rank, x = asked.group.rank, op.tensor.contiguous()
@@ -167,17 +177,17 @@ class GlooTransport:
         leaving = torch.split(x, list(op.send))
         arriving = torch.split(out, list(op.recv))
         arriving[rank].copy_(leaving[rank])
-        return out, Rotation(asked.group, asked.messages, leaving, arriving).finish
+        begun = rotation.all_to_all(leaving, arriving, *asked.among)
+        return out, asked.begin(begun)
 
     def _sum(self, x: Tensor, asked: _Asked) -> Finish:
         """Sum a large tensor among some ranks, of which Gloo has no group."""
-        group, messages = asked.group, asked.messages
-        parts = x.view(-1).tensor_split(group.size)
-        first = ring.reduce_scatter(parts, group, messages, partial(self._scratch, x))
+        parts = x.view(-1).tensor_split(asked.group.size)
+        first = asked.begin(ring.reduce_scatter(parts, *asked.among))
 
         def finish(drained: Callable[[], None]) -> None:
-            first.finish(lambda: None)
-            ring.all_gather(parts, group, messages).finish(drained)
+            first(lambda: None)
+            asked.begin(ring.all_gather(parts, *asked.among))(drained)
 
         return finish
 
@@ -199,31 +209,20 @@ class GlooTransport:
         rank, size = asked.group
         rows = x.new_empty((size, *x.shape))
         rows[rank] = x
-        others = [(rank + i) % size for i in range(1, size)]
-        messages = asked.messages
-        works = [messages.receive(rows[r], r) for r in reversed(others)]
-        works += [messages.send(rows[rank], r) for r in others]
         # In the order of ranks, so that the sums are the same everywhere.
-        return _through(works, lambda: x.copy_(rows.sum(0)))
-
-    def _scratch(self, like: Tensor, numel: int) -> Tensor:
-        """Memory for a ring's arrivals, kept: fresh pages would cost another pass.
-
-        There are two turns of it in each lane, because a work item may begin while the
-        one before it is still arriving, and one for each request of an item, as some
-        travel together.
-        """
-        nbytes = numel * like.element_size()
-        key = self._queue.turn, self._queue.current.requests
-        kept = self._scratches.get(key)
-        if kept is None or kept.numel() < nbytes:
-            kept = self._scratches[key] = torch.empty(nbytes, dtype=torch.uint8)
-        return kept[:nbytes].view(like.dtype)
+        begun = rotation.all_to_all(
+            [rows[rank]] * size,
+            rows.unbind(),
+            *asked.among,
+            lambda: x.copy_(rows.sum(0)),
+        )
+        return asked.begin(begun)
 
     def _blame(self, request: str, error: RuntimeError) -> CommunicationError:
         """An error of Gloo's, which names an address at best, as one of ours."""
         if self._queue.error is not None:  # it is known already, and why
             return CommunicationError(str(error))
+        self._meeting.hang_up()  # so that those who wait for this rank learn of it
         peer = getattr(error, "peer", None)
         return CommunicationError(self._inquiry.reporter.explain(request, error, peer))
 
@@ -231,62 +230,18 @@ class GlooTransport:
 class _Asked:
     """A request that is being issued, among all ranks or `some`."""
 
-    def __init__(
-        self, op: Op, group: Group, pg: dist.ProcessGroup, item: WorkItem
-    ) -> None:
+    def __init__(self, op: Op, group: Group, track: Track, item: WorkItem) -> None:
         self.some, self.inside = isinstance(op, ops.Among), ops.is_inside(op)
         ranks: Sequence[int] = range(group.size)
         if isinstance(op, ops.Among):
             group, ranks, op = ops.subgroup(op, group), op.ranks, op.op
-        self.op, self.group = op, group
-        self.messages = _GlooMessages(pg, item, ranks)
+        self.op, self.group, self.track, self.ranks = op, group, track, ranks
+        self.among = group, track, ranks
+        self.number, self._early = item.requests, item.early
 
-
-class _GlooMessages:
-    """Messages of one request between some `ranks`, each with a tag of its own.
-
-    [Note: tags] A message is known by its work item's number, its request's number
-    within the item, and its own number within the request. The next item may begin at
-    any time while one works, sooner on one rank than on another; requests that travel
-    together post their messages when it suits each of them; and Gloo may match messages
-    of one tag in another order than theirs (guards: test_many_messages_keep_order,
-    test_requests_travel_together).
-    """
-
-    def __init__(
-        self, pg: dist.ProcessGroup, item: WorkItem, ranks: Sequence[int]
-    ) -> None:
-        self._ranks = ranks
-        self.send = partial(self._post, pg.send, defaultdict(int))
-        self.receive = partial(self._post, pg.recv, defaultdict(int))
-        request = item.number % ITEMS * REQUESTS + item.requests % REQUESTS
-        self._first = request * MESSAGES
-
-    def _post(
-        self, post: Post, counts: dict[int, int], tensor: Tensor, peer: int
-    ) -> Wait:
-        counts[peer] += 1  # of those to it, or from it
-        tag = self._first + counts[peer] % MESSAGES
-        rank = self._ranks[peer]
-        try:
-            return partial(_wait, post([tensor], rank, tag), rank)
-        except RuntimeError as error:
-            raise _LostError(rank, error) from None
-
-
-def _wait(work: dist.Work, peer: int) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise _LostError(peer, error) from None
-
-
-class _LostError(RuntimeError):
-    """A message to or from `peer` failed."""
-
-    def __init__(self, peer: int, error: RuntimeError) -> None:
-        super().__init__(str(error))
-        self.peer = peer
+    def begin(self, transfer: Transfer) -> Finish:
+        self.track.links.add(transfer, self._early)
+        return transfer.finish
 
 
 def _later(
@@ -312,27 +267,13 @@ def _later(
     return finish
 
 
-def _through(
-    posted: Sequence[Wait], after: Callable[[], object] = lambda: None
-) -> Finish:
-    """Waits for messages, and does something when they are through."""
-
-    def finish(drained: Callable[[], None]) -> None:
-        for wait in posted:
-            drained()
-            wait()
-        after()
-
-    return finish
-
-
 def _spread(x: Tensor, source: int, asked: _Asked) -> Finish:
     """A broadcast among some ranks: the source sends to each of them."""
     rank, size = asked.group
     nothing = x.new_empty(0)
     leaving = [x if rank == source else nothing] * size
     arriving = [x if other == source else nothing for other in range(size)]
-    return Rotation(asked.group, asked.messages, leaving, arriving).finish
+    return asked.begin(rotation.all_to_all(leaving, arriving, *asked.among))
 
 
 def _alone(op: Op) -> Any:

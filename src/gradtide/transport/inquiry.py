@@ -42,6 +42,7 @@ from gradtide.transport.fault import (
     Position,
     own_store,
 )
+from gradtide.transport.opening import Meeting
 
 AGAIN = 2.0  # seconds after which a rank that seems stuck is asked again
 LONGEST = 30.0  # seconds between questions to ranks that are merely late
@@ -57,9 +58,14 @@ class Inquiry:
     """Asks, and answers in a thread of its own; `close` ends that."""
 
     def __init__(
-        self, pg: dist.ProcessGroup, queue: CommQueue, progress: Progress
+        self,
+        pg: dist.ProcessGroup,
+        queue: CommQueue,
+        progress: Progress,
+        meeting: Meeting,
     ) -> None:
         self._pg, self._queue, self._progress = pg, queue, progress
+        self._meeting = meeting
         self._group = Group(pg.rank(), pg.size())
         self._own = dist.get_global_rank(pg, pg.rank())
         self._trainer = threading.get_ident()
@@ -116,6 +122,7 @@ class Inquiry:
         Also the queue's thread: one that comes back from torch while the interpreter is
         torn down aborts the process. Gloo closes them all when a wait times out.
         """
+        self._meeting.hang_up()
         peer = (self._group.rank + 1) % self._group.size
         with suppress(RuntimeError):
             never = self._pg.recv([torch.empty(1)], peer, NEVER)
@@ -205,6 +212,7 @@ class Inquiry:
         if not self._queue.close(STUCK):
             self._sever()
             self._queue.close(STUCK)
+        self._meeting.close()
 
 
 def end(inquiry: Inquiry) -> None:

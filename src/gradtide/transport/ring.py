@@ -1,163 +1,144 @@
-"""Ring reduce-scatter and all-gather from point-to-point messages.
+"""Ring reduce-scatter and all-gather: (P - 1) / P of the buffer over each link.
 
-Gloo's own reduce-scatter moves the bytes of an all-reduce, and its all-gather falls
-20 % short of a 1 Gb/s link among 8 hosts; these two move (P - 1) / P of the buffer
-each.
-
-[Note: segments] Every part travels in segments, and a segment leaves as soon as it has
-been added, while the next one is still arriving: the wire is idle for one segment's
-addition per ring, not for one part's addition per step. A segment is also added while
-it is in cache.
+[Note: pieces] Every part travels in pieces, and a piece leaves as soon as it has been
+added, or is here, while the next one is still arriving. It is added while it is in
+cache. Each part is summed in ring order, starting with the rank after its owner, so the
+result does not depend on timing.
 
 [Note: uneven parts] Where all parts are alike, every link carries one at any time. A
 part that is much larger than the others passes from link to link while the others rest;
-in more and smaller segments it is on all links at once.
-
-[Note: posted receives] Gloo sends no byte before the receiver has named its memory.
-Some receives are therefore posted ahead, so that no segment waits for a round trip.
-
-[Note: drained] A ring that has posted all its messages calls `drained`, and what comes
-next may post its first ones behind them: the wire does not rest between two rings.
+in more and smaller pieces it is on all links at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, cycle
-from typing import Protocol, TypeAlias
+from itertools import chain
+from operator import iadd
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from gradtide.core.ops import Group
+from gradtide.transport.links import (
+    CHUNK,
+    Memory,
+    Piece,
+    Track,
+    Transfer,
+    memory_of,
+)
 
-SEGMENTS = 4  # of a part, at the least: more => the addition hides better
-SMALLEST = 1 << 19  # bytes: a message costs about 50 us of Python
-LARGEST = 1 << 20  # bytes: what is added should still be in cache
+PIECES = 4  # of a part, at the least: more => what arrives waits less
+SMALLEST = 1 << 16  # bytes: every piece wakes the thread
 UNEVEN = 2.0  # times the mean from which a part counts as larger than the others
-FINE = 1 << 15  # bytes of a segment of such a part, at the least
-HOPS = 2  # of its segments, so many for each rank
-AHEAD = 6  # receives posted before they are needed
+FINE = 1 << 15  # bytes of a piece of such a part, at the least
+HOPS = 2  # of its pieces, so many for each rank
+BY_NUMPY = {torch.float32, torch.float64}  # it adds as fast, and is called sooner
 
-Wait: TypeAlias = Callable[[], object]
-
-
-class Messages(Protocol):
-    """Point-to-point messages, in order for each pair of ranks.
-
-    What posts one returns what waits until it is through.
-    """
-
-    def send(self, tensor: Tensor, peer: int) -> Wait: ...
-    def receive(self, tensor: Tensor, peer: int) -> Wait: ...
-
-
-class Ring:
-    """A ring that has begun; `finish` once, in the order of beginning.
-
-    This rank sends part number `begin` unasked, and all that arrive but the last
-    travel on. Each goes to the memory that `place` gives for its segments.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Tensor],
-        group: Group,
-        messages: Messages,
-        begin: int,
-        place: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda own: own,
-    ) -> None:
-        rank, size = group
-        self._send = partial(messages.send, peer=(rank + 1) % size)
-        self._receive = partial(messages.receive, peer=(rank - 1) % size)
-        cut = segments(parts)
-        first, *hops = (cut(parts[(begin - hop) % size]) for hop in range(size))
-        self._targets = targets = [*chain.from_iterable(hops)]
-        self._final = len(targets) - len(hops[-1])  # from here on nothing travels on
-        self._arrivals = place(targets)
-        self._received = [*map(self._receive, self._arrivals[:AHEAD])]
-        self._sent = [*map(self._send, first)]
-
-    def finish(self, drained: Callable[[], None]) -> None:
-        """Drive the ring to its end; `drained` is called when all has been posted."""
-        arrivals, received, sent = self._arrivals, self._received, self._sent
-        posted = max(self._final, len(arrivals) - AHEAD)
-        for i, (target, new) in enumerate(zip(self._targets, arrivals, strict=True)):
-            if i >= posted:
-                drained()
-            received[i]()
-            if new is not target:
-                target.add_(new)
-            if i < self._final:
-                sent.append(self._send(target))
-            if i + AHEAD < len(arrivals):
-                received.append(self._receive(arrivals[i + AHEAD]))
-        for wait in sent:
-            wait()
+PassOn: TypeAlias = Callable[[Memory], object]
+Cut: TypeAlias = Callable[[Tensor, PassOn | None, int], Iterator[Piece]]
 
 
 def reduce_scatter(
-    parts: Sequence[Tensor],
-    group: Group,
-    messages: Messages,
-    scratch: Callable[[int], Tensor],
-) -> Ring:
+    parts: Sequence[Tensor], group: Group, track: Track, ranks: Sequence[int]
+) -> Transfer:
     """Begin to sum the ranks' `parts` (1-D, one per rank), each in its owner's memory.
 
-    The parts of others are used up. Each part is summed in ring order, starting with
-    the rank after its owner, so the result does not depend on timing. `scratch` returns
-    memory for so many elements, which is the ring's until it is finished.
+    The parts of others are used up. `ranks` are the group's, by their numbers in the
+    transport's group.
     """
+    dtype, width = parts[0].dtype, parts[0].element_size()
+    scratch = track.scratch(ranks[group.rank - 1], CHUNK)
+    arrival, numbers = memory_of(scratch), scratch.view(dtype)
+    array = Tensor.numpy if dtype in BY_NUMPY else Tensor.detach
+    new: Any = array(numbers)
 
-    def place(targets: Sequence[Tensor]) -> Sequence[Tensor]:
-        lengths = [own.numel() for own in targets]
-        longest = max(lengths, default=1)
-        slots = scratch(min(AHEAD, len(targets)) * longest).view(-1, longest).unbind()
-        # A slot is posted again only after it has been added: AHEAD are out at most.
-        turns = zip(cycle(slots), lengths, strict=False) if slots else ()
-        return [slot if n == longest else slot[:n] for slot, n in turns]
+    def cut(part: Tensor, pass_on: PassOn | None, count: int) -> Iterator[Piece]:
+        own: Any = array(part)
+        memory, most = memory_of(part), max(1, -(-part.numel() // count))
+        for start in range(0, part.numel(), most):
+            target = own[start : start + most]
+            then = partial(iadd, target, new[: len(target)])
+            piece = memory[start * width : (start + most) * width]
+            if pass_on is not None:
+                then = partial(_both, then, partial(pass_on, piece))
+            yield Piece(arrival[: len(piece)], then)
 
-    return Ring(parts, group, messages, group.rank - 1, place)
+    return _around(parts, group, track, ranks, group.rank - 1, cut)
 
 
-def all_gather(parts: Sequence[Tensor], group: Group, messages: Messages) -> Ring:
+def all_gather(
+    parts: Sequence[Tensor], group: Group, track: Track, ranks: Sequence[int]
+) -> Transfer:
     """Begin to fill everybody's `parts` (1-D, one per rank) from their owners."""
-    return Ring(parts, group, messages, group.rank)
+
+    def cut(part: Tensor, pass_on: PassOn | None, count: int) -> Iterator[Piece]:
+        memory = memory_of(part)
+        if pass_on is None:
+            yield Piece(memory)
+            return
+        most = max(1, -(-len(memory) // count))
+        for start in range(0, len(memory), most):
+            piece = memory[start : start + most]
+            yield Piece(piece, partial(pass_on, piece))
+
+    return _around(parts, group, track, ranks, group.rank, cut)
 
 
-def segments(parts: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Tensor]]:
-    """What cuts any of `parts` into what it travels in, on all ranks alike."""
-    lengths = [part.numel() for part in parts]
-    size, total, width = len(parts), sum(lengths), parts[0].element_size()
-    counts = {
-        n: num_segments(n * width, size, n * size > UNEVEN * total) for n in {*lengths}
-    }
+def _both(first: Callable[[], object], then: Callable[[], object]) -> None:
+    first()
+    then()
 
-    def cut(part: Tensor) -> Sequence[Tensor]:
-        n = part.numel()
-        if counts[n] > 1:
-            return part.tensor_split(counts[n])
-        return (part,) if n else ()
 
-    return cut
+def _around(
+    parts: Sequence[Tensor],
+    group: Group,
+    track: Track,
+    ranks: Sequence[int],
+    begin: int,
+    cut: Cut,
+) -> Transfer:
+    """Send part number `begin` unasked, and pass on all that arrive but the last."""
+    rank, size = group
+    mean = sum(part.nbytes for part in parts) / size
+    first, *hops = (parts[(begin - hop) % size] for hop in range(size))
+    following, source = ranks[(rank + 1) % size], ranks[rank - 1]
+    leaving = deque([(following, memory_of(first))])
+
+    def pass_on(memory: Memory) -> None:
+        leaving.append((following, memory))
+
+    def pieces(part: Tensor, pass_on: PassOn | None) -> Iterator[Piece]:
+        uneven = part.nbytes > UNEVEN * mean
+        return cut(part, pass_on, num_pieces(part.nbytes, size, uneven))
+
+    last = hops.pop()
+    passing = chain.from_iterable(pieces(part, pass_on) for part in hops)
+    unsent = sum(part.nbytes for part in (first, *hops))
+    arriving = {source: chain(passing, pieces(last, None))}
+    return Transfer(track, leaving, arriving, unsent)
 
 
 def carried(total: float, largest: float, smallest: float, size: int) -> float:
     """Bytes that a link passes while a ring over parts of these bytes is at work.
 
     These are all parts but one. But a part that is larger than the others arrives at
-    its last rank after `size` - 1 hops, one segment behind the other, and not earlier.
+    its last rank after `size` - 1 hops, one piece behind the other, and not earlier.
     """
     uneven = largest * size > UNEVEN * total
-    pieces = num_segments(math.ceil(largest), size, uneven)
+    pieces = num_pieces(math.ceil(largest), size, uneven)
     return max(total - smallest, largest * (1 + (size - 2) / pieces))
 
 
-def num_segments(nbytes: int, size: int, uneven: bool) -> int:
-    """Into how many segments a part of so many bytes is cut among `size` ranks.
+def num_pieces(nbytes: int, size: int, uneven: bool) -> int:
+    """Into how many pieces a part of so many bytes is cut among `size` ranks.
 
     `uneven`: it is much larger than the others, see [Note: uneven parts].
     """
-    count = max(1, min(SEGMENTS, nbytes // SMALLEST), -(-nbytes // LARGEST))
+    count = max(1, min(PIECES, nbytes // SMALLEST), -(-nbytes // CHUNK))
     return max(count, min(HOPS * size, nbytes // FINE)) if uneven else count

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gradtide.doctor import addresses
-from gradtide.doctor.addresses import VARIABLE, chosen, interfaces, loops, outward
+from gradtide.transport import addresses
+from gradtide.transport.addresses import VARIABLE, chosen, interfaces, loops, outward
 
 THERE = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "docker0": "172.17.0.1"}
 

@@ -4,7 +4,7 @@
 Without that, it is the first address that the host's own name stands for, if it is one
 of this host's, and else the loopback. Debian's installer lets the name stand for
 127.0.1.1 in /etc/hosts: every rank then offers the others an address that leads back to
-themselves. (Guard: tests/doctor/test_addresses.py, beside what Gloo connects to.)
+themselves. (Guard: tests/transport/test_addresses.py, beside what Gloo connects to.)
 """
 
 from __future__ import annotations

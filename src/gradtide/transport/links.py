@@ -1,0 +1,269 @@
+"""Messages between ranks, as streams of bytes: a TCP connection for each two of them.
+
+Gloo has a thread that reads what arrives, and tells the one that waits. Here the one
+that waits reads for itself, so that a message wakes one thread and not two.
+
+[Note: Order] A connection carries messages in the order of their transfers. A rank may
+begin its next work item sooner than another, while one is at work that has more to ask:
+two items that follow each other have connections of their own, their *tracks*, and so
+each fills the gaps of the other (guard: tests/test_transport.py,
+test_many_messages_keep_order). Of transfers that travel together the first one leaves
+whole before the next one.
+
+[Note: Nothing blocks] Sockets hold what has been sent and not been read. A rank whose
+transfer has ended may go on while its peers still read what it sent.
+
+[Note: Wakes] A thread is woken when a whole piece has arrived, as far as the system
+allows (SO_RCVLOWAT).
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradtide.transport.opening import Meeting
+
+CHUNK = 1 << 18  # bytes of a piece at the most: what is added is still in cache
+LOOK = 2.0  # seconds after which a socket is read that was not said to be readable
+
+Memory: TypeAlias = memoryview
+
+
+class Piece(NamedTuple):
+    """Memory that is filled by what arrives, and what is done then."""
+
+    memory: Memory
+    then: Callable[[], object] | None = None
+
+
+class LostError(RuntimeError):
+    """A message to or from `peer` failed."""
+
+    def __init__(self, peer: int, why: object) -> None:
+        super().__init__(str(why))
+        self.peer = peer
+
+
+class Link:
+    """The connection to one rank, and what is to be read from it."""
+
+    def __init__(self, peer: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer, self.connection = peer, connection
+        self.number = connection.fileno()
+        self.coming: deque[tuple[Transfer, Piece]] = deque()
+        self._enough = 1
+
+    def send(self, memory: Memory) -> int:
+        """Send as much as the socket takes; returns how many bytes that was."""
+        try:
+            return self.connection.send(memory)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise LostError(self.peer, error) from None
+
+    def read(self) -> None:
+        """Read what is there."""
+        while self.coming:
+            transfer, (memory, then) = self.coming[0]
+            try:
+                count = self.connection.recv_into(memory)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise LostError(self.peer, error) from None
+            if not count:
+                raise LostError(self.peer, "Connection closed by peer")
+            if count < len(memory):
+                self.coming[0] = transfer, Piece(memory[count:], then)
+                return
+            self.coming.popleft()
+            transfer.unread -= 1
+            if then is not None:
+                then()
+
+    def await_more(self) -> None:
+        """Have this thread be woken by a piece, or by as much of a long one."""
+        enough = min(len(self.coming[0][1].memory), CHUNK)
+        if enough != self._enough and sys.platform == "linux":
+            self._enough = enough
+            with suppress(OSError):  # the next read tells what is the matter
+                self.connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough
+                )
+
+
+class Transfer:
+    """What leaves for other ranks, and what arrives from them, for one request.
+
+    `finish` is called once, in the order of making. `unsent` counts bytes, also those
+    that join `leaving` only when they have arrived; `unread` counts pieces.
+    """
+
+    def __init__(
+        self,
+        track: Track,
+        leaving: deque[tuple[int, Memory]],
+        arriving: Mapping[int, Iterable[Piece]],
+        unsent: int | None = None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.track, self._after = track, after
+        self.leaving = leaving
+        self.arriving = {
+            peer: [piece for piece in pieces if piece.memory]
+            for peer, pieces in arriving.items()
+        }
+        self.peers = {peer for peer, _ in leaving} | self.arriving.keys()
+        self.unread = sum(map(len, self.arriving.values()))
+        sending = sum(len(memory) for _, memory in leaving)
+        self.unsent = sending if unsent is None else unsent
+
+    def finish(self, drained: Callable[[], None]) -> None:
+        """Wait for all of it; `drained` is called once all has left."""
+        self.track.links.drive(self, drained)
+        self._after()
+
+
+class Track:
+    """The connections of every other work item of a lane, see [Note: Order]."""
+
+    def __init__(self, links: Links, number: int) -> None:
+        self.links, self.number = links, number
+        self.to: dict[int, Link] = {}  # by the ranks' numbers in the transport's group
+        self.sending: deque[Transfer] = deque()
+        self.later: deque[Transfer] = deque()
+        self._scratches: dict[object, Tensor] = {}
+
+    def scratch(self, key: object, nbytes: int) -> Tensor:
+        """Memory for arrivals, kept: fresh pages would cost another pass.
+
+        Who uses it at the same time asks with another key.
+        """
+        kept = self._scratches.get(key)
+        if kept is None or kept.numel() < nbytes:
+            kept = self._scratches[key] = torch.empty(nbytes, dtype=torch.uint8)
+        return kept[:nbytes]
+
+    def send(self) -> None:
+        """Send what the sockets take, of one transfer after the other."""
+        while self.sending:
+            transfer = self.sending[0]
+            leaving = transfer.leaving
+            while leaving:
+                peer, memory = leaving[0]
+                count = self.to[peer].send(memory)
+                transfer.unsent -= count
+                if count < len(memory):
+                    leaving[0] = peer, memory[count:]
+                    return
+                leaving.popleft()
+            if transfer.unsent:  # the rest has yet to arrive
+                return
+            self.sending.popleft()
+
+    @property
+    def blocked(self) -> Link | None:
+        """The link that has to take what is next."""
+        if not self.sending or not self.sending[0].leaving:
+            return None
+        return self.to[self.sending[0].leaving[0][0]]
+
+
+class Links:
+    """A lane's connections to other ranks."""
+
+    def __init__(self, meeting: Meeting, lane: int, seconds: float) -> None:
+        """`seconds`: how long nothing may move while something is waited for."""
+        self._meeting = meeting
+        self.tracks = Track(self, 2 * lane), Track(self, 2 * lane + 1)
+        self._links: dict[int, Link] = {}  # by the numbers of their sockets
+        self._seconds, self._idle = seconds, 0.0
+
+    def add(self, transfer: Transfer, early: bool) -> None:
+        """Have a transfer begin.
+
+        If it is `early`, others may wait for what comes before it: where it has to wait
+        for connections it begins when it is waited for.
+        """
+        track = transfer.track
+        if early and (track.later or not transfer.peers <= track.to.keys()):
+            track.later.append(transfer)
+        else:
+            self._enter(transfer)
+            track.send()
+
+    def drive(self, transfer: Transfer, drained: Callable[[], None]) -> None:
+        """Send and read until a transfer is through."""
+        track = transfer.track
+        while track.later:
+            self._enter(track.later.popleft())
+        while True:
+            for each in self.tracks:
+                each.send()
+            if not track.sending:
+                drained()
+            if not (transfer.unsent or transfer.unread):
+                return
+            self._wait()
+
+    def _enter(self, transfer: Transfer) -> None:
+        track = transfer.track
+        # Calls first, from the highest on: they wait for nobody.
+        for peer in sorted(transfer.peers - track.to.keys(), reverse=True):
+            self._connect(peer, track)
+        if transfer.unsent:
+            track.sending.append(transfer)
+        for peer, pieces in transfer.arriving.items():
+            track.to[peer].coming.extend((transfer, piece) for piece in pieces)
+
+    def _connect(self, peer: int, track: Track) -> None:
+        meet = self._meeting.call if peer > self._meeting.rank else self._meeting.answer
+        try:
+            link = Link(peer, meet(peer, track.number))
+        except OSError as error:
+            raise LostError(peer, error) from None
+        track.to[peer] = self._links[link.number] = link
+
+    def _wait(self) -> None:
+        """Wait until something can be sent or read, and read it."""
+        blocked = {track.blocked for track in self.tracks}
+        poll = select.poll()
+        for number, link in self._links.items():
+            events = select.POLLOUT if link in blocked else 0
+            if link.coming:
+                link.await_more()
+                events |= select.POLLIN
+            if events:
+                poll.register(number, events)
+        ready = {number for number, _ in poll.poll(1e3 * LOOK)}
+        self._idle = 0.0 if ready else self._idle + LOOK
+        if self._idle > self._seconds:
+            raise self._late()
+        for number in ready or self._links:
+            link = self._links[number]
+            if link.coming:
+                link.read()
+
+    def _late(self) -> LostError:
+        waiting = [link.peer for link in self._links.values() if link.coming]
+        waiting += [link.peer for track in self.tracks if (link := track.blocked)]
+        self._meeting.hang_up()
+        return LostError(waiting[0], f"Timed out after {self._seconds:g} s")
+
+
+def memory_of(x: Tensor) -> Memory:
+    """The bytes of a tensor in host memory."""
+    array: Any = x.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)

@@ -1,0 +1,107 @@
+"""How ranks connect to each other: everybody listens, and the lower rank calls.
+
+[Note: At first use] Two ranks connect when they first exchange something in a lane: a
+ring needs two connections of each rank, however many ranks there are. A call does not
+wait for who is called. Whoever is to be called waits for the caller, as it would for
+the message.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NamedTuple
+
+from gradtide.transport.addresses import VARIABLE, chosen
+
+HELLO = struct.Struct("!32sII")  # the word of who is called, who calls, and the lane
+SLICE = 0.5  # seconds that one lane listens for all of them
+CALL = 20.0  # seconds for a call
+
+
+class Door(NamedTuple):
+    """Where a rank listens, and the word by which it knows the job's ranks."""
+
+    address: str
+    port: int
+    word: bytes
+
+
+class Meeting:
+    """Connects this rank to others, by their numbers in the transport's group."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        """`seconds`: how long to wait for a rank that is to call."""
+        address = chosen().address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listening = socket.create_server((address, 0), family=family, backlog=512)
+        self._listening.settimeout(SLICE)
+        port: int = self._listening.getsockname()[1]
+        self.rank, self._seconds = rank, seconds
+        self.door = Door(address, port, secrets.token_bytes(32))
+        self.doors = [self.door]  # of all ranks, once they are known
+        self._here: dict[tuple[int, int], socket.socket] = {}  # by lane and rank
+        self._lock = threading.Lock()
+        self._made = [self._listening]
+        weakref.finalize(self, _close, self._made).atexit = False
+
+    def call(self, peer: int, lane: int) -> socket.socket:
+        """Connect to a higher rank; OSError says where it was not to be reached."""
+        door = self.doors[peer]
+        try:
+            connection = socket.create_connection((door.address, door.port), CALL)
+            connection.sendall(HELLO.pack(door.word, self.rank, lane))
+        except OSError as error:
+            raise OSError(
+                f"no connection to {door.address}: {error.strerror or error}; "
+                f"{VARIABLE} names the interface that leads to other hosts, and "
+                "`gradtide doctor`, started like the script, says who reaches whom"
+            ) from error
+        self._made.append(connection)
+        return connection
+
+    def answer(self, peer: int, lane: int) -> socket.socket:
+        """Wait until a lower rank has called."""
+        deadline = time.monotonic() + self._seconds
+        while time.monotonic() < deadline:
+            with self._lock:  # who holds it listens for the other lanes, too
+                if (lane, peer) in self._here:
+                    return self._here.pop((lane, peer))
+                with suppress(TimeoutError):
+                    self._take(*self._listening.accept())
+        raise TimeoutError(f"no call in {self._seconds:g} s")
+
+    def hang_up(self) -> None:
+        """End all connections; whoever waits at one, here or there, fails now."""
+        for each in [*self._made]:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections, of which no thread makes use any more."""
+        _close(self._made)
+
+    def _take(self, connection: socket.socket, _: object) -> None:
+        """Keep a rank's call; others that find the door are sent away."""
+        connection.settimeout(CALL)
+        said = b""
+        with suppress(OSError):
+            said = connection.recv(HELLO.size, socket.MSG_WAITALL)
+        if len(said) == HELLO.size:
+            word, peer, lane = HELLO.unpack(said)
+            if secrets.compare_digest(word, self.door.word):
+                self._here[lane, peer] = connection
+                self._made.append(connection)
+                return
+        connection.close()
+
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for each in sockets:
+        each.close()

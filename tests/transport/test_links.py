@@ -1,0 +1,243 @@
+"""Streams of bytes between ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradtide.core.ops import Group
+from gradtide.transport import links as streams
+from gradtide.transport import ring, rotation
+from gradtide.transport.links import Links, LostError, Piece, Transfer, memory_of
+from gradtide.transport.opening import HELLO, Meeting
+
+SIZES = [2, 3, 4, 5, 7, 8, 16]
+LIMIT = 30.0
+
+
+def nothing() -> None: ...
+
+
+@contextmanager
+def connected(size: int, seconds: float = LIMIT) -> Iterator[list[Links]]:
+    meetings = [Meeting(rank, seconds) for rank in range(size)]
+    for meeting in meetings:
+        meeting.doors = [each.door for each in meetings]
+    links = [Links(meeting, 0, seconds) for meeting in meetings]
+    try:
+        yield links
+    finally:
+        for meeting in meetings:
+            meeting.close()
+
+
+def together(work: Callable[[int], Any], size: int) -> list[Any]:
+    with ThreadPoolExecutor(size) as pool:
+        return [*pool.map(work, range(size), timeout=LIMIT)]
+
+
+def values(rank: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Small integers: sums are exact in every dtype and order."""
+    rng = torch.Generator().manual_seed(rank)
+    return torch.randint(-9, 9, (n,), generator=rng).to(dtype)
+
+
+def shapes(size: int) -> list[list[int]]:
+    """Lengths of the parts of a buffer: the last ones go in many pieces."""
+    lonely = [300_000 if rank == size // 2 else 3 for rank in range(size)]
+    uneven = [(3 * rank + 1) % 5 for rank in range(size)]
+    return [[4] * size, uneven, [0] * (size - 1) + [9], lonely, [70_001] * size]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("size", SIZES)
+def test_rings_and_single_hops_sum_and_gather_everything(
+    size: int, dtype: torch.dtype
+) -> None:
+    with connected(size) as links:
+
+        def work(rank: int) -> None:
+            group, everybody = Group(rank, size), range(size)
+            for turn, lengths in enumerate(shapes(size)):
+                total = sum(values(r, sum(lengths), dtype) for r in everybody)
+                for way in (ring, rotation):
+                    x = values(rank, sum(lengths), dtype)
+                    parts = x.split_with_sizes(lengths)
+                    asked: Any = group, links[rank].tracks[turn % 2], everybody
+                    more = (1,) if way is rotation else ()
+                    for begin in (way.reduce_scatter, way.all_gather):
+                        transfer = begin(parts, *asked, *more)
+                        links[rank].add(transfer, early=False)
+                        transfer.finish(nothing)
+                        more = ()
+                    assert torch.equal(x, total), (way.__name__, lengths)
+
+        together(work, size)
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_a_ring_and_a_single_hop_have_the_same_bits(size: int) -> None:
+    with connected(size) as links:
+
+        def work(rank: int) -> list[Tensor]:
+            asked: Any = Group(rank, size), links[rank].tracks[0], range(size)
+            rng = torch.Generator().manual_seed(rank)
+            x = torch.randn(1000 * size, generator=rng)
+            found = []
+            for way, more in ((ring, ()), (rotation, (1,))):
+                parts = x.clone().tensor_split(size)
+                transfer = way.reduce_scatter(parts, *asked, *more)
+                links[rank].add(transfer, early=False)
+                transfer.finish(nothing)
+                found.append(parts[rank])
+            return found
+
+        for first, second in together(work, size):
+            assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
+    """Whichever rank begins it early, and whether its ranks are connected by then."""
+    with connected(size) as links:
+
+        def work(rank: int) -> None:
+            own, begun = links[rank], {}
+
+            def begin(item: int, early: bool) -> tuple[Tensor, Any, Transfer]:
+                x = torch.full((size * (item % 7 + 1),), float(item))
+                asked: Any = Group(rank, size), own.tracks[item % 2], range(size)
+                way, more = (ring, ()) if item % 3 else (rotation, (1,))
+                transfer = way.reduce_scatter(x.tensor_split(size), *asked, *more)
+                own.add(transfer, early)
+                return x, asked, transfer
+
+            for item in range(40):
+                x, asked, transfer = begun.pop(item, None) or begin(item, early=False)
+                if (item + rank) % 2:
+                    begun[item + 1] = begin(item + 1, early=True)
+                transfer.finish(nothing)
+                transfer = ring.all_gather(x.tensor_split(size), *asked)
+                own.add(transfer, early=False)
+                transfer.finish(nothing)
+                assert x.unique().tolist() == [size * item]
+
+        together(work, size)
+
+
+def send(links: Links, peer: int, x: Tensor) -> Transfer:
+    return Transfer(links.tracks[0], deque([(peer, memory_of(x))]), {})
+
+
+def receive(links: Links, peer: int, x: Tensor) -> Transfer:
+    return Transfer(links.tracks[0], deque(), {peer: [Piece(memory_of(x))]})
+
+
+def run(links: Links, transfer: Transfer) -> None:
+    links.add(transfer, early=False)
+    transfer.finish(nothing)
+
+
+def test_what_travels_together_arrives_in_order() -> None:
+    x, y = torch.arange(200_000.0), -torch.arange(200_000.0)
+    with connected(2) as links:
+
+        def work(rank: int) -> None:
+            own = links[rank]
+            found = [torch.empty(200_000) for _ in range(4)]
+            transfers = [
+                send(own, 1, each) if rank == 0 else receive(own, 0, into)
+                for each, into in zip((x, y, y, x), found, strict=True)
+            ]
+            for transfer in transfers:
+                own.add(transfer, early=False)
+            for transfer in transfers:
+                transfer.finish(nothing)
+            if rank == 1:
+                assert all(map(torch.equal, found, (x, y, y, x)))
+
+        together(work, 2)
+
+
+def test_strangers_at_the_door_are_sent_away() -> None:
+    with connected(2) as links:
+        door = links[1]._meeting.door
+        strangers = [socket.create_connection(door[:2]) for _ in range(3)]
+        strangers[0].sendall(HELLO.pack(b"?" * 32, 0, 0) + b"x" * 40)
+        strangers[1].close()
+        strangers[2].sendall(b"GET / HTTP/1.1\r\n\r\n" + b" " * 40)
+        x = torch.zeros(5)
+        works = [lambda: run(links[0], send(links[0], 1, torch.ones(5)))]
+        works.append(lambda: run(links[1], receive(links[1], 0, x)))
+        together(lambda rank: works[rank](), 2)
+        assert x.tolist() == [1.0] * 5
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_rank_that_hangs_up_is_named() -> None:
+    with connected(2) as links:
+
+        def work(rank: int) -> None:
+            own = links[rank]
+            if rank == 0:
+                run(own, send(own, 1, torch.ones(1)))
+                own._meeting.hang_up()
+                return
+            run(own, receive(own, 0, torch.ones(1)))
+            with pytest.raises(LostError, match=r"closed by peer") as error:
+                run(own, receive(own, 0, torch.ones(1)))
+            assert error.value.peer == 0
+
+        together(work, 2)
+
+
+def test_a_rank_that_never_moves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "LOOK", 0.2)
+    with connected(3, 0.5) as links:
+        own = links[0]  # the other ranks have a door alone
+        with pytest.raises(LostError, match=r"Timed out after 0.5 s") as error:
+            run(own, send(own, 2, torch.zeros(30_000_000)))
+        assert error.value.peer == 2
+        own = links[1]
+        with pytest.raises(LostError, match=r"no call in 0.5 s") as error:
+            run(own, receive(own, 0, torch.zeros(1)))
+        assert error.value.peer == 0
+
+
+def test_who_waits_is_woken_when_the_links_are_closed() -> None:
+    with connected(2) as links:
+
+        def work(rank: int) -> None:
+            own = links[rank]
+            run(
+                own,
+                send(own, 1, torch.ones(1))
+                if rank == 0
+                else receive(own, 0, torch.ones(1)),
+            )
+            if rank == 0:
+                threading.Timer(0.3, own._meeting.hang_up).start()
+            begin = time.monotonic()
+            with pytest.raises(LostError):
+                run(own, receive(own, 1 - rank, torch.ones(1)))
+            assert time.monotonic() - begin < 5
+
+        together(work, 2)
+
+
+def test_a_rank_that_cannot_be_reached_is_named_with_the_remedy() -> None:
+    with connected(2) as links:
+        links[1]._meeting.close()
+        with pytest.raises(LostError, match=r"no connection to .*GLOO_SOCKET_IFNAME"):
+            run(links[0], send(links[0], 1, torch.ones(1)))
