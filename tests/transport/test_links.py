@@ -30,7 +30,7 @@ def nothing() -> None: ...
 
 @contextmanager
 def connected(size: int, seconds: float = LIMIT) -> Iterator[list[Links]]:
-    meetings = [Meeting(rank, seconds) for rank in range(size)]
+    meetings = [Meeting(Group(rank, size), seconds) for rank in range(size)]
     for meeting in meetings:
         meeting.doors = [each.door for each in meetings]
     links = [Links(meeting, 0, seconds) for meeting in meetings]
@@ -241,3 +241,7 @@ def test_a_rank_that_cannot_be_reached_is_named_with_the_remedy() -> None:
         links[1]._meeting.close()
         with pytest.raises(LostError, match=r"no connection to .*GLOO_SOCKET_IFNAME"):
             run(links[0], send(links[0], 1, torch.ones(1)))
+
+
+def test_a_rank_alone_listens_nowhere() -> None:
+    assert Meeting(Group(0, 1), LIMIT).door.port == 0

@@ -46,7 +46,7 @@ class GlooTransport:
         self.submit = self._queue.submit
         timeout = pg._get_backend(torch.device("cpu")).options._timeout
         seconds = timeout.total_seconds()
-        self._meeting = meeting = Meeting(pg.rank(), seconds)
+        self._meeting = meeting = Meeting(self.group, seconds)
         self._links = tuple(Links(meeting, i, seconds) for i in range(LANES))
         self._inquiry = Inquiry(pg, self._queue, self.progress, meeting)
         self._queue.late = self._inquiry.late

@@ -18,11 +18,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
+from gradtide.core.ops import Group
 from gradtide.transport.addresses import VARIABLE, chosen
 
 HELLO = struct.Struct("!32sII")  # the word of who is called, who calls, and the lane
 SLICE = 0.5  # seconds that one lane listens for all of them
 CALL = 20.0  # seconds for a call
+WORD = 3.0  # seconds for what is said then: nobody else may keep the door
 
 
 class Door(NamedTuple):
@@ -36,20 +38,25 @@ class Door(NamedTuple):
 class Meeting:
     """Connects this rank to others, by their numbers in the transport's group."""
 
-    def __init__(self, rank: int, seconds: float) -> None:
+    def __init__(self, group: Group, seconds: float) -> None:
         """`seconds`: how long to wait for a rank that is to call."""
+        self.rank, self._seconds = group.rank, seconds
+        self._made: list[socket.socket] = []
+        self._here: dict[tuple[int, int], socket.socket] = {}  # by lane and rank
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._made).atexit = False
+        self.door = Door("", 0, secrets.token_bytes(32))
+        if group.size > 1:
+            self.door = self._listen(self.door)
+        self.doors = [self.door]  # of all ranks, once they are known
+
+    def _listen(self, door: Door) -> Door:
         address = chosen().address
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listening = socket.create_server((address, 0), family=family, backlog=512)
         self._listening.settimeout(SLICE)
-        port: int = self._listening.getsockname()[1]
-        self.rank, self._seconds = rank, seconds
-        self.door = Door(address, port, secrets.token_bytes(32))
-        self.doors = [self.door]  # of all ranks, once they are known
-        self._here: dict[tuple[int, int], socket.socket] = {}  # by lane and rank
-        self._lock = threading.Lock()
-        self._made = [self._listening]
-        weakref.finalize(self, _close, self._made).atexit = False
+        self._made.append(self._listening)
+        return door._replace(address=address, port=self._listening.getsockname()[1])
 
     def call(self, peer: int, lane: int) -> socket.socket:
         """Connect to a higher rank; OSError says where it was not to be reached."""
@@ -89,7 +96,7 @@ class Meeting:
 
     def _take(self, connection: socket.socket, _: object) -> None:
         """Keep a rank's call; others that find the door are sent away."""
-        connection.settimeout(CALL)
+        connection.settimeout(WORD)
         said = b""
         with suppress(OSError):
             said = connection.recv(HELLO.size, socket.MSG_WAITALL)
