@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch._dynamo
 import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.utils import counters
 
 import gradtide
@@ -238,6 +240,44 @@ def test_per_block_updates_are_carried_out_as_late_as_without() -> None:
     assert eager == per_block
     assert eager[0] > eager[-1] == 0
     assert at_once == []  # hooks inside are not called
+
+
+def compiled_steps(scheme: str) -> tuple[bool, list[str]]:
+    """A whole step, compiled: whether its bits are eager's; what else was compiled."""
+
+    def train(wrap: Callable[[Any], Any]) -> Tensor:
+        torch.manual_seed(0)
+        net = Model()
+        optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.5)
+        sync = gradtide.replicate(net, optimizer, scheme)
+
+        def step(x: Tensor) -> None:
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+
+        run = wrap(step)
+        rng = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(STEPS):
+            run(torch.randn(5, 16, generator=rng))
+        sync.flush()
+        sync.remove()
+        return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+    torch._dynamo.reset()
+    input_codes.clear()
+    eager = train(lambda step: step)
+    same = torch.equal(eager, train(partial(torch.compile, backend="eager")))
+    files = [code().co_filename for code in input_codes.seen if code() is not None]
+    assert __file__ in files  # the step itself
+    return same, [file for file in files if "gradtide/runtime" in file]
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear", "topka2a(0.1)"])
+def test_no_code_of_ours_is_compiled_with_a_whole_step(scheme: str) -> None:
+    for same, files in run_ranks(2, compiled_steps, scheme):
+        assert same
+        assert not files
 
 
 def by_inductor() -> dict[str, list[float]]:
