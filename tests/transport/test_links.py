@@ -18,6 +18,7 @@ from torch import Tensor
 from gradtide.core.ops import Group
 from gradtide.transport import links as streams
 from gradtide.transport import ring, rotation
+from gradtide.transport.addresses import Chosen
 from gradtide.transport.links import Links, LostError, Piece, Transfer, memory_of
 from gradtide.transport.opening import HELLO, Meeting
 
@@ -245,3 +246,18 @@ def test_a_rank_that_cannot_be_reached_is_named_with_the_remedy() -> None:
 
 def test_a_rank_alone_listens_nowhere() -> None:
     assert Meeting(Group(0, 1), LIMIT).door.port == 0
+
+
+def test_ranks_meet_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    six = Chosen("::1", "lo", "a test")
+    monkeypatch.setattr("gradtide.transport.opening.chosen", lambda: six)
+    with connected(2) as links:
+        x = torch.zeros(5)
+        works = [lambda: run(links[0], send(links[0], 1, torch.ones(5)))]
+        works.append(lambda: run(links[1], receive(links[1], 0, x)))
+        together(lambda rank: works[rank](), 2)
+        assert x.tolist() == [1.0] * 5
