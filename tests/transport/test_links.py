@@ -170,6 +170,22 @@ def test_what_travels_together_arrives_in_order() -> None:
         together(work, 2)
 
 
+@pytest.mark.parametrize(("length", "item"), [(4, 7), (6, 7), (5, 8)])
+def test_ranks_that_ask_for_different_things_are_told(length: int, item: int) -> None:
+    with connected(2) as links:
+        links[0].tracks[0].asked = 7, 1
+        links[1].tracks[0].asked = item, 1
+
+        def work(rank: int) -> None:
+            if rank == 0:
+                run(links[0], send(links[0], 1, torch.ones(5)))
+                return
+            with pytest.raises(LostError, match=r"sent item 7, request 1 of 20 bytes"):
+                run(links[1], receive(links[1], 0, torch.zeros(length)))
+
+        together(work, 2)
+
+
 def test_strangers_at_the_door_are_sent_away() -> None:
     with connected(2) as links:
         door = links[1]._meeting.door

@@ -60,6 +60,7 @@ class GlooTransport:
         item = self._queue.current
         item.requests += 1
         track = self._links[self._queue.lane].tracks[item.number % 2]
+        track.asked = item.number, item.requests
         asked = _Asked(op, self.group, track, item)
         # What crosses a link is asked for by one thread, what does not by others, too.
         if not asked.inside:

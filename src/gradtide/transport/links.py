@@ -10,6 +10,10 @@ each fills the gaps of the other (guard: tests/test_transport.py,
 test_many_messages_keep_order). Of transfers that travel together the first one leaves
 whole before the next one.
 
+[Note: Marks] What a transfer sends to a rank begins with the numbers of its item and
+request, and its length. Ranks that ask for different things are told so: they would
+otherwise take one's bytes for the other's.
+
 [Note: Nothing blocks] Sockets hold what has been sent and not been read. A rank whose
 transfer has ended may go on while its peers still read what it sent.
 
@@ -21,10 +25,12 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,6 +41,9 @@ from gradtide.transport.opening import Meeting
 CHUNK = 1 << 18  # bytes of a piece at the most: what is added is still in cache
 LOOK = 2.0  # seconds after which a socket is read that was not said to be readable
 
+MARK = struct.Struct("!QQQ")  # item, request, bytes: see [Note: Marks]
+MORE = getattr(socket, "MSG_MORE", 0)
+
 Memory: TypeAlias = memoryview
 
 
@@ -43,6 +52,7 @@ class Piece(NamedTuple):
 
     memory: Memory
     then: Callable[[], object] | None = None
+    is_mark: bool = False
 
 
 class LostError(RuntimeError):
@@ -64,10 +74,10 @@ class Link:
         self.coming: deque[tuple[Transfer, Piece]] = deque()
         self._enough = 1
 
-    def send(self, memory: Memory) -> int:
+    def send(self, memory: Memory, more: bool) -> int:
         """Send as much as the socket takes; returns how many bytes that was."""
         try:
-            return self.connection.send(memory)
+            return self.connection.send(memory, MORE if more else 0)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -76,26 +86,28 @@ class Link:
     def read(self) -> None:
         """Read what is there."""
         while self.coming:
-            transfer, (memory, then) = self.coming[0]
+            transfer, piece = self.coming[0]
             try:
-                count = self.connection.recv_into(memory)
+                count = self.connection.recv_into(piece.memory)
             except BlockingIOError:
                 return
             except OSError as error:
                 raise LostError(self.peer, error) from None
             if not count:
                 raise LostError(self.peer, "Connection closed by peer")
-            if count < len(memory):
-                self.coming[0] = transfer, Piece(memory[count:], then)
+            if count < len(piece.memory):
+                self.coming[0] = transfer, piece._replace(memory=piece.memory[count:])
                 return
             self.coming.popleft()
             transfer.unread -= 1
-            if then is not None:
-                then()
+            if piece.then is not None:
+                piece.then()
 
     def await_more(self) -> None:
         """Have this thread be woken by a piece, or by as much of a long one."""
-        enough = min(len(self.coming[0][1].memory), CHUNK)
+        first = self.coming[0][1]
+        follows = len(self.coming[1][1].memory) if first.is_mark else 0
+        enough = min(len(first.memory) + follows, CHUNK)
         if enough != self._enough and sys.platform == "linux":
             self._enough = enough
             with suppress(OSError):  # the next read tells what is the matter
@@ -126,9 +138,27 @@ class Transfer:
             for peer, pieces in arriving.items()
         }
         self.peers = {peer for peer, _ in leaving} | self.arriving.keys()
-        self.unread = sum(map(len, self.arriving.values()))
         sending = sum(len(memory) for _, memory in leaving)
         self.unsent = sending if unsent is None else unsent
+        self._mark()
+        self.unread = sum(map(len, self.arriving.values()))
+
+    def _mark(self) -> None:
+        """Have what is for, or from, a rank begin with its mark, see [Note: Marks]."""
+        leaving = [*self.leaving] if self.unsent else []
+        self.leaving.clear()
+        alone = len(leaving) == 1  # more may follow it
+        for peer, memory in leaving:
+            nbytes = self.unsent if alone else len(memory)
+            mark = memoryview(MARK.pack(*self.track.asked, nbytes))
+            self.leaving.extend(((peer, mark), (peer, memory)))
+        self.unsent += MARK.size * len(leaving)
+        for peer, pieces in self.arriving.items():
+            if pieces:
+                nbytes = sum(len(piece.memory) for piece in pieces)
+                told, due = bytearray(MARK.size), (*self.track.asked, nbytes)
+                check = partial(_check, told, due, peer)
+                pieces.insert(0, Piece(memoryview(told), check, is_mark=True))
 
     def finish(self, drained: Callable[[], None]) -> None:
         """Wait for all of it; `drained` is called once all has left."""
@@ -136,11 +166,24 @@ class Transfer:
         self._after()
 
 
+def _check(told: bytearray, due: tuple[int, ...], peer: int) -> None:
+    sent = MARK.unpack(told)
+    if sent != due:
+        raise LostError(
+            peer,
+            "ranks ask for different things: rank {} sent item {}, request {} of {} "
+            "bytes, where item {}, request {} of {} bytes was due".format(
+                peer, *sent, *due
+            ),
+        )
+
+
 class Track:
     """The connections of every other work item of a lane, see [Note: Order]."""
 
     def __init__(self, links: Links, number: int) -> None:
         self.links, self.number = links, number
+        self.asked = 0, 0  # the item and the request that transfers are made for
         self.to: dict[int, Link] = {}  # by the ranks' numbers in the transport's group
         self.sending: deque[Transfer] = deque()
         self.later: deque[Transfer] = deque()
@@ -163,7 +206,8 @@ class Track:
             leaving = transfer.leaving
             while leaving:
                 peer, memory = leaving[0]
-                count = self.to[peer].send(memory)
+                more = len(leaving) > 1 and leaving[1][0] == peer
+                count = self.to[peer].send(memory, more)
                 transfer.unsent -= count
                 if count < len(memory):
                     leaving[0] = peer, memory[count:]
