@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from gradtide.transport import links as streams
 from gradtide.transport import ring, rotation
 from gradtide.transport.addresses import Chosen
 from gradtide.transport.links import Links, LostError, Piece, Transfer, memory_of
-from gradtide.transport.opening import HELLO, Meeting
+from gradtide.transport.opening import HELLO, Door, Meeting
 
 SIZES = [2, 3, 4, 5, 7, 8, 16]
 LIMIT = 30.0
@@ -30,10 +31,16 @@ def nothing() -> None: ...
 
 
 @contextmanager
-def connected(size: int, seconds: float = LIMIT) -> Iterator[list[Links]]:
+def connected(
+    size: int, seconds: float = LIMIT, inside: bool = True
+) -> Iterator[list[Links]]:
+    """`inside`: as ranks of one host connect, otherwise over TCP."""
     meetings = [Meeting(Group(rank, size), seconds) for rank in range(size)]
+    doors = [meeting.door for meeting in meetings]
+    if not inside:
+        doors = [door._replace(name="") for door in doors]
     for meeting in meetings:
-        meeting.doors = [each.door for each in meetings]
+        meeting.doors = doors
     links = [Links(meeting, 0, seconds) for meeting in meetings]
     try:
         yield links
@@ -62,10 +69,11 @@ def shapes(size: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("inside", [True, False])
 def test_rings_and_single_hops_sum_and_gather_everything(
-    size: int, dtype: torch.dtype
+    inside: bool, size: int, dtype: torch.dtype
 ) -> None:
-    with connected(size) as links:
+    with connected(size, inside=inside) as links:
 
         def work(rank: int) -> None:
             group, everybody = Group(rank, size), range(size)
@@ -186,10 +194,11 @@ def test_ranks_that_ask_for_different_things_are_told(length: int, item: int) ->
         together(work, 2)
 
 
-def test_strangers_at_the_door_are_sent_away() -> None:
-    with connected(2) as links:
-        door = links[1]._meeting.door
-        strangers = [socket.create_connection(door[:2]) for _ in range(3)]
+@pytest.mark.parametrize("inside", [True, False])
+def test_strangers_at_the_door_are_sent_away(inside: bool) -> None:
+    with connected(2, inside=inside) as links:
+        door = links[0]._meeting.doors[1]
+        strangers = [knock(door) for _ in range(3)]
         strangers[0].sendall(HELLO.pack(b"?" * 32, 0, 0) + b"x" * 40)
         strangers[1].close()
         strangers[2].sendall(b"GET / HTTP/1.1\r\n\r\n" + b" " * 40)
@@ -202,8 +211,30 @@ def test_strangers_at_the_door_are_sent_away() -> None:
             stranger.close()
 
 
-def test_a_rank_that_hangs_up_is_named() -> None:
+def knock(door: Door) -> socket.socket:
+    if not door.name:
+        return socket.create_connection(door[:2])
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(door.name)
+    return stranger
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+def test_ranks_of_one_host_use_its_own_sockets() -> None:
+    """Of one address, that is: hosts of the lab have one each."""
     with connected(2) as links:
+        x = torch.zeros(5)
+        works = [lambda: run(links[0], send(links[0], 1, torch.ones(5)))]
+        works.append(lambda: run(links[1], receive(links[1], 0, x)))
+        together(lambda rank: works[rank](), 2)
+        for rank, own in enumerate(links):
+            connection = own.tracks[0].to[1 - rank].connection
+            assert connection.family == socket.AF_UNIX
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_rank_that_hangs_up_is_named(inside: bool) -> None:
+    with connected(2, inside=inside) as links:
 
         def work(rank: int) -> None:
             own = links[rank]

@@ -133,10 +133,11 @@ class GlooTransport:
         return [place for place, _ in told]
 
     def close(self) -> None:
-        self._queue.close()
+        ended = self._queue.close()
         self._inquiry.close("has called sync.remove()")
         self._at_exit.cancel()
-        self._meeting.close()
+        # A thread that has yet to end must not find another file by a number it knows.
+        (self._meeting.close if ended else self._meeting.hang_up)()
         if self._queue.error is None:
             give_up(self._pg)
 

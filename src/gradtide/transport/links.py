@@ -39,6 +39,9 @@ from torch import Tensor
 from gradtide.transport.opening import Meeting
 
 CHUNK = 1 << 18  # bytes of a piece at the most: what is added is still in cache
+HELD = (
+    1 << 21
+)  # bytes that a Unix socket holds for its reader; TCP's grow by themselves
 LOOK = 2.0  # seconds after which a socket is read that was not said to be readable
 
 MARK = struct.Struct("!QQQ")  # item, request, bytes: see [Note: Marks]
@@ -68,7 +71,10 @@ class Link:
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family == getattr(socket, "AF_UNIX", None):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HELD)
+        else:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer, self.connection = peer, connection
         self.number = connection.fileno()
         self.coming: deque[tuple[Transfer, Piece]] = deque()
