@@ -407,3 +407,72 @@ def test_a_replaced_memory_is_looked_at_again() -> None:
     assert aliases.find() == []  # two of one storage, and nobody else
     p.data = q.data[:2]
     assert len(aliases.find()) == 2
+
+
+class Added(nn.Module):
+    """Something whose backward does not read its parameter."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((300,), float(number)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 + self.shift
+
+
+def test_backwards_of_a_forward_before_step_add_to_what_the_program_sees() -> None:
+    run_ranks(2, _late_backwards)
+
+
+def _late_backwards() -> None:
+    for zeroed in (True, False):
+        eager, lazy = (_with_late_backwards(scheme, zeroed) for scheme in SCHEMES)
+        assert eager == lazy, zeroed
+
+
+def _with_late_backwards(scheme: str, zeroed: bool) -> Any:
+    net = nn.Sequential(*map(Added, range(4)))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    sync = gradtide.replicate(net, opt, scheme)
+    rng = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for _ in range(4):
+        own, late = torch.randn(2, 300, generator=rng)
+        (net(own) * own).sum().backward()
+        with sync.no_sync():
+            loss = (net(late) * late).sum()
+            opt.step()
+            due = any(b.stage is Stage.DUE for b in sync._training.buckets)
+            if zeroed:
+                opt.zero_grad()
+            loss.backward()
+        net(own)
+        grads = [p.grad for p in net.parameters()]
+        seen.append([None if grad is None else grad.tolist() for grad in grads])
+    assert due == ("DEAR" in scheme)
+    sync.remove()
+    return seen, [p.tolist() for p in net.parameters()]
+
+
+def test_gradients_of_due_parameters_are_pythons_and_given_back() -> None:
+    run_ranks(2, _given_back)
+
+
+def _given_back() -> None:
+    net = model()
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    sync = gradtide.replicate(net, opt, SCHEMES[1])
+    for step in range(4):
+        x, y = data(step)
+        opt.zero_grad()
+        cross_entropy(net(x), y).backward()
+        opt.step()
+    first, second, *others = net.parameters()
+    own = torch.ones_like(second)
+    first.grad, second.grad = None, own
+    sync.flush()
+    assert first.grad is None
+    assert second.grad is own
+    assert all(p.grad is not None for p in others)
+    assert not any("grad" in vars(p) for p in net.parameters())
+    sync.remove()

@@ -5,6 +5,10 @@ to it then comes by `__torch_function__`, which has the update carried out first
 dtype and the like are told without. It costs nothing where nobody reads. The class is
 taken off before the update, so modules, optimizers, copies and files never have it.
 
+[Note: grad] Every step asks each parameter for `.grad`, and torch's own would come by
+`__torch_function__`, too. So while a parameter is due, `.grad` is an attribute of
+Python's, from `begin_due` to `end_due`.
+
 [Note: aliases] A tensor that shares a parameter's memory, and was made before, is read
 past that class: a `p.data` that was kept, a flat view of all parameters, another
 parameter. Torch counts who shares a storage, and where that is anybody who is not known
@@ -30,9 +34,6 @@ _TOLD = (
     *("is_cpu", "is_sparse", "is_meta", "itemsize", "nbytes", "output_nr"),
     *("_backward_hooks", "_post_accumulate_grad_hooks"),
 )
-_SET = "grad", "requires_grad"
-_grad: Any = vars(torch._C.TensorBase)["grad"]
-get_grad, set_grad = _grad.__get__, _grad.__set__  # of due ones, where that is off
 _CALLED = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"),
     *("stride", "is_contiguous", "is_floating_point", "is_complex", "is_shared"),
@@ -41,9 +42,9 @@ _CALLED = (
 )
 METADATA = frozenset(
     [
-        *(getattr(Tensor, name).__get__ for name in (*_TOLD, *_SET)),
-        *(getattr(Tensor, name).__set__ for name in _SET),
-        *(getattr(Tensor, name).__delete__ for name in _SET),
+        *(getattr(Tensor, name).__get__ for name in _TOLD),
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
         *(getattr(Tensor, name) for name in _CALLED),
     ]
 )
@@ -65,6 +66,29 @@ def due_kind(p: nn.Parameter, settle: Callable[[nn.Parameter], None]) -> Kind | 
     return due
 
 
+def begin_due(p: nn.Parameter, due: Kind) -> None:
+    """Give a parameter the class of those that are due."""
+    grad = p.grad
+    if grad is not None:
+        p.grad = None
+    p.__class__ = due
+    if grad is not None:
+        p.grad = grad
+
+
+def end_due(p: nn.Parameter, plain: Kind) -> Tensor | None:
+    """Give a parameter its own class again.
+
+    Returns a gradient that backward has made meanwhile: it is not in `.grad` any more,
+    which is what the program has seen.
+    """
+    p.__class__ = plain
+    made, seen = p.grad, vars(p).pop("grad", None)
+    if made is not seen:
+        p.grad = seen
+    return made
+
+
 def _due(plain: Kind, settle: Callable[[nn.Parameter], None]) -> Kind:
     def up_to_date(p: nn.Parameter) -> nn.Parameter:
         settle(p)
@@ -84,21 +108,7 @@ def _due(plain: Kind, settle: Callable[[nn.Parameter], None]) -> Kind:
                     up_to_date(leaf)
             return func(*args, **(kwargs or {}))
 
-        # By __torch_function__ it takes fifteen times as long, and zero_grad() asks.
-        @property
-        def grad(self) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                return get_grad(self)
-
-        @grad.setter
-        def grad(self, value: Tensor | None) -> None:
-            with torch._C.DisableTorchFunctionSubclass():
-                set_grad(self, value)
-
-        @grad.deleter
-        def grad(self) -> None:
-            with torch._C.DisableTorchFunctionSubclass():
-                _grad.__delete__(self)
+        grad = None  # see [Note: grad]
 
         # These two ask for the class before they read.
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:

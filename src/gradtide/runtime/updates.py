@@ -15,7 +15,8 @@ read too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from sys import getrefcount
 from typing import Any
 
@@ -27,10 +28,10 @@ from gradtide.core.autograd import Hook
 from gradtide.core.engine import Engine
 from gradtide.core.step import Stage
 from gradtide.runtime.answers import Answers
-from gradtide.runtime.buckets import ALONE, GradientBucket, Slot
+from gradtide.runtime.buckets import ALONE, GradientBucket
 from gradtide.runtime.deferred_grads import PAST, DeferredGrad
 from gradtide.runtime.deferred_step import DeferredStep
-from gradtide.runtime.due import Aliases, Kind, due_kind, get_grad, set_grad
+from gradtide.runtime.due import Aliases, Kind, begin_due, due_kind, end_due
 from gradtide.runtime.owned import scale
 from gradtide.runtime.placement import Placement
 
@@ -46,7 +47,7 @@ class Updates:
         # Of each bucket its parameters, their classes, and those while they are due.
         self._kinds: dict[GradientBucket, list[tuple[nn.Parameter, Kind, Kind]]] = {}
         self._rigid: list[nn.Parameter] = []  # those that can have no other class
-        self._deferred_grads: dict[Slot, DeferredGrad] = {}
+        self._deferred_grads: dict[GradientBucket, list[DeferredGrad]] = {}
         self.promised = False  # gradients of the last backward are deferred
         self._step: DeferredStep | None = None
         # Of each module that can be watched, its hooks and the key of the one that
@@ -56,9 +57,12 @@ class Updates:
 
     def reset(self) -> None:
         """Forget the buckets: they are cut anew, and nothing is on its way."""
-        for deferred in self._deferred_grads.values():
+        for deferred in self._all():
             deferred.source = PAST  # if somebody has kept it
         self._deferred_grads, self._kinds = {}, {}
+
+    def _all(self) -> Iterator[DeferredGrad]:
+        return chain.from_iterable(self._deferred_grads.values())
 
     def watch(
         self, model: nn.Module, before_read: Callable[[nn.Module], None]
@@ -75,19 +79,20 @@ class Updates:
     def defer_gradients(self) -> None:
         """Put a `DeferredGrad` in the place of every gradient."""
         if not self._deferred_grads:  # by now the buckets are final
-            self._deferred_grads = {
-                slot: DeferredGrad.of(slot, self._answers)
-                for slot in self._placement.slots
-            }
+            for bucket in self._placement.buckets:
+                grads = [DeferredGrad.of(slot, self._answers) for slot in bucket.slots]
+                self._deferred_grads[bucket] = grads
         self._answers.begin()
         self.promised = True
-        for slot in self._deferred_grads:
-            if self._is_kept(slot):
-                self._deferred_grads[slot].source = PAST
-                self._deferred_grads[slot] = DeferredGrad.of(slot, self._answers)
-            deferred, p = self._deferred_grads[slot], slot.param
-            deferred.renew(p.grad)
-            p.grad = deferred
+        for grads in self._deferred_grads.values():
+            for i in range(len(grads)):
+                if getrefcount(grads[i]) > ALONE:  # somebody has kept the last one
+                    grads[i].source = PAST
+                    grads[i] = DeferredGrad.of(grads[i].slot, self._answers)
+                deferred = grads[i]
+                p = deferred.slot.param
+                deferred.renew(p.grad)
+                p.grad = deferred
 
     def deliver(self, bucket: GradientBucket) -> None:
         """The means of a bucket are here, before step()."""
@@ -100,9 +105,8 @@ class Updates:
 
     def _fill(self, bucket: GradientBucket) -> list[DeferredGrad]:
         """The deferred gradients of a bucket, with their values."""
-        means = bucket.delivered()
-        filled = [self._deferred_grads[slot] for slot in bucket.slots]
-        for deferred, mean in zip(filled, means, strict=True):
+        filled = self._deferred_grads[bucket]
+        for deferred, mean in zip(filled, bucket.delivered(), strict=True):
             deferred.fill(mean)
         return filled
 
@@ -112,25 +116,21 @@ class Updates:
             return
         self.promised = False
         self._answers.end()
-        for slot, deferred in self._deferred_grads.items():
-            p = slot.param
+        for deferred in self._all():
+            p = deferred.slot.param
             if p.grad is deferred:
                 p.grad = deferred.value
 
     def let_go(self) -> None:
         """Gradients are about to be overwritten: see [Note: kept] in `buckets`."""
-        for slot in self._deferred_grads:
-            if not self._is_kept(slot):
-                self._deferred_grads[slot].value = None
-
-    def _is_kept(self, slot: Slot) -> bool:
-        """Whether somebody still refers to the last deferred gradient."""
-        return getrefcount(self._deferred_grads[slot]) > ALONE
+        for grads in self._deferred_grads.values():
+            for i in range(len(grads)):
+                if getrefcount(grads[i]) == ALONE:  # nobody has kept it
+                    grads[i].value = None
 
     def scale(self, engine: Engine) -> None:
         """Scale what is held now, for those who read means before `apply`."""
-        for bucket in self._placement.buckets:
-            grads = [self._deferred_grads[slot] for slot in bucket.slots]
+        for bucket, grads in self._deferred_grads.items():
             if any(deferred.scales for deferred in grads):
                 assert bucket.flight is not None
                 engine.wait(bucket.flight)
@@ -146,7 +146,8 @@ class Updates:
         """
         self.promised = False
         self._step = DeferredStep(optimizer)
-        for slot, deferred in self._deferred_grads.items():
+        for deferred in self._all():
+            slot = deferred.slot
             here = slot.param.grad is deferred
             slot.wanted = here and not deferred.zeroed
             if here:
@@ -154,14 +155,12 @@ class Updates:
 
     def put_back(self) -> None:
         """step() is over: gradients can be read again, or zeroed."""
-        # Without being told that they are due.
-        with torch._C.DisableTorchFunctionSubclass():
-            for bucket in self._placement.buckets:
-                due = bucket.stage is Stage.DUE
-                for slot in bucket.slots:
-                    if slot.wanted and get_grad(slot.param) is None:
-                        deferred = self._deferred_grads[slot]
-                        set_grad(slot.param, deferred if due else deferred.value)
+        for bucket, grads in self._deferred_grads.items():
+            due = bucket.stage is Stage.DUE
+            for deferred in grads:
+                slot = deferred.slot
+                if slot.wanted and slot.param.grad is None:
+                    slot.param.grad = deferred if due else deferred.value
 
     def expect(self) -> list[GradientBucket]:
         """All is due now: watch the parameters, and the modules that read them.
@@ -177,7 +176,7 @@ class Updates:
             now.update(placement.buckets)
         for bucket in placement.buckets:
             for p, _, due in self._kinds[bucket]:
-                p.__class__ = due
+                begin_due(p, due)
         # Under the hook's old key: to register it anew costs more than to leave it on.
         for module in self._hooks if placement.learning else placement.reads:
             entry = self._hooks.get(module)
@@ -220,8 +219,8 @@ class Updates:
     def apply(self, bucket: GradientBucket) -> None:
         """Carry out the noted step for the parameters of a bucket."""
         assert self._step is not None
-        for p, plain, _ in self._kinds[bucket]:
-            p.__class__ = plain
+        # Gradients of a backward that a forward before step() belongs to.
+        later = [(p, end_due(p, plain)) for p, plain, _ in self._kinds[bucket]]
         filled = self._fill(bucket)
         for deferred in filled:
             if deferred.value is None and deferred.slot.param.grad is deferred:
@@ -238,7 +237,7 @@ class Updates:
             torch.no_grad(),
             torch.autocast(device, enabled=False),
         ):
-            aside = [p.grad for _, p, _ in updates]  # no_sync() may have begun anew
+            aside = [p.grad for _, p, _ in updates]
             for _, p, mean in updates:
                 p.grad = mean
             self._step.apply([p for _, p, _ in updates], not bucket.momentum_applied)
@@ -247,6 +246,9 @@ class Updates:
                     p.grad = grad
                 elif deferred.zeroed:  # since step()
                     mean.zero_()
+            for p, grad in later:
+                if grad is not None:
+                    p.grad = grad if p.grad is None else p.grad + grad
         # Nothing that was up to date once this bucket was is watched any longer.
         reads = self._placement.reads
         self.rest(
