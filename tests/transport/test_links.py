@@ -221,7 +221,6 @@ def knock(door: Door) -> socket.socket:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 def test_ranks_of_one_host_use_its_own_sockets() -> None:
-    """Of one address, that is: hosts of the lab have one each."""
     with connected(2) as links:
         x = torch.zeros(5)
         works = [lambda: run(links[0], send(links[0], 1, torch.ones(5)))]

@@ -17,7 +17,7 @@ from gradtide.doctor.place import Place
 from gradtide.lab.record import versions
 from gradtide.planner.measure import machine
 from gradtide.transport.addresses import chosen, interfaces
-from gradtide.transport.hosts import host_name
+from gradtide.transport.hosts import host_name, network
 
 SHARED = "/dev/shm"
 # What decides how the ranks of a job talk; it has to be the same for all.
@@ -67,7 +67,7 @@ def facts(place: Place | None) -> Facts:
         size=place.size if place else 1,
         local_size=place.local_size if place else None,
         host=host_name(),
-        network=host_name().rpartition(" ")[0],  # whichever torchrun started it
+        network=network(),
         machine=shared,
         name=socket.gethostname(),
         **vars(own),

@@ -128,8 +128,12 @@ class GlooTransport:
 
     def open(self) -> list[Whereabouts]:
         """Learn where all ranks are, and where to connect to them."""
-        told = self.gather_objects((whereabouts(), self._meeting.door))
-        self._meeting.doors = [door for _, door in told]
+        here = whereabouts()
+        told = self.gather_objects((here, self._meeting.door))
+        self._meeting.doors = [
+            door if place.network == here.network else door._replace(name="")
+            for place, door in told
+        ]
         return [place for place, _ in told]
 
     def close(self) -> None:

@@ -15,29 +15,40 @@ NETWORK = "/proc/self/ns/net"
 
 
 class Whereabouts(NamedTuple):
-    """What a rank knows of its host: its name, and which of the launcher's it is."""
+    """What a rank knows of its host: its name, and which of the launcher's it is.
+
+    `network` is that of the processes that reach each other without a network card.
+    """
 
     name: str
     launched: str | None
+    network: str = ""
 
 
 def whereabouts() -> Whereabouts:
     """Those of this process."""
-    return Whereabouts(host_name(), _launched())
+    return Whereabouts(host_name(), _launched(), network())
 
 
 def host_name() -> str:
+    """What is the same for all processes of a host.
+
+    What one torchrun has started (`GROUP_RANK`) is a host in any case.
+    """
+    return f"{network()} {os.environ.get('GROUP_RANK', '')}"
+
+
+def network() -> str:
     """What is the same for all processes that reach each other without a network card.
 
     These are the processes of one network namespace of one machine: containers with
     networks of their own are hosts of their own. Elsewhere than on Linux it is the name
-    of the machine. What one torchrun has started (`GROUP_RANK`) is a host in any case.
+    of the machine.
     """
     try:
-        place = f"{BOOT.read_text().strip()} {os.readlink(NETWORK)}"
+        return f"{BOOT.read_text().strip()} {os.readlink(NETWORK)}"
     except OSError:
-        place = socket.gethostname()
-    return f"{place} {os.environ.get('GROUP_RANK', '')}"
+        return socket.gethostname()
 
 
 def _launched() -> str | None:

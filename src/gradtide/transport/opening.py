@@ -5,8 +5,8 @@ ring needs two connections of each rank, however many ranks there are. A call do
 wait for who is called. Whoever is to be called waits for the caller, as it would for
 the message.
 
-[Note: One host] Ranks at one address are in one host. They connect by a Unix socket,
-where there are abstract ones: it takes two thirds of the processor time that TCP takes.
+[Note: No network] Ranks that reach each other without a network card connect by a Unix
+socket, where there are abstract ones: it takes two thirds of TCP's processor time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Door(NamedTuple):
 
     address: str
     port: int
-    name: str  # of a Unix socket, for ranks of this host; or empty
+    name: str  # of a Unix socket; empty for who has to come by the network
     word: bytes
 
 
@@ -91,16 +91,15 @@ class Meeting:
         return connection
 
     def _reach(self, door: Door) -> socket.socket:
-        if not door.name or door.address != self.door.address:
-            return socket.create_connection((door.address, door.port), CALL)
-        connection = socket.socket(socket.AF_UNIX)
-        try:
+        if door.name:
+            connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(CALL)
-            connection.connect(door.name)
-        except OSError:
-            connection.close()
-            raise
-        return connection
+            try:
+                connection.connect(door.name)
+                return connection
+            except OSError:  # its network has the same name, and is another
+                connection.close()
+        return socket.create_connection((door.address, door.port), CALL)
 
     def answer(self, peer: int, lane: int) -> socket.socket:
         """Wait until a lower rank has called."""
