@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from gradtide.core.engine import Engine
+from gradtide.core.fields import refuse
 from gradtide.core.ops import AllGather
 from gradtide.optim.owners import cost
 from gradtide.transport.shards import described, is_sharded
@@ -97,22 +98,13 @@ def signature(groups: Sequence[ParamGroup]) -> dict[str, str]:
         orthogonalized(torch.zeros(1, 1, device=device), group)
         for j, p in enumerate(group["params"]):
             name = f"parameter {j} of group {i}"
-            reason = _refusal(p, device)
-            if reason is not None:
-                raise ValueError(f"{name} {reason}")
+            wrong = {
+                f"{name} is sharded, and a matrix is orthogonalised as a whole: shard "
+                "nothing, or train it by another optimizer": is_sharded(p),
+                f"{name} is complex: train it by another optimizer": p.is_complex(),
+                f"{name} is on {p.device} and others on {device}: one optimizer for "
+                "each device": p.device != device,
+            }
+            refuse(wrong)
             named[name] = described(p)
     return named
-
-
-def _refusal(p: Tensor, device: torch.device) -> str | None:
-    """Why a matrix can have no owner, and the remedy."""
-    if is_sharded(p):
-        return (
-            "is sharded, and a matrix is orthogonalised as a whole: shard nothing, or "
-            "train it by another optimizer"
-        )
-    if p.is_complex():
-        return "is complex: train it by another optimizer"
-    if p.device != device:
-        return f"is on {p.device} and others on {device}: one optimizer for each device"
-    return None

@@ -63,22 +63,17 @@ def validate(
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient")
     for name, p in trainable:
-        absent = {
+        kind, reason = type(shards.local(p).data), shards.refusal(p, ranks)
+        unfit = {
             f"{name} is lazy and has no shape yet: run one forward before "
             "replicate()": isinstance(p, nn.parameter.UninitializedParameter),
             f"{name} is on the meta device: materialise the model first": p.is_meta,
+            f"{name} {reason}": reason is not None,
+            f"{name} is a {kind.__name__}: gradtide replicates plain tensors, and "
+            "DTensors of these": kind is not torch.Tensor,
+            f"{name} is replicated already: call sync.remove() first": any(owners(p)),
         }
-        refuse(absent)
-        reason = shards.refusal(p, ranks)
-        if reason is not None:
-            raise ValueError(f"{name} {reason}")
-        if (kind := type(shards.local(p).data)) is not torch.Tensor:
-            raise ValueError(
-                f"{name} is a {kind.__name__}: gradtide replicates plain tensors, and "
-                "DTensors of these"
-            )
-        if any(owners(p)):
-            raise ValueError(f"{name} is replicated already: call sync.remove() first")
+        refuse(unfit)
     left, counts = shards.unmanaged(model), type(check_every) is int
     wrong = {
         f"{left} is not sharded by fully_shard(), as others are, or is whole at "
@@ -154,7 +149,9 @@ def validate_optimizer(
     named, kind = averaged(model), type(optimizer).__name__
     left_out = [name for name, p in named if id(p) not in stepped]
     joinable, lost = is_joinable(optimizer), next(iter(left_out), None)
-    ordinary = schedule.update == "step" and schedule.launch != "step"
+    local, deferred = schedule.launch == "step", schedule.update == "forward"
+    ordinary = not local and not deferred
+    remedy = "use a schedule that exchanges gradients, such as 'wfbp'"
     wrong = {
         f"{kind} divides parameters among ranks, and these are sharded already: use a "
         "plain optimizer, whose state is sharded as they are": (
@@ -169,14 +166,22 @@ def validate_optimizer(
         f"{lost} requires a gradient but is not in the optimizer, so "
         "a deferred update, or an exchange of steps, would lose it: add it to a "
         "group, freeze it, or use 'wfbp'": lost is not None and not ordinary,
+        # As schedule-free ones.
+        f"{kind}.eval() moves parameters outside step(), on every rank by what it "
+        f"remembers alone: {remedy}": (
+            local and callable(getattr(optimizer, "eval", None))
+        ),
+        f"{kind} holds an optimizer that makes its steps, perhaps without its own "
+        f"step(): pass the optimizer inside, or {remedy}": (
+            local and bool(holds(optimizer))
+        ),
     }
     refuse(wrong)
-    if schedule.launch == "step":
-        _validate_steps(optimizer)
-    if schedule.update == "forward":
-        from gradtide.runtime.probing import check_deferrable
+    if not ordinary:
+        from gradtide.runtime.probing import check_deferrable, probe
 
-        check_deferrable(optimizer)
+        try_out = check_deferrable if deferred else probe
+        try_out(optimizer)
 
 
 def _refuse_wrapper(optimizer: object) -> None:
@@ -218,22 +223,6 @@ def is_joinable(optimizer: Optimizer) -> bool:
         or any(kind.__name__ == "Joinable" for kind in type(one).__mro__)
         for one in (optimizer, *holds(optimizer))
     )
-
-
-def _validate_steps(optimizer: Optimizer) -> None:
-    """Raise ValueError where steps cannot be exchanged."""
-    name = type(optimizer).__name__
-    remedy = "use a schedule that exchanges gradients, such as 'wfbp'"
-    wrong = {  # the first as schedule-free ones
-        f"{name}.eval() moves parameters outside step(), on every rank by what it "
-        f"remembers alone: {remedy}": callable(getattr(optimizer, "eval", None)),
-        f"{name} holds an optimizer that makes its steps, perhaps without its own "
-        f"step(): pass the optimizer inside, or {remedy}": bool(holds(optimizer)),
-    }
-    refuse(wrong)
-    from gradtide.runtime.probing import probe
-
-    probe(optimizer)
 
 
 class SetupGuard:
