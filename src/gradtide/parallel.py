@@ -204,8 +204,7 @@ class DistributedDataParallel(Torchs):
 
     def _link(self, optimizer: Optimizer | None, alike: Sequence[Tensor]) -> None:
         """Join the other ranks."""
-        formers = {r for p in self.module.parameters() for r in owners(p)}
-        for former in formers:
+        for former in {r for p in self.module.parameters() for r in owners(p)}:
             _release(former)
         group = self.process_group
         self._replica = Replica(  # this class sends buffers when DDP does
@@ -271,14 +270,14 @@ class DistributedDataParallel(Torchs):
             )
         self._exchange_buffers(_BufferCommHookLocation.PRE_FORWARD)
         if training:
-            self._sync(self.require_backward_grad_sync, self._replica)
+            self._sync(self.require_backward_grad_sync)
         return inputs, kwargs, True
 
     @_disable_dynamo
     def _after_forward(self) -> None:
         training = torch.is_grad_enabled()
         if training:  # a module may have changed its mind, as Lightning's does
-            self._sync(self.require_backward_grad_sync, self.replica)
+            self._sync(self.require_backward_grad_sync)
         self._exchange_buffers(_BufferCommHookLocation.POST_FORWARD)
         self.require_forward_param_sync = training and self.require_backward_grad_sync
 
@@ -296,12 +295,13 @@ class DistributedDataParallel(Torchs):
             for future in futures or ():
                 future.wait()
 
-    def _sync(self, exchange: bool, replica: Replica) -> None:
+    def _sync(self, exchange: bool) -> None:
         """Have the next backward exchange, or not; as DDP, the forward decides.
 
         A forward inside `no_sync` leaves one before it, whose backward has not come
         yet, what it is.
         """
+        replica = self.replica
         if exchange:
             self._pending = replica.num_exchanges
         replica.be_quiet(self._pending != replica.num_exchanges)
@@ -316,11 +316,17 @@ class DistributedDataParallel(Torchs):
 
     @property
     def reducer(self) -> Any:  # type: ignore[override]
-        """What answers those who talk to DDP's Reducer, as Lightning does."""
+        """What answers those who talk to DDP's Reducer, as Lightning and torch do."""
+
+        def nothing(*_: object) -> None: ...
+
         return SimpleNamespace(
-            prepare_for_backward=lambda *_: self._sync(True, self.replica),
-            prepare_for_forward=lambda: None,
+            prepare_for_backward=lambda *_: self._sync(True),
+            prepare_for_forward=nothing,
             _rebuild_buckets=lambda: False,
+            _check_reducer_finalized=nothing,
+            _remove_autograd_hooks=nothing,
+            _set_ddp_runtime_logging_sample_rate=nothing,
         )
 
     def will_sync_module_buffers(self) -> bool:
@@ -406,13 +412,8 @@ class DistributedDataParallel(Torchs):
         Returns:
             A context manager, around the training loop.
         """
-        replica: Any = self.replica
-        return replica.join(
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            enable=enable,
-            throw_on_early_termination=throw_on_early_termination,
-            also=[other.replica for other in also],
-        )
+        how = divide_by_initial_world_size, enable, throw_on_early_termination
+        return self.replica.join(*how, [other.replica for other in also])
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Refuse torch's `Join`, for which DDP mirrors its own messages.
@@ -445,16 +446,6 @@ class DistributedDataParallel(Torchs):
             message = "_set_static_graph() should be called before training loop starts"
             self._log_and_throw(RuntimeError, message)  # type: ignore[no-untyped-call]  # as DDP
         self.static_graph = True
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError(
-                "DDP runtime logging sample rate should be equal or greater than 1"
-            )
-
-    def _nothing(self, *_: object, **__: object) -> None: ...
-
-    _check_reducer_finalized = _remove_autograd_hooks = _set_ddp_sink_clone = _nothing
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What DDP logs and there is here, under DDP's keys; and `metrics()`."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from gradtide.core.autograd import Hook
 from gradtide.core.compilation import untraced
 from gradtide.core.fields import refuse
-from gradtide.core.payload import Collective, traits
+from gradtide.core.payload import traits
 from gradtide.core.schedule import Schedule
 from gradtide.runtime.deferred_step import holds
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
@@ -99,8 +99,18 @@ def owners(p: Tensor) -> Iterator[Any]:
 
 def validate_scheme(model: nn.Module, scheme: Scheme) -> None:
     """Raise ValueError, naming the remedy, for what a scheme cannot do with a model."""
-    _validate_collective(model, scheme.collective, scheme.schedule)
-    sharded = next((name for name, p in averaged(model) if shards.is_sharded(p)), None)
+    collective, schedule, named = scheme.collective, scheme.schedule, averaged(model)
+    odd = next((name for name, p in named if p.is_complex()), None)
+    exact = traits(collective).dense and getattr(collective, "wire", None) is None
+    # Complex numbers have no order to select by, and what is cast, factorised or
+    # weighed is real: they can only be added up.
+    if odd is not None and not (exact and schedule.launch != "step"):
+        raise ValueError(
+            f"{odd} is complex, which {collective!r} with {schedule!r} cannot "
+            "exchange: use 'wfbp' or 'dear', or keep a real parameter and "
+            "torch.view_as_complex() in the forward"
+        )
+    sharded = next((name for name, p in named if shards.is_sharded(p)), None)
     if sharded is None:
         return
     reasons = {
@@ -111,33 +121,13 @@ def validate_scheme(model: nn.Module, scheme: Scheme) -> None:
         "`gradtide plan`": undecided(scheme) is not None,
         "a schedule that updates in the next forward, where others read parameters "
         "first: use 'wfbp', or one that updates at step()": (
-            scheme.schedule.update == "forward"
+            schedule.update == "forward"
         ),
         "rounds of several steps, whose state is not kept by shard: use "
-        "schedule='local', or one that exchanges gradients": scheme.schedule.rounds,
+        "schedule='local', or one that exchanges gradients": schedule.rounds,
     }
     words = f"{sharded} is sharded, which does not go with"
     refuse({f"{words} {reason}": true for reason, true in reasons.items()})
-
-
-def _validate_collective(
-    model: nn.Module, collective: Collective, schedule: Schedule
-) -> None:
-    """Raise ValueError, naming the remedy, for numbers that a scheme cannot exchange.
-
-    Complex numbers have no order to select by, and what is cast, factorised or weighed
-    is real: complex numbers can only be added up.
-    """
-    exact = traits(collective).dense and getattr(collective, "wire", None) is None
-    if exact and schedule.launch != "step":
-        return
-    for name, p in averaged(model):
-        if p.is_complex():
-            raise ValueError(
-                f"{name} is complex, which {collective!r} with {schedule!r} cannot "
-                "exchange: use 'wfbp' or 'dear', or keep a real parameter and "
-                "torch.view_as_complex() in the forward"
-            )
 
 
 def validate_optimizer(
