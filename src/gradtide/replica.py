@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -586,8 +586,7 @@ class Replica:
         self._refuse_moment("end_round")
         self._training.end_round()
 
-    @contextmanager
-    def shared_parameters(self) -> Iterator[None]:
+    def shared_parameters(self) -> AbstractContextManager[None]:
         """Have the module compute with what all ranks agreed on last. Local.
 
         In a round of several steps (`Schedule(every=...)`) a rank's parameters are its
@@ -601,9 +600,7 @@ class Replica:
         """
         from gradtide.runtime import rounds
 
-        self._training.flush()
-        with rounds.shared_parameters(self._training):
-            yield
+        return rounds.shared_parameters(self._training)
 
     def adopt(self, scheme: str | Scheme) -> None:
         """Go on with another scheme from the next step on, and lose nothing.

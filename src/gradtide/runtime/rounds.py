@@ -52,9 +52,9 @@ def save(training: Training, saved: dict[str, Any]) -> None:
         saved[common_key(training)] = saved[rank]["round"] = packed({})
         return
     named = {slot.name: slot.param for slot in training.placement.slots}
-    shared, velocity = (
-        {name: found[p].clone() for name, p in named.items() if p in found}
-        for found in (steps.shared, steps.velocity)
+    shared, velocity, moved = (
+        {name: found[p] for name, p in named.items() if p in found}
+        for found in (steps.shared, steps.velocity, steps.moved)
     )
     saved[common_key(training)] = packed(
         {
@@ -72,7 +72,7 @@ def save(training: Training, saved: dict[str, Any]) -> None:
     own = {
         "parameters": {name: local(p).clone() for name, p in named.items()},
         "buffers": {name: b.clone() for name, b in shared_buffers(training.model)},
-        "moved": {n: steps.moved[p] for n, p in named.items() if p in steps.moved},
+        "moved": moved,
     }
     saved[rank]["round"] = packed(own)
 
@@ -92,13 +92,13 @@ def read(training: Training, saved: Mapping[str, Any]) -> SavedRound | None:
     if int(saved["world_size"]) == group.size:
         own = unpacked(saved[own_key(training.placement, group)]["round"])
     found = SavedRound(**common, own=own)
-    slots = {slot.name: slot.local for slot in training.placement.slots}
-    for name, p in slots.items():
+    for slot in training.placement.slots:
+        name, shape = slot.name, slot.local.shape
         told = [found.shared[name], *([own["parameters"][name]] if own else [])]
-        if any(each.shape != p.shape for each in told):
+        if any(each.shape != shape for each in told):
             raise ValueError(
                 f"the state's parameter {name} has shape {tuple(told[0].shape)}, the "
-                f"model's {tuple(p.shape)}: build the model that was saved"
+                f"model's {tuple(shape)}: build the model that was saved"
             )
     return found
 
@@ -160,17 +160,17 @@ def _hold(training: Training, means: Named) -> None:
 @contextmanager
 def shared_parameters(training: Training) -> Iterator[None]:
     """Have the module compute with what the ranks agreed on last."""
+    training.flush()
     steps = training.steps
     if steps is None or not (steps.on and steps.rounds):
         yield
         return
-    own = {p: local(p).clone() for p in steps.shared}
+    params = [local(p) for p in steps.shared]
+    own = [p.detach().clone() for p in params]
     with torch.no_grad():
-        for p, agreed in steps.shared.items():
-            local(p).copy_(agreed)
+        torch._foreach_copy_(params, list(steps.shared.values()))
     try:
         yield
     finally:
         with torch.no_grad():
-            for p, mine in own.items():
-                local(p).copy_(mine)
+            torch._foreach_copy_(params, own)
