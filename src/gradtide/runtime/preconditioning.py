@@ -82,18 +82,15 @@ class Preconditioning:
         factors = self.kfac.factors if self.kfac.measuring else []
         plan: list[Launchable] = [*self._placement.buckets, *factors]
         if self.kfac.config.early:
-            a = [bucket for bucket in factors if bucket.kind == "A"]
-            g = [bucket for bucket in factors if bucket.kind == "G"]
             # A layer's G is there just before its gradient; sorting keeps that order.
-            later: list[Launchable] = [*g, *self._placement.buckets]
-            plan = [*a, *sorted(later, key=self._ready_at)]
+            plan = sorted([*factors, *self._placement.buckets], key=self._ready_at)
         self._plan = key, plan
         return plan
 
     def _ready_at(self, bucket: Launchable) -> int:
         if isinstance(bucket, GradientBucket):
-            return max(slot.position for slot in bucket.slots)
-        return max(map(self._position, bucket.views))
+            return bucket.slots[-1].position
+        return -1 if bucket.kind == "A" else max(map(self._position, bucket.views))
 
     def _position(self, layer: Layer) -> int:
         return max(self._placement.places[p].slot.position for p in layer.params)
