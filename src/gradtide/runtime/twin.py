@@ -106,9 +106,12 @@ class Twin:
         # For an id to stay what it is, there must be what it is of.
         memo.setdefault(id(memo), []).extend([groups, state])
         for group in groups:
-            if id(group) not in memo:
-                memo[id(group)] = self._group(group, memo)
-        memo[id(groups)] = [memo[id(g)] for g in groups if memo[id(g)]["params"]]
+            chosen = [i for i, p in enumerate(group["params"]) if p in self._own]
+            for name in group.keys() & {"params", "param_names"}:
+                few = [copy.deepcopy(group[name][i], memo) for i in chosen]
+                memo.setdefault(id(group[name]), few)
+        copies = copy.deepcopy([*groups], memo)
+        memo[id(groups)] = [group for group in copies if group["params"]]
         memo[id(state)] = self._memory(state, memo)
         attributes = {
             name: {} if re.fullmatch("_optimizer_.*_hooks", name) else value
@@ -119,15 +122,6 @@ class Twin:
         # Those it holds are to step without torch's global hooks, too.
         twin.__dict__["step"] = MethodType(own_step(type(optimizer)), twin)
         return twin
-
-    def _group(self, group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-        chosen = [i for i, p in enumerate(group["params"]) if p in self._own]
-        return {
-            name: [copy.deepcopy(value[i], memo) for i in chosen]
-            if name in ("params", "param_names")
-            else copy.deepcopy(value, memo)
-            for name, value in group.items()
-        }
 
     def _memory(self, state: Any, memo: dict[int, Any]) -> Any:
         """What the optimizer remembers, where that can be made smaller."""
