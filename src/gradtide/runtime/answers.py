@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtide.core.step import Stage, Step
-from gradtide.runtime.buckets import GradientBucket
+from gradtide.runtime.buckets import GradientBucket, Slot
 from gradtide.runtime.deferred_grads import DeferredGrad, Scale
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
@@ -92,17 +92,16 @@ class Answers:
 
     def square(self, grad: DeferredGrad) -> float | None:
         """The square of the 2-norm as exchanged; None if it is not known."""
-        if not self._known():
+        squares = self._squares()
+        if squares is None or grad.before is not None:
             return None
-        squares = self._tally.squares
-        assert squares is not None
-        return None if grad.before is not None else squares.get(grad.slot)
+        return squares.get(grad.slot)
 
     def finite(self, grads: Sequence[DeferredGrad]) -> bool | None:
         """Whether some are, on all ranks; None if that is not known."""
         if self._preconditioning is not None:
             self._preconditioning.check_scale()
-        if not self._known():
+        if self._squares() is None:
             return None
         kind = grads[0].dtype, grads[0].device
         bad = (
@@ -120,7 +119,7 @@ class Answers:
         It is that of what this rank has of them, by how their parameters are divided.
         """
         deferred = [grad for grad in grads if isinstance(grad, DeferredGrad)]
-        if len(deferred) < len(grads) or not self._known():
+        if len(deferred) < len(grads) or self._squares() is None:
             return None
         if any(own.scales or own.zeroed or own.before is not None for own in deferred):
             return None
@@ -131,16 +130,14 @@ class Answers:
             squares[bucket.spread] = squares.get(bucket.spread, 0.0) + square
         return squares
 
-    def _known(self) -> bool:
-        """Whether the ranks have sent norms, and these are still right."""
+    def _squares(self) -> dict[Slot, float] | None:
+        """Those of norms that the ranks have sent, if these are still right."""
         self._tally.learn()
-        held = any(b.stage is Stage.HELD for b in self._placement.buckets)
-        if not held and (self._versions is None or self._versions != self._count()):
-            return False
+        if not self._step.held and self._versions != self._count():
+            return None
         if self._tally.squares is None:
             self._tally.wished = self._early = True
-            return False
-        return True
+        return self._tally.squares
 
     def _bucket(self, grad: DeferredGrad) -> GradientBucket:
         return self._placement.places[grad.slot.param].bucket

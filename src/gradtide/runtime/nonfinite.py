@@ -9,7 +9,6 @@ others, all of them forget alike, and a step that is taken nevertheless is refus
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -91,10 +90,9 @@ class NonFiniteGuard:
             "train with torch.amp.GradScaler, which skips such steps"
         )
 
-    def _sparse(self) -> Iterator[GradientBucket]:
-        for bucket in self._placement.buckets:
-            if traits(bucket.collective).residual:
-                yield bucket
+    def _sparse(self) -> list[GradientBucket]:
+        buckets = self._placement.buckets
+        return [bucket for bucket in buckets if traits(bucket.collective).residual]
 
     def _search(self) -> str | None:
         """The parameter whose mean, or this rank's residual, is not finite."""
