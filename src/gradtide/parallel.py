@@ -284,7 +284,7 @@ class DistributedDataParallel(Torchs):
     def _exchange_buffers(self, place: _BufferCommHookLocation) -> None:
         """Have rank 0's buffers before a forward, or do what a hook does instead."""
         hook = getattr(self, "buffer_hook", None)
-        if not self.will_sync_module_buffers():
+        if not self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             return
         if hook is None:
             if place is _BufferCommHookLocation.PRE_FORWARD:
@@ -329,14 +329,10 @@ class DistributedDataParallel(Torchs):
             _set_ddp_runtime_logging_sample_rate=nothing,
         )
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward exchanges buffers.
-
-        Returns:
-            True or False, the same on every rank.
-        """
-        named = bool(shared_buffers(self.module))
-        return self.require_forward_param_sync and self.broadcast_buffers and named
+    @property
+    def modules_buffers(self) -> list[Tensor]:  # type: ignore[override]
+        """What is exchanged before a forward, if `will_sync_module_buffers()`."""
+        return [buffer for _, buffer in shared_buffers(self.module)]
 
     # - What else DDP has --------------------------------------------------------------
 
