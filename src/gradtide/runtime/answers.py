@@ -69,12 +69,27 @@ class Answers:
     def have(self, grad: DeferredGrad) -> None:
         """Have the values delivered, of this one at least."""
         bucket = self._bucket(grad)
-        if bucket.stage is Stage.HELD:
-            self._refuse(grad)
-            self._warn(grad)
-            self.deliver()
-        else:
+        if bucket.stage is not Stage.HELD:
             self._step.apply(bucket)
+            return
+        if self._preconditioning is not None:
+            raise RuntimeError(
+                f"the gradient of {grad.slot.name} is not here yet, and K-FAC has to "
+                "have it first: clip with sync.clip_grad_norm_(max_norm); read or edit "
+                "gradients after sync.gather_gradients(), on every rank; or use a "
+                "schedule that updates at step()"
+            )
+        if not self._warned and not self._early:
+            self._warned = True
+            warnings.warn(
+                f"the gradient of {grad.slot.name} was read or edited before step(), "
+                "so the second halves of this step's exchanges run now and do not hide "
+                "in the next forward: 2-norms and scaling do not need that; clip with "
+                "sync.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_, or use a "
+                "schedule that updates at step(), such as 'wfbp'",
+                stacklevel=2,
+            )
+        self.deliver()
 
     def edit(self, grad: DeferredGrad) -> None:
         """Have the values delivered, which are about to be changed."""
@@ -146,25 +161,3 @@ class Answers:
         """How often means were written to: whoever has a view of one may write."""
         means = (bucket.mean for bucket in self._placement.buckets)
         return sum(mean._version for mean in means if mean is not None)
-
-    def _refuse(self, grad: DeferredGrad) -> None:
-        if self._preconditioning is not None:
-            raise RuntimeError(
-                f"the gradient of {grad.slot.name} is not here yet, and K-FAC has to "
-                "have it first: clip with sync.clip_grad_norm_(max_norm); read or edit "
-                "gradients after sync.gather_gradients(), on every rank; or use a "
-                "schedule that updates at step()"
-            )
-
-    def _warn(self, grad: DeferredGrad) -> None:
-        if self._warned or self._early:
-            return
-        self._warned = True
-        warnings.warn(
-            f"the gradient of {grad.slot.name} was read or edited before step(), so "
-            "the second halves of this step's exchanges run now and do not hide in the "
-            "next forward: 2-norms and scaling do not need that; clip with "
-            "sync.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_, or use a schedule "
-            "that updates at step(), such as 'wfbp'",
-            stacklevel=2,
-        )

@@ -30,9 +30,8 @@ class DeferredStep:
         self._kind = type(optimizer)
         self._attributes = dict(vars(optimizer))
         self._attributes.pop("step", None)  # LR schedulers bind it to the original
-        self._held = {k: v for k, v in self._attributes.items() if _held_in(v)}
-        for name, value in self._held.items():
-            self._held[name] = _each(value, DeferredStep)
+        held = ((k, v) for k, v in self._attributes.items() if _held_in(v))
+        self._held = {name: _each(value, DeferredStep) for name, value in held}
         # Tensors are cloned: schedulers change them in place.
         self._groups: list[dict[str, Any]] = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
