@@ -389,11 +389,12 @@ class Replica:
         words = self.engine
         if also:
             words = Engine(connect(self._process_group, torch.device("cpu")))
-        joining = Join(words, throw, over_all, apart=bool(also))
+        members = [
+            (one._training, one._hooks.buffers if one.shares_buffers else list)
+            for one in replicas
+        ]
+        joining = Join(words, members, throw, over_all)
         try:
-            for one in replicas:
-                shared = one._hooks.buffers if one.shares_buffers else list
-                joining.add(one._training, shared)
             yield
             for one in replicas:
                 one.flush()
@@ -809,11 +810,17 @@ class Replica:
         placement, second = training.placement, training.preconditioning
 
         def prepare() -> tuple[Any, Signature]:
-            with state.refusing_damage():
+            try:
                 found = state.read(placement, group, saved)
                 under_way = rounds.read(training, saved)
                 factors = [] if second is None else second.read(saved, group)
                 json.loads(saved.get("tuning") or "{}")
+            except state.DAMAGE as error:
+                raise ValueError(
+                    f"this is no whole state of gradtide's ({type(error).__name__}: "
+                    f"{error}): load what sync.state_dict() returned, from a file that "
+                    "was written to its end"
+                ) from error
             return (found, factors, under_way), found.common
 
         remedy = "load what was saved at one moment, on every rank"

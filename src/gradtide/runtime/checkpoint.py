@@ -17,8 +17,7 @@ all compare what must be common, and only then anything changes (`load`).
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeAlias
@@ -34,6 +33,7 @@ from gradtide.runtime.validation import Signature
 from gradtide.transport.shards import like, local
 
 StateDict: TypeAlias = dict[str, Any]
+# What comes of a state that is not whole.
 DAMAGE = LookupError, TypeError, AttributeError, RuntimeError
 Algorithms = dict[str, dict[str, Tensor]]  # by the names of a bucket's parameters
 
@@ -107,19 +107,6 @@ def blank(placement: Placement, group: Group, size: int, parts: int) -> StateDic
     }
     common = {"scheme": "", "world_size": size, "shards": parts, "step": 0}
     return {**common, "order": None, **ranks}
-
-
-@contextmanager
-def refusing_damage() -> Iterator[None]:
-    """Raise ValueError for whatever comes of a state that is not whole."""
-    try:
-        yield
-    except DAMAGE as error:
-        raise ValueError(
-            f"this is no whole state of gradtide's ({type(error).__name__}: {error}): "
-            "load what sync.state_dict() returned, from a file that was written to its "
-            "end"
-        ) from error
 
 
 def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:

@@ -22,7 +22,7 @@ not wait for the first member before the second has begun.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,33 +37,34 @@ from gradtide.runtime.parameters import shared_parameters
 if TYPE_CHECKING:
     from gradtide.runtime.training import Training
 
+Buffers: TypeAlias = Callable[[], Sequence[Tensor]]
+
 
 class Join:
     """What a rank knows of the others inside `join()`; see [Note: words].
 
-    `apart`: the engine is for words alone, see [Note: members].
+    `members` are the replicas that train inside, the same ones in the same order on
+    every rank; of each also the buffers that all ranks have of one of them.
     """
 
     inside: ClassVar[int] = 0  # how many are under way: ranks would wait in both
 
     def __init__(
-        self, engine: Engine, throw: bool, over_all: bool, apart: bool
+        self,
+        engine: Engine,
+        members: Sequence[tuple[Training, Buffers]],
+        throw: bool,
+        over_all: bool,
     ) -> None:
         Join.inside += 1
-        self._engine, self._throw, self.apart = engine, throw, apart
+        self._engine, self._throw = engine, throw
         self._over_all = over_all  # the mean is over all ranks, also those that joined
-        self._members: list[Member] = []
+        self._members = [Member(self, i, *own) for i, own in enumerate(members)]
+        self.apart = len(members) > 1  # the engine is for words: [Note: members]
         self._unread: Callable[[], Any] | None = None
         self.active: list[int] = [*range(engine.group.size)]  # at the last event
         self._told = 0.0  # the number of the event that is being shadowed
         self.shadowing = False  # doing one's part of an event of others'
-
-    def add(self, training: Training, buffers: Callable[[], Sequence[Tensor]]) -> None:
-        """Have a replica train inside; the same ones in the same order on every rank.
-
-        `buffers` are those that all ranks have of one of them.
-        """
-        self._members.append(Member(self, len(self._members), training, buffers))
 
     def leave(self) -> None:
         """Have nobody train inside any longer."""
@@ -152,18 +153,14 @@ class Join:
 
     def _named(self, row: Sequence[float]) -> str:
         name = Event(int(row[0])).name
-        return name if len(self._members) == 1 else f"{name} of replica {int(row[2])}"
+        return f"{name} of replica {int(row[2])}" if self.apart else name
 
 
 class Member:
     """A replica that trains inside `join()`; see [Note: members]."""
 
     def __init__(
-        self,
-        join: Join,
-        number: int,
-        training: Training,
-        buffers: Callable[[], Sequence[Tensor]],
+        self, join: Join, number: int, training: Training, buffers: Buffers
     ) -> None:
         self.join, self._number, self._buffers = join, number, buffers
         self._engine: Engine = training.engine
