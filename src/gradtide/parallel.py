@@ -250,10 +250,7 @@ class DistributedDataParallel(Torchs):
     # See [Note: compiled]: torch.compile begins at the module, and not here.
     @_disable_dynamo
     def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-        """Begin a forward.
-
-        Returns the inputs, and whether gradients of them may be exchanged.
-        """
+        """Returns a forward's inputs, and whether its gradients may be exchanged."""
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved = self.to_kwargs(inputs, kwargs, device.index)  # type: ignore[no-untyped-call]
@@ -412,17 +409,7 @@ class DistributedDataParallel(Torchs):
         return self.replica.join(*how, [other.replica for other in also])
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Refuse torch's `Join`, for which DDP mirrors its own messages.
-
-        Args:
-            kwargs: Those of DDP.
-
-        Returns:
-            Nothing.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse torch's `Join`, for which DDP mirrors its own messages."""
         raise ValueError(
             "Join([...]) mirrors DDP's messages: use ddp.join(), with also=[...] for "
             "other wrapped modules"

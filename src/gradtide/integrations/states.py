@@ -40,16 +40,9 @@ def load(replica: Replica, folder: str, step: int | None = None) -> None:
     """Go on from what all ranks have saved in a folder. This is a collective call.
 
     A checkpoint without the folder is one of plain training: residuals begin at zero.
-    Ranks of another number than then share the files of all among themselves.
-
-    Args:
-        replica: The replica, before its first step.
-        folder: Where the ranks saved, as a path or an address.
-        step: The number of steps of the checkpoint, if that is known.
-
-    Raises:
-        ValueError: A file is missing, damaged, or of another step. It is raised on
-            every rank, before anything changes.
+    Ranks of another number than then share the files of all among themselves. Raises
+    ValueError, on every rank and before anything changes, for a file that is missing,
+    damaged, or not of the `step` that is known.
     """
     group = replica.engine.transport.group
 

@@ -151,8 +151,7 @@ class DistributedMuon(Muon):
             state[STATE] = torch.zeros_like(grad)
         buffer: Tensor = state[STATE]
         buffer.lerp_(grad, 1 - group["momentum"])
-        nesterov = group["nesterov"]
-        update = grad.lerp(buffer, group["momentum"]) if nesterov else buffer
+        update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return orthogonalized(update, group)
 
     # - Owners -------------------------------------------------------------------------

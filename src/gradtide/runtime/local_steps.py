@@ -290,10 +290,9 @@ class LocalSteps:
             step = torch.sub(slot.local, self.shared[p], out=self._kept(slot))
             more = 1 + self._ahead.get(p, 0.0)
             view.add_(step, alpha=self._weight(p) * more)
-        bucket.payload.weigh = None
         known = any(self._mean(slot.param) is not None for slot in bucket.slots)
-        if known and self._schedule.against is not None:
-            bucket.payload.weigh = partial(self._weigh, bucket)
+        weighed = known and self._schedule.against is not None
+        bucket.payload.weigh = partial(self._weigh, bucket) if weighed else None
 
     def settle(self, bucket: GradientBucket) -> None:
         """Move what is shared by what all ranks did, and this rank's parameters to it.
