@@ -38,7 +38,6 @@ class State:
     def __init__(self, scheme: Scheme, engine: Engine) -> None:
         self.scheme, self.engine = scheme, engine
         self._key = f"rank{engine.group.rank}"
-        self.own_buckets: dict[frozenset[nn.Parameter], GradientBucket] = {}
         self.waiting: list[tuple[GradientBucket, GradBucket, Future[Tensor]]] = []
         self._places: dict[nn.Parameter, Place] = {}
 
@@ -49,20 +48,13 @@ class State:
         order if DDP has changed that alone.
         """
         params = cast(list[nn.Parameter], bucket.parameters())
-        whole = frozenset(params)
-        if whole not in self.own_buckets:
-            for p in params:
-                if p not in self._places:
-                    self._lay_out([p])
-            before = [self._places[p] for p in params]
-            self._lay_out(params).carry(before, same=True)
-            # An old bucket is of use as long as it is whole.
-            self.own_buckets = {
-                key: own_bucket
-                for key, own_bucket in self.own_buckets.items()
-                if all(self._places[p].bucket is own_bucket for p in key)
-            }
-        return self.own_buckets[whole]
+        before = [self._places.get(p) or self._lay_out([p])[0] for p in params]
+        own_bucket = before[0].bucket
+        together = all(place.bucket is own_bucket for place in before)
+        if not together or len(own_bucket.slots) > len(params):
+            own_bucket = self._lay_out(params)[0].bucket
+            own_bucket.carry(before, same=True)
+        return own_bucket
 
     def remainders(self) -> dict[nn.Parameter, Tensor]:
         """Views of the residuals, in the parameters' shapes."""
@@ -86,23 +78,21 @@ class State:
         if key not in state:
             raise ValueError(f"the state has no {key!r}: every rank saves its own")
         params = dict(module.named_parameters())
-        self.own_buckets.clear()
         self._places.clear()
         for name, residual in state[key].items():
-            own_bucket = self._lay_out([params[name]])
+            own_bucket = self._lay_out([params[name]])[0].bucket
             own_bucket.begin_residual()
             own_bucket.views[0].copy_(residual)
 
-    def _lay_out(self, params: Sequence[nn.Parameter]) -> GradientBucket:
+    def _lay_out(self, params: Sequence[nn.Parameter]) -> list[Place]:
+        """The places of parameters, in a bucket that has just these."""
         named = [(str(i), p) for i, p in enumerate(params)]
         size, collective = self.engine.group.size, self.scheme.exchange
         (own_bucket,) = lay_out(named, _WHOLE, collective, size)
         own_bucket.name = f"ddp{id(own_bucket)}"
-        self.own_buckets[frozenset(params)] = own_bucket
-        self._places.update(
-            (slot.param, Place(own_bucket, slot)) for slot in own_bucket.slots
-        )
-        return own_bucket
+        places = [Place(own_bucket, slot) for slot in own_bucket.slots]
+        self._places.update(zip(params, places, strict=True))
+        return places
 
 
 def exchange(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
