@@ -29,6 +29,7 @@ from gradtide.runtime.broadcast import synchronize
 from gradtide.runtime.checkpoint import StateDict, packed
 from gradtide.runtime.finder import Finder
 from gradtide.runtime.hooks import Hooks
+from gradtide.runtime.owned import squares
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.training import Training, momentum_of
 from gradtide.runtime.validation import (
@@ -547,13 +548,8 @@ class Replica:
                 "on their way: call it after optimizer.step()"
             )
         self.flush()
-        total = 0.0
-        for bucket in self._training.buckets:
-            if not bucket.residual_empty:
-                flat = bucket.payload.flat
-                wide = torch.promote_types(flat.dtype, torch.float32)
-                total += float(torch.linalg.vector_norm(flat, dtype=wide)) ** 2
-        return math.sqrt(total)
+        left = (b.payload.flat for b in self._training.buckets if not b.residual_empty)
+        return math.sqrt(sum(float(squares([flat])) for flat in left))
 
     def flush(self) -> None:
         """Apply the updates that `step()` has deferred. Local.
