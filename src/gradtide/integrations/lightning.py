@@ -52,11 +52,9 @@ class GradtideStrategy(DDPStrategy):  # type: ignore[misc]
         self._failed = False
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        wrapped = DistributedDataParallel(
-            model, scheme=self._scheme, **self._ddp_kwargs
-        )
-        self.replica, self._failed = wrapped.replica, False
-        return wrapped
+        ddp = DistributedDataParallel(model, scheme=self._scheme, **self._ddp_kwargs)
+        self.replica, self._failed = ddp.replica, False
+        return ddp
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the optimizers, and tell the module's replica of them."""

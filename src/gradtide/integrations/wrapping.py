@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import product
 
 from torch.optim import Optimizer
 
@@ -26,11 +27,9 @@ def introduce(
     This is a collective call, before training. An optimizer that is not among these is
     found when it steps, but it is too late then to load what ranks have saved.
     """
-    known = list(optimizers)
-    for model in models:
-        for optimizer in known:
-            if model.replica.waiting and _trains(optimizer, model):
-                model.attach(optimizer)
+    for model, optimizer in product(models, optimizers):
+        if model.replica.waiting and _trains(optimizer, model):
+            model.attach(optimizer)
 
 
 def _trains(optimizer: Optimizer, model: DistributedDataParallel) -> bool:

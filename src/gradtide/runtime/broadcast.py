@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -53,15 +53,14 @@ def broadcast(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> Non
                     tensor.copy_(piece.view(tensor.shape))
 
 
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Runs of tensors of at most MESSAGE_BYTES; a larger tensor is a run of its own."""
-    batch: list[Tensor] = []
+    batches: list[list[Tensor]] = []
     filled = 0
     for tensor in tensors:
-        if batch and filled + tensor.nbytes > MESSAGE_BYTES:
-            yield batch
-            batch, filled = [], 0
-        batch.append(tensor)
         filled += tensor.nbytes
-    if batch:
-        yield batch
+        if not batches or filled > MESSAGE_BYTES:
+            batches.append([])
+            filled = tensor.nbytes
+        batches[-1].append(tensor)
+    return batches

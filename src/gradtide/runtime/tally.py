@@ -1,10 +1,10 @@
 """What all ranks add up at the end of backward, in one small message.
 
 It says who used which parameters, and who met what is not finite; now and then it has
-a checksum of each rank's parameters. Once any rank has
-been asked for a norm it also holds, of every parameter, the square of the 2-norm of
-the mean: each rank adds up that of the part it owns. A rank's wish travels with the
-message of one step and is granted by all in the next: so nobody asks by itself.
+a checksum of each rank's parameters. Once any rank has been asked for a norm it also
+holds, of every parameter, the square of the 2-norm of the mean: each rank adds up that
+of the part it owns. A rank's wish travels with the message of one step and is granted
+by all in the next: so nobody asks by itself.
 """
 
 from __future__ import annotations
