@@ -94,7 +94,6 @@ ELSEWHERE = {
     "profile/trace/subject": "profile/test_trace_run",
     "runtime/answers": "runtime/test_deferred_grads",
     "runtime/broadcast": "test_replica",
-    "runtime/clipping": "test_replica",
     "runtime/deferred_step": "runtime/test_optimizers",
     "runtime/finder": "test_parallel",
     "runtime/hooks": "test_replica",

@@ -461,7 +461,7 @@ class Replica:
         Raises:
             RuntimeError: The norm is not finite and `error_if_nonfinite` is True.
         """
-        norm = self._training.clip(max_norm, error_if_nonfinite)
+        norm = self._training.answers.clip(max_norm, error_if_nonfinite)
         if self._auto is not None:
             self._auto.inspector.note()
         return norm

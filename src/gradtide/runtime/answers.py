@@ -1,4 +1,7 @@
-"""What is known of gradients between backward and step(), and how to have them."""
+"""What is known of gradients between backward and step(), and how to have them.
+
+All of them can be clipped by their 2-norm, deferred ones and those of shards too.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gradtide.core.grouped import alike
 from gradtide.core.step import Stage, Step
 from gradtide.runtime.buckets import GradientBucket, Slot
 from gradtide.runtime.deferred_grads import DeferredGrad, Scale
 from gradtide.runtime.nonfinite import NonFiniteGuard
+from gradtide.runtime.owned import squares
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
-from gradtide.transport.shards import Spread
+from gradtide.transport.shards import Spread, local, spread
 
 if TYPE_CHECKING:
     from gradtide.runtime.preconditioning import Preconditioning
@@ -107,10 +112,10 @@ class Answers:
 
     def square(self, grad: DeferredGrad) -> float | None:
         """The square of the 2-norm as exchanged; None if it is not known."""
-        squares = self._squares()
-        if squares is None or grad.before is not None:
+        known = self._squares()
+        if known is None or grad.before is not None:
             return None
-        return squares.get(grad.slot)
+        return known.get(grad.slot)
 
     def finite(self, grads: Sequence[DeferredGrad]) -> bool | None:
         """Whether some are, on all ranks; None if that is not known."""
@@ -126,12 +131,40 @@ class Answers:
         )
         return not any(bad) and not self._guard.ranks
 
-    # - For clipping -------------------------------------------------------------------
+    # - Clipping -----------------------------------------------------------------------
 
-    def total(self, grads: Sequence[Tensor | None]) -> dict[Spread, float] | None:
-        """The square of the norm of all, which may be known where no single one is.
+    @torch.no_grad()
+    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        """Scale gradients to a 2-norm of at most `max_norm`; returns what it was."""
+        self._tally.wished |= self._step.schedule.update == "forward"
+        found = {p: p.grad for p in self._placement.places}
+        grads = [(spread(p), local(g)) for p, g in found.items() if g is not None]
+        known, shards = self._totals([*found.values()]), self._placement.shards
+        kinds = alike(grad for _, grad in grads)
+        where = grads[0][1].device if grads else torch.device("cpu")
+        total = torch.zeros((), dtype=torch.float64, device=where)
+        for divided in shards.spreads:
+            if known is None:
+                own = _square([grad for how, grad in grads if how == divided], where)
+            else:
+                square = known.get(divided, 0.0)
+                own = torch.tensor(square, dtype=torch.float64, device=where)
+            total += shards.total(own, divided)
+        double = any(own[0].dtype in (torch.float64, torch.complex128) for own in kinds)
+        norm = total.sqrt().to(torch.float64 if double else torch.float32)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the norm of the averaged gradients is {norm.item()}")
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # Only the host's value is free to read.
+        if factor.is_cuda or float(factor) != 1.0:
+            for members in kinds:
+                torch._foreach_mul_(members, factor.to(members[0].device))
+        return norm
 
-        It is that of what this rank has of them, by how their parameters are divided.
+    def _totals(self, grads: Sequence[Tensor | None]) -> dict[Spread, float] | None:
+        """The squares of the norms of all, known perhaps where no single one is.
+
+        Those of what this rank has of them, by how their parameters are divided.
         """
         deferred = [grad for grad in grads if isinstance(grad, DeferredGrad)]
         if len(deferred) < len(grads) or self._squares() is None:
@@ -140,10 +173,10 @@ class Answers:
             return None
         if any(own.source is not self for own in deferred):  # of an earlier step
             return None
-        squares: dict[Spread, float] = {}
+        totals: dict[Spread, float] = {}
         for bucket, square in self._tally.totals.items():
-            squares[bucket.spread] = squares.get(bucket.spread, 0.0) + square
-        return squares
+            totals[bucket.spread] = totals.get(bucket.spread, 0.0) + square
+        return totals
 
     def _squares(self) -> dict[Slot, float] | None:
         """Those of norms that the ranks have sent, if these are still right."""
@@ -161,3 +194,11 @@ class Answers:
         """How often means were written to: whoever has a view of one may write."""
         means = (bucket.mean for bucket in self._placement.buckets)
         return sum(mean._version for mean in means if mean is not None)
+
+
+def _square(grads: list[Tensor], where: torch.device) -> Tensor:
+    """The square of the 2-norm of gradients, in float64."""
+    found = [squares(members).sum().to(where) for members in alike(grads)]
+    if not found:
+        return torch.zeros((), dtype=torch.float64, device=where)
+    return torch.stack(found).sum()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from gradtide.collectives.momentum_correction import (
@@ -31,7 +31,7 @@ from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
 from gradtide.runtime.updates import Updates
 from gradtide.scheme import Scheme
-from gradtide.transport.shards import local, settle, spread
+from gradtide.transport.shards import local, settle
 
 if TYPE_CHECKING:
     from gradtide.runtime.comm_hook import CommHook
@@ -229,18 +229,6 @@ class Training:
         """Deliver now what is held until step()."""
         self.step.gather()
         self.updates.withdraw()
-
-    @torch.no_grad()
-    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
-        """Scale gradients to a total 2-norm of at most `max_norm`."""
-        from gradtide.runtime.clipping import clip
-
-        self.tally.wished |= self.step.schedule.update == "forward"
-        found = {p: p.grad for p in self.placement.places}
-        grads = [(spread(p), local(g)) for p, g in found.items() if g is not None]
-        squares = self.answers.total([*found.values()])
-        shards = self.placement.shards
-        return clip(grads, squares, shards, max_norm, error_if_nonfinite)
 
     def moment(self) -> str | None:
         """Where a step stands; None between a step and the next backward."""
