@@ -48,10 +48,9 @@ def orthogonalized(update: Tensor, group: ParamGroup) -> Tensor:
 class Message:
     """Something of each of some matrices, from their owners to all ranks: on its way.
 
-    An owner sends what `value_of` has for a matrix, if it has anything.
-    Behind each value stands one element that says whether it is there: the owner
-    decides, and how long a message is depends on nothing that ranks might see
-    differently.
+    An owner sends what `value_of` has for a matrix, if it has anything. Behind each
+    value stands one element that says whether it is there: the owner decides, and how
+    long a message is depends on nothing that ranks might see differently.
     """
 
     def __init__(
@@ -80,9 +79,8 @@ class Message:
         """Wait for it; returns the values of the matrices that have one."""
         self._wait()
         there = torch.stack([piece[-1] for piece in self._pieces]).tolist()
-        for matrix, piece, is_there in zip(
-            self._matrices, self._pieces, there, strict=True
-        ):
+        rows = zip(self._matrices, self._pieces, there, strict=True)
+        for matrix, piece, is_there in rows:
             if is_there:
                 yield matrix, piece[:-1].view(matrix.param.shape)
 

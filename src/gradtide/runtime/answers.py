@@ -142,14 +142,14 @@ class Answers:
         known, shards = self._totals([*found.values()]), self._placement.shards
         kinds = alike(grad for _, grad in grads)
         where = grads[0][1].device if grads else torch.device("cpu")
-        total = torch.zeros((), dtype=torch.float64, device=where)
+        zero = total = torch.zeros((), dtype=torch.float64, device=where)
         for divided in shards.spreads:
             if known is None:
-                own = _square([grad for how, grad in grads if how == divided], where)
+                here = alike(grad for how, grad in grads if how == divided)
+                own = sum((squares(members).sum().to(where) for members in here), zero)
             else:
-                square = known.get(divided, 0.0)
-                own = torch.tensor(square, dtype=torch.float64, device=where)
-            total += shards.total(own, divided)
+                own = zero + known.get(divided, 0.0)
+            total = total + shards.total(own, divided)
         double = any(own[0].dtype in (torch.float64, torch.complex128) for own in kinds)
         norm = total.sqrt().to(torch.float64 if double else torch.float32)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -194,11 +194,3 @@ class Answers:
         """How often means were written to: whoever has a view of one may write."""
         means = (bucket.mean for bucket in self._placement.buckets)
         return sum(mean._version for mean in means if mean is not None)
-
-
-def _square(grads: list[Tensor], where: torch.device) -> Tensor:
-    """The square of the 2-norm of gradients, in float64."""
-    found = [squares(members).sum().to(where) for members in alike(grads)]
-    if not found:
-        return torch.zeros((), dtype=torch.float64, device=where)
-    return torch.stack(found).sum()

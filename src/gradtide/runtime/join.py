@@ -143,10 +143,9 @@ class Join:
                 "all ranks that have batches have to do the same with them"
             )
         if self._throw and self.uneven:
-            joined = sorted({*range(len(rows))} - {*active})
-            ranks = ", ".join(map(str, joined))
+            joined = [str(rank) for rank in range(len(rows)) if rank not in active]
             raise RuntimeError(
-                f"rank {ranks} ran out of batches before the others, and "
+                f"rank {', '.join(joined)} ran out of batches before the others, and "
                 "join(throw_on_early_termination=True) asks for an error then"
             )
         return True
