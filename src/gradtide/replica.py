@@ -203,8 +203,13 @@ class Replica:
             self,
         )
         self._hooks.follow()
-        self._auto = None if self.waiting else self._selector()
-        self.tuning = None if self.waiting else self._search()
+        self._auto: AutoSelector | None = None
+        auto = undecided(self.scheme)
+        if auto is not None and not self.waiting:
+            from gradtide.planner.auto import AutoSelector
+
+            self._auto = AutoSelector(self, auto)
+        self.tuning = self._search()
 
     def _now(self, scheme: Scheme) -> Scheme:
         """What to train with until the optimizer is known, or `auto` has decided."""
@@ -652,7 +657,7 @@ class Replica:
         chosen = check_ranks_agree(self.engine.transport, prepare)
         self._training.end_round()
         self._adopt(chosen)
-        self.tuning = None if self.waiting else self._search()
+        self.tuning = self._search()
 
     def _adopt(self, scheme: Scheme) -> None:
         """`adopt` what all ranks have agreed on, when nothing is on its way."""
@@ -690,19 +695,10 @@ class Replica:
         self.adopt(Scheme() if isinstance(fusion, Search) else Scheme(fusion=fusion))
         self._training.comm_hook = CommHook(state, hook)
 
-    def _selector(self) -> AutoSelector | None:
-        """Begin to look for a scheme, if it is still to be chosen."""
-        auto = undecided(self.scheme)
-        if auto is None:
-            return None
-        from gradtide.planner.auto import AutoSelector
-
-        return AutoSelector(self, auto)
-
     def _search(self) -> Tuner | None:
         """Begin to search for a fusion, if the scheme's is one that is searched for."""
-        fusion = self.scheme.fusion
-        if not isinstance(fusion, Search) or undecided(self.scheme) is not None:
+        fusion, undone = self.scheme.fusion, undecided(self.scheme) is not None
+        if not isinstance(fusion, Search) or undone or self.waiting:
             return None
         from gradtide.planner.tuning import Tuner
 
