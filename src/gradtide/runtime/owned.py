@@ -45,7 +45,8 @@ def scale(bucket: GradientBucket, scales: Sequence[Scales], group: Group) -> Non
     flight = bucket.flight
     assert flight is not None
     held = flight.mean if flight.part is None else flight.part
-    if all(_alike(scales[0], other) for other in scales[1:]):
+    numbers = [[(function, float(by)) for function, by in own] for own in scales]
+    if all(own == numbers[0] for own in numbers[1:]):
         _apply(held, scales[0])
         return
     begin = 0 if flight.part is None else _share(bucket, flight, group)[1]
@@ -62,12 +63,6 @@ def scale(bucket: GradientBucket, scales: Sequence[Scales], group: Group) -> Non
 def _apply(target: Tensor, scales: Scales) -> None:
     for function, by in scales:
         function(target, by)
-
-
-def _alike(a: Scales, b: Scales) -> bool:
-    pairs = zip(a, b, strict=False)
-    same = (f is g and float(x) == float(y) for (f, x), (g, y) in pairs)
-    return len(a) == len(b) and all(same)
 
 
 def _share(
