@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 import gradtide
 from gradtide.collectives import Warmup
-from gradtide.lab.hooks import casting
+from gradtide.lab.contestants import casting
 from gradtide.scheme import parse
 
 

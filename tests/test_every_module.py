@@ -55,7 +55,6 @@ ELSEWHERE = {
     "lab/cluster": "lab/test_wiring",
     "lab/contest": "lab/test_compare",
     "lab/extras": "test_refusals_cli",
-    "lab/hooks": "lab/test_contestants",
     "lab/namespaces": "lab/test_launch",
     "lab/options": "test_refusals_cli",
     "lab/outputs": "test_refusals_cli",

@@ -6,17 +6,20 @@ Knows how each is set up and asked; knows nothing of timing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradtide.core.engine import Engine
 from gradtide.core.payload import traits
 from gradtide.core.schedule import WFBP, Schedule
-from gradtide.lab.hooks import casting
 from gradtide.lab.workloads import Workload
 from gradtide.replica import Replica, replicate
 from gradtide.scheme import Scheme, parse
@@ -27,6 +30,10 @@ BASELINES: dict[str, tuple[str, torch.dtype | None]] = {
     "ddp": ("DistributedDataParallel(bucket views, static graph)", None),
     "ddp(wire='bf16')": ("the same, gradients cast to bf16 by a hook", torch.bfloat16),
     "ddp(wire='fp16')": ("the same, gradients cast to fp16 by a hook", torch.float16),
+}
+_HOOKS = {
+    torch.bfloat16: default_hooks.bf16_compress_hook,
+    torch.float16: default_hooks.fp16_compress_hook,
 }
 
 
@@ -116,6 +123,16 @@ def enter(name: str, workload: Workload, size: int) -> Contestant:
         module.register_comm_hook(None, casting(dtype))
     sent = ring_bytes(workload, size, dtype)
     return Contestant(name, workload, module, payload_bytes=sent)
+
+
+def casting(dtype: torch.dtype) -> Callable[[Any, Any], Future[Tensor]]:
+    """torch's hook that averages in `dtype`, on CPUs as well.
+
+    Under another name: DDP refuses the one for bf16 by its name, although Gloo adds
+    bf16 well.
+    """
+    hook = _HOOKS[dtype]
+    return lambda group, bucket: hook(group, bucket)
 
 
 def ring_bytes(workload: Workload, size: int, dtype: torch.dtype | None) -> float:
