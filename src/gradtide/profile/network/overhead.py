@@ -17,10 +17,11 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from gradtide.lab.job import Tell, from_everybody
-from gradtide.lab.workloads.replay import Given
+from gradtide.lab.workloads.replay import Layer, Pace, Pool, carrier
+from gradtide.lab.workloads.shapes import Unit
+from gradtide.lab.workloads.workload import Timing
 from gradtide.planner.medians import across
 from gradtide.planner.network import Network
 from gradtide.planner.trace import StepTrace
@@ -38,32 +39,11 @@ LONGEST = 20.0  # seconds of a scheme's steps: on slower links it is left out
 LEAST, MOST = 0.5, 4.0  # factors beyond are accidents
 
 
-class Made(nn.Module):
+def made(rank: int, turns: int = TURNS) -> Layer:
     """Tensors of all sizes, and gradients that are partly alike on all ranks."""
-
-    def __init__(self, rank: int, turns: int = TURNS) -> None:
-        super().__init__()
-        shapes = NUMELS * turns
-        self.tensors = nn.ParameterList(torch.zeros(numel) for numel in shapes)
-        largest = max(shapes)
-        own, shared = (
-            torch.randn(4 * largest, generator=torch.Generator().manual_seed(seed))
-            for seed in (rank + 1, 0)
-        )
-        # Heavy tails, as in gradtide.lab.workloads.replay.
-        self.noise, self.begin = own.square_().mul_(shared).mul_(1e-3), 0
-
-    def forward(self) -> Tensor:
-        carrier = torch.zeros(1, requires_grad=True)
-        out: Tensor = Given.apply(self.given, carrier, *self.tensors)  # type: ignore[no-untyped-call]
-        return out
-
-    def given(self) -> list[Tensor]:
-        found = []
-        for p in self.tensors:
-            self.begin = (self.begin + 7919) % (len(self.noise) - p.numel())
-            found.append(self.noise[self.begin : self.begin + p.numel()].clone())
-        return found
+    shapes = tuple((f"tensor{i}", (n,)) for i, n in enumerate(NUMELS * turns))
+    pool = Pool(max(NUMELS), seed=0, rank=rank)
+    return Layer(Unit("made up", shapes, 0), Timing(0.0, 0.0), 0, pool, Pace())
 
 
 def with_overhead(network: Network, tell: Tell, turns: int = TURNS) -> Network:
@@ -73,9 +53,11 @@ def with_overhead(network: Network, tell: Tell, turns: int = TURNS) -> Network:
     """
     if network.processors is None or network.processors >= 1:
         return network
-    model = Made(dist.get_rank(), turns)
+    model = made(dist.get_rank(), turns)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    subject = Subject("made up", model, optimizer, lambda _: model().sum())
+    subject = Subject(
+        "made up", model, optimizer, lambda step: model(carrier(step)[0]).sum()
+    )
     tell("training a made-up model, alone")
     traces = from_everybody(trace(subject, Effort(TIMED, WARM)))
     found: dict[str, float] = {}
