@@ -43,6 +43,15 @@ def panels(
     return figure, found
 
 
+def finish(axes: Any, heading: Sequence[str], ncols: int, path: Path) -> None:
+    """Write the picture: below its heading, above a legend of what `axes` shows."""
+    figure, shown = axes.figure, axes.get_legend_handles_labels()
+    figure.suptitle("\n".join(heading), fontsize=9, wrap=True)
+    place = "outside lower center"
+    figure.legend(*shown, loc=place, ncols=ncols, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
 def draw(rows: Sequence[Result], heading: Sequence[str], path: Path) -> None:
     """One bar of stacked parts per scheme, first on top, each limit as a black line."""
     from matplotlib.figure import Figure
@@ -74,6 +83,4 @@ def draw(rows: Sequence[Result], heading: Sequence[str], path: Path) -> None:
     axes.set(xlabel="milliseconds of one step", xlim=(0, longest), axisbelow=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", color="0.9")
-    figure.suptitle("\n".join(heading), fontsize=9, wrap=True)
-    figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    finish(axes, heading, 6, path)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 
-from gradtide.lab.race.report import draw
+from gradtide.lab.race.report import RaceRecord, draw
 from gradtide.lab.race.standings import Point, standings
+from gradtide.lab.spec import RaceSpec
 
 COURSES = {
     "ddp": [Point(0, 0, 0, 5.0), Point(10, 10, 5e7, 4.0), Point(20, 20, 1e8, 3.0)],
@@ -28,14 +29,15 @@ def test_every_look_is_drawn_and_every_arrival_has_a_dot(
         return plot(self, x, y, **style)
 
     monkeypatch.setattr(Axes, "plot", kept)
-    raced = standings(COURSES, "ddp")
-    there = raced[0].arrival
+    spec = RaceSpec(("ddp", "one"), "gpt-small", 4, 1, 5e7, 20.0)
+    record = RaceRecord({}, spec, standings(COURSES, "ddp"))
+    there = record.leader.arrival
     assert there is not None
-    draw(raced, ["ddp", "one"], 3.0, ["a race"], tmp_path / "race.png")
+    draw(record, tmp_path / "race.png")
     assert ([0, 10, 20], [5.0, 4.0, 3.0], "-") in lines
     assert ([0, 50.0, 100.0], [5.0, 4.0, 3.0], "-") in lines
     assert ([0, 30], [5.0, 3.5], "-") in lines
     assert [line for line in lines if line[2] == "o"] == [
-        (there.seconds, 3.0, "o"),
-        (there.sent_bytes / 1e6, 3.0, "o"),
+        (there.seconds, record.target, "o"),
+        (there.sent_bytes / 1e6, record.target, "o"),
     ]

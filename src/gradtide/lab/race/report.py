@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
 from rich.text import Text
 
-from gradtide.lab.chart import COLOURS
+from gradtide.lab.chart import COLOURS, finish
 from gradtide.lab.contest import bar, hold
 from gradtide.lab.job import Tell
 from gradtide.lab.race import laps
-from gradtide.lab.race.standings import Point, Standing, standings, target
+from gradtide.lab.race.standings import Arrival, Point, Standing, standings, target
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import milliseconds, origin
 from gradtide.lab.spec import RaceSpec, check_race
@@ -24,6 +25,10 @@ from gradtide.lab.tables import folded, grid, number
 
 WIDTH = 120  # columns of table.txt
 SHOWN = 0.4  # of the way down to the target; in the picture, above all fall alike
+_ALONG: dict[str, Callable[[Point | Arrival], float]] = {
+    "seconds of training": lambda then: then.seconds,
+    "megabytes sent by a rank": lambda then: then.sent_bytes / 1e6,
+}
 HEADINGS = ("steps", "ms", "loss", "there", "x", "MB then", "MB")
 
 
@@ -183,15 +188,7 @@ def write(out: Path, record: RaceRecord) -> None:
     (out / "record.json").write_text(record.dumps(), encoding="utf-8")
     with (out / "table.txt").open("w", encoding="utf-8") as file:
         Console(file=file, width=WIDTH).print(table(record))
-    ratios = [speedup(record.leader, each) for each in record.standings]
-    labels = [*map(_label, record.standings, ratios)]
-    draw(record.standings, labels, record.target, preface(record), out / "race.png")
-
-
-def _label(standing: Standing, ratio: float | None) -> str:
-    if standing.arrival is None or ratio is None:
-        return f"{standing.scheme}: not there"
-    return f"{standing.scheme}: {standing.arrival.seconds:.1f} s, {ratio:.2f} x"
+    draw(record, out / "race.png")
 
 
 def _fields(standing: Standing) -> dict[str, Any]:
@@ -206,49 +203,39 @@ def _fields(standing: Standing) -> dict[str, Any]:
     }
 
 
-def draw(
-    standings: Sequence[Standing],
-    labels: Sequence[str],
-    target: float,
-    heading: Sequence[str],
-    path: Path,
-) -> None:
-    """One line for each contestant, and a dot where it had the loss `target`."""
+def draw(record: RaceRecord, path: Path) -> None:
+    """One line for each contestant, and a dot where it had the loss raced to."""
     from matplotlib.figure import Figure
 
-    rows = (len(standings) + 1) // 2  # of the legend
+    rows = (len(record.standings) + 1) // 2  # of the legend
     figure = Figure(figsize=(9, 4.2 + 0.22 * rows), layout="constrained")
-    over_time, over_bytes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    for place, (standing, label) in enumerate(zip(standings, labels, strict=True)):
-        colour = COLOURS[place % len(COLOURS)]
-        style = {"color": colour, "label": label, "linewidth": 1.8}
-        losses = [point.loss for point in standing.points]
-        seconds = [point.seconds for point in standing.points]
-        megabytes = [point.sent_bytes / 1e6 for point in standing.points]
-        over_time.plot(seconds, losses, **style)
-        over_bytes.plot(megabytes, losses, **style)
-        if standing.arrival is not None:
-            there = standing.arrival
-            dot = {"color": colour, "marker": "o", "zorder": 3}
-            over_time.plot(there.seconds, target, **dot)
-            over_bytes.plot(there.sent_bytes / 1e6, target, **dot)
-    for axes in (over_time, over_bytes):
-        axes.axhline(target, color="0.4", linewidth=1, linestyle=":")
+    panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for axes, (xlabel, along) in zip(panels, _ALONG.items(), strict=True):
+        for standing, colour in zip(record.standings, cycle(COLOURS), strict=False):
+            xs = [along(point) for point in standing.points]
+            losses = [point.loss for point in standing.points]
+            style = {"color": colour, "label": _label(record, standing)}
+            axes.plot(xs, losses, linewidth=1.8, **style)
+            if standing.arrival is not None:
+                dot = along(standing.arrival), record.target
+                axes.plot(*dot, color=colour, marker="o", zorder=3)
+        axes.axhline(record.target, color="0.4", linewidth=1, linestyle=":")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="0.92")
         axes.set_xlim(left=0)
-    limits = _limits(standings, target)
-    over_time.set(xlabel="seconds of training", ylabel="held-out loss", ylim=limits)
-    over_bytes.set(xlabel="megabytes sent by a rank")
-    figure.suptitle("\n".join(heading), fontsize=9, wrap=True)
-    handles, names = over_time.get_legend_handles_labels()
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=2, frameon=False, fontsize=9
-    )
-    figure.savefig(path, dpi=150)
+        axes.set_xlabel(xlabel)
+    panels[0].set(ylabel="held-out loss", ylim=_limits(record))
+    finish(panels[0], preface(record), 2, path)
 
 
-def _limits(standings: Sequence[Standing], target: float) -> tuple[float, float]:
-    losses = [p.loss for standing in standings for p in standing.points]
-    top = target + SHOWN * (max(losses) - target)
+def _label(record: RaceRecord, standing: Standing) -> str:
+    ratio, there = speedup(record.leader, standing), standing.arrival
+    if there is None or ratio is None:
+        return f"{standing.scheme}: not there"
+    return f"{standing.scheme}: {there.seconds:.1f} s, {ratio:.2f} x"
+
+
+def _limits(record: RaceRecord) -> tuple[float, float]:
+    losses = [point.loss for each in record.standings for point in each.points]
+    top = record.target + SHOWN * (max(losses) - record.target)
     return min(losses) - 0.04 * (top - min(losses)), top

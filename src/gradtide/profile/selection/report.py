@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from gradtide.lab import tables
-from gradtide.lab.chart import COLOURS, panels
+from gradtide.lab.chart import COLOURS, finish, panels
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import milliseconds
 from gradtide.profile.selection.measure import COPY, TOPK
@@ -79,20 +79,15 @@ def draw(record: Record, path: Path) -> None:
     """
     densities = list(dict.fromkeys(row.density for row in record.results))
     titles, size = [f"density {d:g}" for d in densities], (2 + 3.6 * len(densities), 5)
-    figure, found = panels(titles, size, "elements")
+    _, found = panels(titles, size, "elements")
     for density, axes in zip(densities, found, strict=True):
         _lines(axes, record, density)
         _wire(axes, record)
-    figure.suptitle(
+    heading = (
         f"accumulate + select + take out on {record.device}, threads: {record.threads};"
-        f" grey: dense all-reduce of {record.ranks} ranks on the wire",
-        fontsize=9,
+        f" grey: dense all-reduce of {record.ranks} ranks on the wire"
     )
-    handles, labels = found[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9
-    )
-    figure.savefig(path, dpi=150)
+    finish(found[0], [heading], 6, path)
 
 
 def _lines(axes: Any, record: Record, density: float) -> None:
