@@ -105,7 +105,9 @@ def test_traffic_is_per_rank_and_step() -> None:
 
 def test_what_does_not_apply_is_none() -> None:
     known = Facts(replayed=True, compute=Timing(1.0, 2.0))
-    result = summarise(SPEC, contestant(WFBP), [trial(step(1, 2, 1))], known)
+    loopback = replace(SPEC, rate=None)
+    result = summarise(loopback, contestant(WFBP), [trial(step(1, 2, 1))], known)
+    assert result.limit_seconds is None
     assert result.interface_bytes is None
     assert result.final_loss is None
     assert result.speedup_over_ddp is None

@@ -29,11 +29,11 @@ import numpy as np
 from gradtide.core.telemetry import Interval
 from gradtide.kfac.stages import Stages
 from gradtide.lab.contestants import Contestant
-from gradtide.lab.limits import limit_seconds
 from gradtide.lab.record import Result
 from gradtide.lab.spec import Spec
 from gradtide.lab.trial import Step, Trial
 from gradtide.lab.workloads.workload import Timing
+from gradtide.planner.limits import limit_seconds
 
 
 class Parts(NamedTuple):
@@ -94,6 +94,10 @@ def summarise(
         _per_step(trials, name)
         for name in ("payload_bytes", "gathered_bytes", "interface_bytes")
     )
+    limit = None
+    if spec.rate is not None and spec.hosts > 1:  # ranks of one host share no link
+        wire = 8 * (payload - gathered) / spec.rate, 8 * gathered / spec.rate
+        limit = limit_seconds(*common.compute, wire, contestant.schedule)
     densities = [t.selected / t.offered for t in trials if t.offered]
     loss = float(np.mean([trial.loss for trial in trials]))
     return Result(
@@ -110,12 +114,7 @@ def summarise(
         apply_seconds=split.apply,
         select_seconds=_per_step(trials, "select_seconds"),
         density=float(np.mean(densities)) if densities else None,
-        limit_seconds=limit_seconds(
-            common.compute,
-            (payload - gathered, gathered),
-            spec.rate if spec.hosts > 1 else None,  # ranks of one host share no link
-            contestant.schedule,
-        ),
+        limit_seconds=limit,
         final_loss=None if common.replayed else loss,
         evaluation=trials[0].evaluation,
         became=contestant.became,

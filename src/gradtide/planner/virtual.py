@@ -15,6 +15,7 @@ from typing import TypeAlias
 from gradtide.planner import cost
 from gradtide.planner.curvature import MakeParts
 from gradtide.planner.intervals import union, without
+from gradtide.planner.limits import limit_seconds
 from gradtide.planner.network import Network
 from gradtide.planner.parts import Parts
 from gradtide.planner.rehearsal import exchange_seconds as exchange_seconds
@@ -35,7 +36,7 @@ class Prediction:
     processor works, hidden or not: where ranks share too few to do that within a step,
     it is `crowded` seconds longer, which count as exposed. `limit` is what no step of
     this schedule can be shorter than: compute and wire at full rate, without any
-    start-up (`gradtide.lab.limits`); with K-FAC, none is known but 0.
+    start-up ([Note: Limits]); with K-FAC, none is known but 0.
 
     With K-FAC, `breakdown` says what a step consists of and `busy` how long each stage
     was at work, hidden or not; of inversions, those of the rank that has most.
@@ -184,20 +185,14 @@ def _period(scheme: Scheme) -> list[tuple[int, float]]:
 
 
 def _limit(run: Run, first: float, second: float, factors: float | None) -> float:
-    """As gradtide.lab.limits: compute, and the bytes of a rank at the ring's rate.
+    """See [Note: Limits]; a rank sends its bytes at the ring's rate.
 
     With K-FAC, whose factors take so long, both may hide behind anything: the longer.
     """
     trace, network = run.trace, run.transport.network
     link = network.inter if network.hosts > 1 else network.intra or cost.FREE
-    first, second = first * link.ring.beta, second * link.ring.beta
+    wire = first * link.ring.beta, second * link.ring.beta
     forward = trace.forward + trace.loss
     if factors is not None:
-        return max(forward + trace.backward + factors, first + second)
-    if run.scheme.schedule.update == "forward":
-        forward, second = max(forward, second), 0.0
-    if run.scheme.schedule.delay:
-        return max(forward + trace.backward, first + second)
-    if run.scheme.schedule.launch != "ready":
-        return forward + trace.backward + first + second
-    return forward + max(trace.backward, first + second)
+        return max(forward + trace.backward + factors, sum(wire))
+    return limit_seconds(forward, trace.backward, wire, run.scheme.schedule)

@@ -22,27 +22,20 @@ what one rank sends. The limit takes that for granted.
 from __future__ import annotations
 
 from gradtide.core.schedule import Schedule
-from gradtide.lab.workloads.workload import Timing
 
 
 def limit_seconds(
-    compute: Timing,
-    wire: tuple[float, float],
-    rate: float | None,
-    schedule: Schedule,
-) -> float | None:
-    """The shortest step, see [Note: Limits]; None where `rate` (bits/s) is None.
+    forward: float, backward: float, wire: tuple[float, float], schedule: Schedule
+) -> float:
+    """The shortest step, see [Note: Limits].
 
-    `wire` is payload bytes per rank and step, before and after the turn of an exchange.
+    `wire` is seconds of a link, before and after the turn of an exchange.
     """
-    if rate is None:
-        return None
-    first, second = (8 * part / rate for part in wire)
-    forward, during = compute.forward, first + second
+    first, second = wire
     if schedule.update == "forward":
-        forward, during = max(forward, second), first
+        forward, second = max(forward, second), 0.0
     if schedule.delay:
-        return max(forward + compute.backward, during)
+        return max(forward + backward, first + second)
     if schedule.launch != "ready":
-        return forward + compute.backward + during
-    return forward + max(compute.backward, during)
+        return forward + backward + first + second
+    return forward + max(backward, first + second)
