@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 from typer import Exit, Option, echo
 
@@ -27,6 +28,8 @@ Times = Annotated[
     Path | None, Option(help="JSON with the times of layers; for a replay.")
 ]
 
+N = TypeVar("N", bound=float)
+
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -38,6 +41,18 @@ def told() -> Iterator[None]:
     except (ValueError, LabError) as error:
         echo(f"error: {error}", err=True)
         raise Exit(1 if isinstance(error, LabError) else 2) from None
+
+
+def numbers(option: str, text: str, kind: Callable[[str], N], example: str) -> list[N]:
+    """What an option gives with commas between. Raises ValueError."""
+    remedy = f"write numbers with commas between, such as {example}"
+    try:
+        found = [kind(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: {remedy}") from None
+    if not all(-math.inf < number < math.inf for number in found):
+        raise ValueError(f"{option} {text!r} has one that is not finite: {remedy}")
+    return found
 
 
 class Torchrun(NamedTuple):

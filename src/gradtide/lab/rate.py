@@ -26,6 +26,14 @@ def parse_rate(text: str) -> float | None:
     return bits
 
 
+def limited(text: str, refusal: str) -> float:
+    """As `parse_rate`, where a link has to have a limit: `refusal` of "none"."""
+    bits = parse_rate(text)
+    if bits is None:
+        raise ValueError(refusal)
+    return bits
+
+
 def format_rate(bits: float | None) -> str:
     """The shortest text that `parse_rate` reads back, to six significant digits."""
     if bits is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +13,7 @@ from typer import Argument, Option
 from gradtide.lab import options
 from gradtide.lab.extras import require
 from gradtide.lab.outputs import check_file, check_folder
-from gradtide.lab.rate import parse_rate
+from gradtide.lab.rate import limited
 
 app = typer.Typer(
     help="Measure what this machine, model and network are like.", no_args_is_help=True
@@ -64,11 +63,13 @@ def selection(
     from gradtide.profile.selection.run import Plan, run
 
     with options.told():
-        wanted = [round(size) for size in _numbers("sizes", sizes)]
+        wanted = [*map(round, options.numbers("--sizes", sizes, float, "1e5,1e6"))]
         if quick and min(wanted) > QUICK:
             raise ValueError(f"--quick measures up to 1e6 elements: --sizes is {sizes}")
         kept = [n for n in wanted if n <= QUICK] if quick else wanted
-        shares, links = _numbers("densities", densities), _rates(rates)
+        shares = options.numbers("--densities", densities, float, ".01,.1")
+        none = '--rates: "none" has no time on the wire; leave it out'
+        links = [limited(word, none) for word in rates.split(",")]
         effort = Effort(3, 0.2) if quick else Effort(repeats)
         require("lab", "psutil", *(["matplotlib"] if out is not None else []))
         if out is not None:
@@ -200,21 +201,3 @@ def network(
             found.network.save(out)
         if chart is not None:
             report.draw(found, chart)
-
-
-def _numbers(option: str, text: str) -> list[float]:
-    remedy = "write numbers with commas between, such as 1e5,1e6"
-    try:
-        numbers = [float(word) for word in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--{option} {text!r}: {remedy}") from None
-    if not all(map(math.isfinite, numbers)):
-        raise ValueError(f"--{option} {text!r} has one that is not finite: {remedy}")
-    return numbers
-
-
-def _rates(text: str) -> list[float]:
-    rates = [parse_rate(word) for word in text.split(",")]
-    if None in rates:
-        raise ValueError('--rates: "none" has no time on the wire; leave it out')
-    return [rate for rate in rates if rate is not None]

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from gradtide.lab.extras import require
-from gradtide.lab.options import StepMs, told
+from gradtide.lab.options import StepMs, numbers, told
 from gradtide.lab.outputs import check_folder
 
 SCHEMES = "wfbp,dear,wfbp(wire='bf16'),topk,gtopk,topka2a,oktopk,powersgd"
@@ -44,7 +44,7 @@ def simulate(
     """
     from rich.console import Console
 
-    from gradtide.lab.rate import parse_rate
+    from gradtide.lab.rate import limited
     from gradtide.lab.spec import split_schemes
     from gradtide.scheme import parse
     from gradtide.simulate import grid, report
@@ -55,26 +55,16 @@ def simulate(
         there = grid.read_network(network, ranks_per_host or 1)
         if ranks_per_host is not None:
             there = there.scaled(ranks_per_host=ranks_per_host)
-        tried = [parse_rate(rate) for rate in rates.split(",")] if rates else []
-        if None in tried:
-            raise ValueError("--rates none: a link without a limit cannot be simulated")
+        none = "--rates none: a link without a limit cannot be simulated"
+        tried = [limited(rate, none) for rate in rates.split(",")] if rates else []
         found = grid.run(
             grid.read_trace(trace, step_ms),
             there,
             {name: parse(name) for name in split_schemes(schemes)},
-            _numbers(ranks),
-            [rate for rate in tried if rate is not None],
+            numbers("--ranks", ranks, int, "4,8,16"),
+            tried,
         )
     console = Console()
     report.show(found, console)
     for path in report.write(found, out, sys.argv):
         console.print(str(path), soft_wrap=True)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--ranks {text}: write numbers with commas between, such as 4,8,16"
-        ) from None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gradtide.lab.rate import format_rate, parse_rate
+from gradtide.lab.rate import format_rate, limited
 from gradtide.lab.workloads.replay import STEP_MS
 from gradtide.lab.workloads.shapes import ARCHITECTURES, units
 from gradtide.lab.workloads.timing import by_work
@@ -144,12 +144,8 @@ def read_network(text: str, ranks_per_host: int = 1) -> Network:
     """The network in a profile, or an ideal one of a rate such as 10gbit."""
     if Path(text).suffix == ".json" or os.path.exists(text):
         return networks.load(Path(text))
-    rate = parse_rate(text)
-    if rate is None:
-        raise ValueError(
-            "a network without a limit has nothing to simulate: say 10gbit"
-        )
-    return Network.ideal(2, ranks_per_host, rate)
+    none = "a network without a limit has nothing to simulate: say 10gbit"
+    return Network.ideal(2, ranks_per_host, limited(text, none))
 
 
 def rate_name(rate: float | None) -> str:
