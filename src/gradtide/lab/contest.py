@@ -80,8 +80,4 @@ def bar(console: Console, total: float, *columns: Any) -> Iterator[Advance]:
     parts = TextColumn("{task.description}"), BarColumn(), *columns, Elapsed()
     with Progress(*parts, console=console, transient=True) as shown:
         task = shown.add_task("starting", total=total)
-
-        def advance(words: str, done: float) -> None:
-            shown.update(task, completed=done, description=words)
-
-        yield advance
+        yield lambda words, done: shown.update(task, completed=done, description=words)

@@ -90,13 +90,10 @@ def machine() -> dict[str, str | int]:
 
 def commit() -> str | None:
     """gradtide's commit, with "-dirty" after it if files differ; None outside git."""
-    here = Path(__file__)
     # An installed copy inside somebody's repository is not that repository's commit.
-    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
-    return _git(
-        here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-    )
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _word(typed: str) -> str:
@@ -107,7 +104,8 @@ def _word(typed: str) -> str:
     return shlex.quote(typed)
 
 
-def _git(where: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
+    where = Path(__file__).parent
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=where, capture_output=True, text=True, check=True

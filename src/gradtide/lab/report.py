@@ -170,15 +170,12 @@ def table(record: Record, common: Facts, width: int) -> Group:
 
 def _fitting(rows: Sequence[Result], columns: Sequence[Column], width: int) -> int:
     """How many of the first `columns` one table can hold; at least one."""
-    ruler, count = Console(width=10 * WIDTH), len(columns)
-
-    def wanted() -> int:
+    ruler = Console(width=10 * WIDTH)
+    for count in range(len(columns), 1, -1):
         table = _grid(rows, columns[:count])
-        return Measurement.get(ruler, ruler.options, table).maximum
-
-    while count > 1 and wanted() > width:
-        count -= 1
-    return count
+        if Measurement.get(ruler, ruler.options, table).maximum <= width:
+            return count
+    return 1
 
 
 def _grid(rows: Sequence[Result], columns: Sequence[Column]) -> Table:
