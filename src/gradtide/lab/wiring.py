@@ -50,6 +50,7 @@ behind its data and links stand idle meanwhile: the loss is Gloo's, not the lab'
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gradtide.lab.cluster import INTERFACE, Cluster, address, host_name
@@ -61,11 +62,17 @@ _LIMIT = 256 << 20  # bytes that may queue; above the sum of all windows
 
 @dataclass(frozen=True)
 class Shape:
-    """What a link and the sockets behind it are set to, in bytes."""
+    """What a link of `rate` bits/s and the sockets behind it are set to, in bytes."""
 
+    rate: float
     segment: int  # the largest packet that the stack hands to the link
     burst: int  # what an idle link lets pass at once
     window: int  # what one socket may have under way
+
+    def bucket(self, device: str) -> str:
+        """For `tc`: what the device sends goes through a bucket."""
+        size = f"burst {self.burst} limit {_LIMIT}"
+        return f"qdisc add dev {device} root tbf rate {self.rate:.0f}bit {size}"
 
 
 def shape(rate: float, mtu: int) -> Shape:
@@ -74,7 +81,7 @@ def shape(rate: float, mtu: int) -> Shape:
     segment = min(max(millisecond, 2 * mtu, 8192), 65536)
     burst = max(millisecond, 2 * segment)
     window = min(max(8 * millisecond, 256 << 10), 4 << 20)
-    return Shape(int(segment), int(burst), int(window))
+    return Shape(rate, int(segment), int(burst), int(window))
 
 
 def setup_script(cluster: Cluster) -> str:
@@ -83,8 +90,9 @@ def setup_script(cluster: Cluster) -> str:
     link = shape(cluster.rate, cluster.mtu)
     hosts = range(cluster.hosts)
     ports = [f"port{host}" for host in hosts]
-    bucket = f"root tbf rate {cluster.rate:.0f}bit burst {link.burst} limit {_LIMIT}"
-    shaped = [f"qdisc add dev {port} {bucket}" for port in ports]
+    inside = None
+    if cluster.local_rate is not None:
+        inside = shape(cluster.local_rate, LOOPBACK_MTU)
     return "\n".join(
         [
             # Named namespaces live in /run/netns, which a user cannot make: the
@@ -94,9 +102,8 @@ def setup_script(cluster: Cluster) -> str:
             *_names(hosts),
             *_batch("ip", [f"netns add {n}" for n in [SWITCH, *map(host_name, hosts)]]),
             *_batch(f"ip -netns {SWITCH}", _switch(ports, cluster.mtu, link)),
-            *_batch(f"tc -netns {SWITCH}", shaped),
-            *(line for host in hosts for line in _host(host, link, bucket)),
-            *(line for host in hosts for line in _inside(host, cluster.local_rate)),
+            *_batch(f"tc -netns {SWITCH}", map(link.bucket, ports)),
+            *(line for host in hosts for line in _host(host, link, inside)),
         ]
     )
 
@@ -117,7 +124,7 @@ def _names(hosts: range) -> list[str]:
     ]
 
 
-def _batch(command: str, lines: list[str]) -> list[str]:
+def _batch(command: str, lines: Iterable[str]) -> list[str]:
     return [f"{command} -batch - <<'END'", *lines, "END"]
 
 
@@ -131,20 +138,7 @@ def _switch(ports: list[str], mtu: int, link: Shape) -> list[str]:
     return [*lines, "link set bridge0 addrgenmode none up"]
 
 
-def _inside(host: int, rate: float | None) -> list[str]:
-    """What the ranks of a host send each other goes over its loopback."""
-    if rate is None:
-        return []
-    link = shape(rate, LOOPBACK_MTU)
-    bucket = f"root tbf rate {rate:.0f}bit burst {link.burst} limit {_LIMIT}"
-    device = f"link set lo mtu {LOOPBACK_MTU} gso_max_size {link.segment}"
-    return [
-        *_batch(f"ip -netns {host_name(host)}", [device]),
-        *_batch(f"tc -netns {host_name(host)}", [f"qdisc add dev lo {bucket}"]),
-    ]
-
-
-def _host(host: int, link: Shape, bucket: str) -> list[str]:
+def _host(host: int, link: Shape, inside: Shape | None) -> list[str]:
     name = host_name(host)
     settings = {
         "tcp_congestion_control": "reno",
@@ -159,8 +153,12 @@ def _host(host: int, link: Shape, bucket: str) -> list[str]:
         f"link set {INTERFACE} addrgenmode none up",
         f"address add {address(host)}/16 dev {INTERFACE}",
     ]
+    buckets = [link.bucket(INTERFACE)]
+    if inside is not None:  # what its ranks send each other goes over its loopback
+        lines.append(f"link set lo mtu {LOOPBACK_MTU} gso_max_size {inside.segment}")
+        buckets.append(inside.bucket("lo"))
     return [
         *_batch(f"ip -netns {name}", lines),
-        *_batch(f"tc -netns {name}", [f"qdisc add dev {INTERFACE} {bucket}"]),
+        *_batch(f"tc -netns {name}", buckets),
         f"ip netns exec {name} sh -ec '{'; '.join(writes)}'",
     ]
