@@ -175,7 +175,7 @@ def _place(
     example = "say on which hosts: --hosts 4 --rate 100mbit"
     there = options.layout(hosts, ranks_per_host, rate, example)
     started = options.torchrun()
-    return there, started and started.rank
+    return there, None if started is None else started.rank
 
 
 @app.command()

@@ -44,8 +44,8 @@ def doctor(
     """
     from gradtide.doctor.advice import parse_model
     from gradtide.doctor.meeting import Unmet
-    from gradtide.doctor.place import place
     from gradtide.doctor.run import Asked, alone, among
+    from gradtide.lab.place import place
     from gradtide.simulate.grid import read_trace
 
     with options.told():

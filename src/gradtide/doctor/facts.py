@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradtide.core.grouped import grouped
-from gradtide.doctor.place import Place
+from gradtide.lab.place import Place
 from gradtide.lab.record import versions
 from gradtide.planner.measure import machine
 from gradtide.transport.addresses import chosen, interfaces

@@ -16,7 +16,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradtide.doctor.place import Place
+from gradtide.lab.place import Place
 from gradtide.transport.addresses import loops
 
 NAP = 0.02  # seconds between two looks

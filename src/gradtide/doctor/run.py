@@ -22,8 +22,8 @@ from gradtide.doctor.checks import Finding
 from gradtide.doctor.facts import Facts, Host, facts, hosts
 from gradtide.doctor.meeting import ROOT, Meeting
 from gradtide.doctor.pairs import Heard, Listener
-from gradtide.doctor.place import NONE, Place
 from gradtide.doctor.trial import Tried, tried
+from gradtide.lab.place import NONE, Place
 from gradtide.planner.trace import StepTrace
 
 ROUND = 0.4  # seconds of a transfer, at most

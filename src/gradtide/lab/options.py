@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, TypeVar
 
 from typer import Exit, Option, echo
 
 from gradtide.lab.cluster import LabError
+from gradtide.lab.place import Place, place
 from gradtide.lab.rate import parse_rate
 
 Hosts = Annotated[int | None, Option(help="Emulated hosts. Not under torchrun.")]
@@ -29,8 +30,6 @@ Times = Annotated[
 ]
 
 N = TypeVar("N", bound=float)
-
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @contextmanager
@@ -55,15 +54,7 @@ def numbers(option: str, text: str, kind: Callable[[str], N], example: str) -> l
     return found
 
 
-class Torchrun(NamedTuple):
-    """What torchrun tells a process that it has started."""
-
-    rank: int
-    size: int
-    local_size: int  # ranks on each host
-
-
-def torchrun() -> Torchrun | None:
+def torchrun() -> Place | None:
     """Where this process is among torchrun's; None where torchrun has not started it.
 
     Raises ValueError where RANK is set, and the rest is not as torchrun sets it.
@@ -71,18 +62,9 @@ def torchrun() -> Torchrun | None:
     if "RANK" not in os.environ:
         return None
     remedy = "start this command with torchrun, or unset RANK"
-    names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise ValueError(f"RANK is set, but not {', '.join(missing)}: {remedy}")
-    given = {"LOCAL_WORLD_SIZE": "1", **os.environ}
-    for name in (*_PLACE, "MASTER_PORT"):
-        if not (given[name].isascii() and given[name].isdecimal()):
-            raise ValueError(f"{name} is {given[name]!r}, no number: {remedy}")
-    found = Torchrun(*(int(given[name]) for name in _PLACE))
-    rank, size, local = found
-    if rank >= size or local < 1 or size % local:
-        words = ", ".join(f"{name}={given[name]}" for name in _PLACE)
+    found = place({"LOCAL_WORLD_SIZE": "1", **os.environ}, remedy)
+    if found is not None and (not found.local_size or found.size % found.local_size):
+        words = f"WORLD_SIZE={found.size} and LOCAL_WORLD_SIZE={found.local_size}"
         raise ValueError(f"{words} do not fit together: {remedy}")
     return found
 
@@ -103,7 +85,8 @@ def layout(
     bits = None if rate is None else parse_rate(rate)
     there = torchrun()
     if there is not None:
-        return there.size // there.local_size, there.local_size, bits
+        local = there.local_size or 1
+        return there.size // local, local, bits
     if hosts is None or rate is None:
         raise ValueError(
             f"{example} emulates a cluster (--rate none: loopback); or start this "

@@ -39,12 +39,19 @@ class Place:
     attempt: str = "0"  # of the launcher's restarts
 
 
-def place(environment: Mapping[str, str]) -> Place | None:
+def place(environment: Mapping[str, str], remedy: str = REMEDY) -> Place | None:
     """Where this process is; None where nothing says that there are others.
 
     Raises ValueError, with the remedy, for an environment that no training could start
     in: something is missing, is no number, or does not fit together.
     """
+
+    def number(name: str) -> int:
+        text = given[name]
+        if not (text.isascii() and text.isdecimal()):
+            raise ValueError(f"{name} is {text!r}, no number: {remedy}")
+        return int(text)
+
     slurm = {} if {"RANK", "WORLD_SIZE"} & set(environment) else _slurm(environment)
     given = {**slurm, **environment}
     missing = [name for name in NAMES if not given.get(name)]
@@ -52,29 +59,23 @@ def place(environment: Mapping[str, str]) -> Place | None:
         return None
     if missing:
         there = ", ".join(name for name in NAMES if name not in missing)
-        raise ValueError(f"{there} is set, but not {', '.join(missing)}: {REMEDY}")
-    rank, size, port = (_number(given, name) for name in (*NAMES[:2], NAMES[3]))
+        raise ValueError(f"{there} is set, but not {', '.join(missing)}: {remedy}")
+    rank, size, port = map(number, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= size:
         raise ValueError(
-            f"RANK={rank}, but WORLD_SIZE={size} has ranks 0 to {size - 1}: {REMEDY}"
+            f"RANK={rank} and WORLD_SIZE={size} do not fit together, for "
+            f"WORLD_SIZE={size} has ranks 0 to {size - 1}: {remedy}"
         )
     if not 0 < port < 1 << 16:
-        raise ValueError(f"MASTER_PORT={port} is no port (1 to 65535): {REMEDY}")
+        raise ValueError(f"MASTER_PORT={port} is no port (1 to 65535): {remedy}")
     local = "LOCAL_WORLD_SIZE"
     elastic = "TORCHELASTIC_RUN_ID" in given
     launcher = "torchrun" if elastic else "srun" if slurm else "its environment"
-    local_size = _number(given, local) if given.get(local) else None
+    local_size = number(local) if given.get(local) else None
     hosted = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = given.get("TORCHELASTIC_RESTART_COUNT", "0")
     where = rank, size, given["MASTER_ADDR"], port
     return Place(*where, launcher, local_size, hosted, attempt)
-
-
-def _number(given: Mapping[str, str], name: str) -> int:
-    text = given[name]
-    if not (text.isascii() and text.isdecimal()):
-        raise ValueError(f"{name} is {text!r}, no number: {REMEDY}")
-    return int(text)
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradtide.doctor.place import place
+from gradtide.lab.place import place
 
 TORCHRUN = {
     "RANK": "1",
