@@ -14,7 +14,6 @@ from gradtide.profile.selection.measure import (
     COPY,
     TOPK,
     WARMUP,
-    Effort,
     Gradients,
     measure,
 )
@@ -63,7 +62,7 @@ def test_each_round_accumulates_selects_and_takes_out(
 ) -> None:
     gradients, watched = Gradients(1000, CPU), Watched([])
     monkeypatch.setattr(gradients, "draw", lambda: torch.ones(1000))
-    measure(gradients, 0.1, {"it": watched}, Effort(repeats=4))
+    measure(gradients, 0.1, {"it": watched}, 4, 1.0)
     assert len(watched.calls) == WARMUP + 4
     for before, after in pairwise(watched.calls):
         left = before.clone()
@@ -73,7 +72,7 @@ def test_each_round_accumulates_selects_and_takes_out(
 
 def test_rounds_and_counts() -> None:
     selectors = {"it": Exact()}
-    found = measure(Gradients(1000, CPU), 0.01, selectors, Effort(repeats=4))
+    found = measure(Gradients(1000, CPU), 0.01, selectors, 4, 1.0)
     assert list(found) == ["it", TOPK, COPY]
     assert {len(timing.seconds) for timing in found.values()} == {4}
     assert [timing.count for timing in found.values()] == [10, 10, 1000]
@@ -81,14 +80,8 @@ def test_rounds_and_counts() -> None:
 
 def test_what_takes_long_gets_fewer_rounds() -> None:
     slow, fast = Watched([], nap=0.05), Watched([])
-    found = measure(
-        Gradients(1000, CPU), 0.1, {"slow": slow, "fast": fast}, Effort(8, 0.08)
-    )
+    selectors = {"slow": slow, "fast": fast}
+    found = measure(Gradients(1000, CPU), 0.1, selectors, 8, 0.08)
     assert len(found["slow"].seconds) == 2
     assert min(found["slow"].seconds) >= 0.05
     assert len(found["fast"].seconds) == 8
-
-
-def test_nobody_is_asked_for_nothing() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Effort(repeats=0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, Group
 
+from gradtide.lab.record import origin
 from gradtide.profile.selection.measure import COPY, TOPK, Timing
 from gradtide.profile.selection.report import show, table, write
 from gradtide.profile.selection.run import (
@@ -25,6 +26,8 @@ TIMINGS = {
     COPY: Timing([0.001], [0.001], [1_000_000]),
 }
 
+ORIGIN = origin(["gradtide", "profile", "selection"])
+
 
 def rows(n: int, density: float) -> list[Result]:
     return [row(name, n, density, 8, timing) for name, timing in TIMINGS.items()]
@@ -33,10 +36,7 @@ def rows(n: int, density: float) -> list[Result]:
 def record() -> Record:
     sizes, densities = (1_000_000, 2_000_000), (0.01, 0.1)
     return Record(
-        command="gradtide profile selection",
-        commit=None,
-        versions={"torch": "0"},
-        machine={"cpu": "abacus", "cores": 1},
+        origin=ORIGIN,
         device="cpu",
         threads=1,
         ranks=8,
@@ -91,7 +91,7 @@ def test_every_size_has_a_table_below_the_explanation() -> None:
 
 def test_record_says_everything() -> None:
     written = json.loads(record().dumps())
-    assert set(written) == set(Record.__dataclass_fields__)
+    assert set(written) == {*ORIGIN, *Record.__dataclass_fields__} - {"origin"}
     assert len(written["results"]) == 16
     assert set(written["results"][0]) == set(Result.__dataclass_fields__)
     first = written["dense"][0]

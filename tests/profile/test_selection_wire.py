@@ -7,7 +7,7 @@ import pytest
 from gradtide.profile.selection.run import (
     break_even,
     dense_bytes,
-    dense_seconds,
+    dense_times,
     sparse_bytes,
 )
 
@@ -17,7 +17,8 @@ N = 1 << 20
 def test_dense_is_a_ring() -> None:
     assert dense_bytes(N, 2) == 4 * N
     assert dense_bytes(N, 8) == pytest.approx(7 * N)
-    assert dense_seconds(125_000_000, 2, 1e9) == pytest.approx(4.0)
+    (time,) = dense_times([125_000_000], [1e9], 2)
+    assert time.seconds == pytest.approx(4.0)
 
 
 def test_sparse_is_six_bytes_an_entry_for_every_other_rank() -> None:
@@ -30,7 +31,8 @@ def test_sparse_is_six_bytes_an_entry_for_every_other_rank() -> None:
 def test_at_break_even_both_take_equally_long(ranks: int) -> None:
     rate = break_even(N, 1000, ranks, seconds=0.02)
     sparse = 0.02 + 8 * sparse_bytes(N, 1000, ranks) / rate
-    assert sparse == pytest.approx(dense_seconds(N, ranks, rate))
+    (dense,) = dense_times([N], [rate], ranks)
+    assert sparse == pytest.approx(dense.seconds)
 
 
 def test_never_if_the_sparse_message_is_longer() -> None:

@@ -58,7 +58,6 @@ def selection(
     """
     from rich.console import Console
 
-    from gradtide.profile.selection.measure import Effort
     from gradtide.profile.selection.report import preface, table, write
     from gradtide.profile.selection.run import Plan, run
 
@@ -70,11 +69,11 @@ def selection(
         shares = options.numbers("--densities", densities, float, ".01,.1")
         none = '--rates: "none" has no time on the wire; leave it out'
         links = [limited(word, none) for word in rates.split(",")]
-        effort = Effort(3, 0.2) if quick else Effort(repeats)
+        effort = (3, 0.2) if quick else (repeats, 1.0)
         require("lab", "psutil", *(["matplotlib"] if out is not None else []))
         if out is not None:
             check_folder("--out", out)
-        plan = Plan(kept, shares, links, ranks, threads, device, effort)
+        plan = Plan(kept, shares, links, ranks, threads, device, *effort)
     console = Console()
     console.print(preface(device, threads, ranks), highlight=False)
     record = run(plan, sys.argv, lambda rows, dense: console.print(table(rows, dense)))

@@ -1,6 +1,9 @@
-"""What is measured on: whether it is there."""
+"""What is measured on: whether it is there, and how many threads of it torch has."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -11,6 +14,17 @@ def check_threads(threads: int) -> None:
     """Raise ValueError unless torch can have as many."""
     if not 1 <= threads <= THREADS:
         raise ValueError(f"{threads} threads: at least 1 is needed, at most {THREADS}")
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Inside, torch has so many; None: its own choice."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_device(name: str) -> None:

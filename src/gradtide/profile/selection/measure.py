@@ -33,18 +33,6 @@ Round = Callable[[Tensor], int]  # gradient in, number of selected entries out
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How long to measure: at most `repeats` rounds, about `seconds` for each."""
-
-    repeats: int = 15
-    seconds: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ValueError(f"{self.repeats} repeats: at least 1 is needed")
-
-
-@dataclass(frozen=True)
 class Timing:
     """Each timed round's seconds, on the wall and of CPU, and number of entries."""
 
@@ -94,17 +82,21 @@ def measure(
     gradients: Gradients,
     density: float,
     selectors: Mapping[str, Selector],
-    effort: Effort,
+    repeats: int,
+    seconds: float,
 ) -> dict[str, Timing]:
-    """Timings by name, of the selectors and the yardsticks; all take turns."""
+    """Timings by name, of the selectors and the yardsticks; all take turns.
+
+    At most `repeats` rounds, about `seconds` for each.
+    """
     n = gradients.n
     k = max(1, round(density * n))
     start = gradients.residual(density)
     rounds = {name: _at_work(s, k, start.clone()) for name, s in selectors.items()}
     rounds[TOPK] = lambda x: len(torch.topk(x.abs(), k, sorted=False).indices)
     rounds[COPY] = lambda gradient: len(start.copy_(gradient))
-    _alternate(rounds, gradients, WARMUP, effort.seconds / 3, least=1)
-    return _alternate(rounds, gradients, effort.repeats, effort.seconds, LEAST)
+    _alternate(rounds, gradients, WARMUP, seconds / 3, least=1)
+    return _alternate(rounds, gradients, repeats, seconds, LEAST)
 
 
 def _at_work(selector: Selector, k: int, flat: Tensor) -> Round:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +19,10 @@ import torch
 from gradtide.collectives._entries import length
 from gradtide.core.fields import refuse
 from gradtide.lab.record import origin
-from gradtide.profile.device import check_device, check_threads
+from gradtide.profile.device import check_device, check_threads, threads
 from gradtide.profile.selection.measure import (
     COPY,
     TOPK,
-    Effort,
     Gradients,
     Timing,
     measure,
@@ -63,10 +63,7 @@ class DenseTime:
 class Record:
     """Everything that `record.json` says."""
 
-    command: str
-    commit: str | None
-    versions: dict[str, str]
-    machine: dict[str, str | int]
+    origin: dict[str, Any]
     device: str
     threads: int
     ranks: int
@@ -74,7 +71,8 @@ class Record:
     results: list[Result]
 
     def dumps(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        fields = asdict(self)
+        return json.dumps({**fields.pop("origin"), **fields}, indent=2) + "\n"
 
 
 def dense_bytes(n: int, ranks: int) -> float:
@@ -88,11 +86,6 @@ def sparse_bytes(n: int, count: float, ranks: int) -> float:
     The plainest of the sparse exchanges, and with many ranks the longest.
     """
     return (ranks - 1) * length(round(count), n, codec_of(None, torch.float32))
-
-
-def dense_seconds(n: int, ranks: int, rate: float) -> float:
-    """How long the dense exchange takes at `rate`."""
-    return 8 * dense_bytes(n, ranks) / rate
 
 
 def break_even(n: int, count: float, ranks: int, seconds: float) -> float:
@@ -110,7 +103,7 @@ def dense_times(
 ) -> list[DenseTime]:
     """The dense exchange of every size at every rate."""
     pairs = product(sizes, rates)
-    return [DenseTime(n, rate, dense_seconds(n, ranks, rate)) for n, rate in pairs]
+    return [DenseTime(n, rate, 8 * dense_bytes(n, ranks) / rate) for n, rate in pairs]
 
 
 def row(name: str, n: int, density: float, ranks: int, timing: Timing) -> Result:
@@ -145,7 +138,8 @@ class Plan:
     ranks: int = 8
     threads: int = 1
     device: str = "cpu"
-    effort: Effort = field(default_factory=Effort)
+    repeats: int = 15  # rounds of each, at most
+    seconds: float = 1.0  # for each, about
 
     def __post_init__(self) -> None:
         wrong = {
@@ -156,6 +150,7 @@ class Plan:
                 not self.densities or not all(0 < d <= 1 for d in self.densities)
             ),
             f"{self.ranks} ranks exchange nothing: choose 2 or more": self.ranks < 2,
+            f"{self.repeats} repeats: at least 1 is needed": self.repeats < 1,
         }
         refuse(wrong)
         check_threads(self.threads)
@@ -165,34 +160,31 @@ class Plan:
 
 def run(plan: Plan, argv: Sequence[str], progress: Progress) -> Record:
     """Measure everything; `progress` is called with the results of each size."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(plan.threads)
-    results = []
-    try:
+    results, dense = [], dense_times(plan.sizes, plan.rates, plan.ranks)
+    with threads(plan.threads):
         for n in plan.sizes:
             found = _size(plan, n)
-            progress(found, dense_times([n], plan.rates, plan.ranks))
+            progress(found, dense)
             results += found
-    finally:
-        torch.set_num_threads(before)
     kind, device = torch.device(plan.device), plan.device
     return Record(
-        **origin(argv, "numba", "triton"),
+        origin(argv, "numba", "triton"),
         device=torch.cuda.get_device_name(kind) if kind.type == "cuda" else device,
         threads=plan.threads,
         ranks=plan.ranks,
-        dense=dense_times(plan.sizes, plan.rates, plan.ranks),
+        dense=dense,
         results=results,
     )
 
 
 def _size(plan: Plan, n: int) -> list[Result]:
     selectors = {selector.__name__: selector() for selector in SELECTORS}
+    effort = plan.repeats, plan.seconds
     gradients = Gradients(n, torch.device(plan.device))
     return [
         row(name, n, density, plan.ranks, timing)
         for density in plan.densities
-        for name, timing in measure(gradients, density, selectors, plan.effort).items()
+        for name, timing in measure(gradients, density, selectors, *effort).items()
     ]
 
 

@@ -27,7 +27,7 @@ from gradtide.lab.job import from_everybody, gathered, joined, on_every_rank
 from gradtide.planner.medians import across
 from gradtide.planner.trace import Factors, StepTrace
 from gradtide.planner.watch import Watch
-from gradtide.profile.device import check_threads
+from gradtide.profile.device import check_threads, threads
 from gradtide.profile.trace.subject import Subject, Wanted, build, check
 
 MOST = 5  # timed steps for factors
@@ -126,12 +126,8 @@ def _factors(subject: Subject, steps: int) -> tuple[Factors, ...]:
 
 
 def here(wanted: Wanted, effort: Effort) -> StepTrace:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(effort.threads or threads)
-    try:
+    with threads(effort.threads):
         return trace(build(wanted), effort)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def among(wanted: Wanted, effort: Effort) -> StepTrace | None:
@@ -139,9 +135,7 @@ def among(wanted: Wanted, effort: Effort) -> StepTrace | None:
 
     The median over ranks on rank 0, None elsewhere.
     """
-    if effort.threads is not None:
-        torch.set_num_threads(effort.threads)
-    with joined() as (rank, size):
+    with threads(effort.threads), joined() as (rank, size):
         found = gathered(trace(build(wanted, rank, size), effort))
     return None if found is None else across(found)
 
