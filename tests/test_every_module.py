@@ -114,7 +114,6 @@ ELSEWHERE = {
     "selectors/fast": "selectors/test_kernels",
     "selectors/follow": "selectors/test_selectors",
     "selectors/triton_kernels": "selectors/test_triton",
-    "simulate/chart": "simulate/test_grid",
     "simulate/cli": "simulate/test_grid",
     "simulate/report": "simulate/test_grid",
     "testing": "test_law",

@@ -1,4 +1,4 @@
-"""A grid as a table and as JSON."""
+"""A grid as a table, as JSON, and as pictures: how schemes scale, which wins where."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 
 from rich.console import Console
 
-from gradtide.lab import tables
+from gradtide.lab import chart, tables
 from gradtide.planner import document
 from gradtide.planner.report import stages
 from gradtide.simulate.grid import Grid, rate_name
 
 FORMAT = "gradtide simulation"
+# Paul Tol's muted ones, behind Okabe and Ito's: told apart by colour-blind readers.
+MUTED = ("#332288", "#88CCEE", "#117733", "#882255", "#999933", "#AA4499", "#44AA99")
+COLOURS = (*chart.COLOURS, *MUTED, "#DDCC77", "#666666")
+MARKERS = "os^Dv<>pPX*hd8"
 
 
 def show(grid: Grid, console: Console) -> None:
@@ -66,8 +70,6 @@ def record(grid: Grid, command: list[str]) -> dict[str, Any]:
 
 def write(grid: Grid, folder: Path, command: list[str]) -> list[Path]:
     """The JSON and both pictures; returns where they are."""
-    from gradtide.simulate.chart import draw_crossovers, draw_efficiency
-
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / n for n in ("simulate.json", "efficiency.png", "crossover.png")]
     text = document.dumps(FORMAT, record(grid, command))
@@ -75,3 +77,69 @@ def write(grid: Grid, folder: Path, command: list[str]) -> list[Path]:
     draw_efficiency(grid, paths[1])
     draw_crossovers(grid, paths[2])
     return paths
+
+
+def draw_efficiency(grid: Grid, path: Path) -> None:
+    """A panel a rate: the efficiency of every scheme over the number of ranks."""
+    from matplotlib.figure import Figure
+
+    count = len(grid.rates)
+    columns = 2 if count in (2, 4) else min(count, 3)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(4 * columns + 2, 3.2 * rows + 1), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    for axes, rate in zip(panels.flat, grid.rates, strict=False):
+        for i, name in enumerate(grid.schemes):
+            cells = [c for c in grid.cells if (c.scheme, c.rate) == (name, rate)]
+            xs, ys = zip(*((c.ranks, 100 * c.efficiency) for c in cells), strict=True)
+            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            label = name if axes is panels.flat[0] else None
+            axes.plot(xs, ys, color=colour, marker=marker, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(grid.ranks), [str(n) for n in grid.ranks], rotation=45)
+        axes.tick_params(labelbottom=True)
+        axes.set(ylim=(0, 105), axisbelow=True)
+        axes.set_title(rate_name(rate), fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="0.9")
+    for axes in panels.flat[count:]:
+        axes.set_visible(False)
+    figure.supxlabel("ranks")
+    figure.supylabel("scaling efficiency, % of one rank alone")
+    figure.suptitle(f"{grid.trace.name}: a rank's step without exchange, over its step")
+    figure.legend(loc="outside right center", frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def draw_crossovers(grid: Grid, path: Path) -> None:
+    """A field for every cluster, in the colour of the scheme that is the fastest.
+
+    The numbers say how many times as long the first scheme takes.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    names = list(grid.schemes)
+    winners = [[grid.fastest(n, rate) for n in grid.ranks] for rate in grid.rates]
+    numbers = [[names.index(cell.scheme) for cell in row] for row in winners]
+    size = (2.5 + 0.9 * len(grid.ranks), 2.4 + 0.6 * len(grid.rates))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
+    norm = {"cmap": ListedColormap(colours), "vmin": -0.5, "vmax": len(names) - 0.5}
+    where: dict[str, Any] = {"aspect": "auto", "origin": "lower", "alpha": 0.75}
+    axes.imshow(numbers, **(where | norm))
+    for y, (rate, row) in enumerate(zip(grid.rates, winners, strict=True)):
+        for x, (ranks, cell) in enumerate(zip(grid.ranks, row, strict=True)):
+            slower = grid.at(ranks, rate)[0].prediction.step / cell.prediction.step
+            axes.text(x, y, f"{slower:.2f}", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(grid.ranks)), [str(n) for n in grid.ranks])
+    axes.set_yticks(range(len(grid.rates)), [rate_name(rate) for rate in grid.rates])
+    axes.set(xlabel="ranks", ylabel="rate of a host's link")
+    title = f"{grid.trace.name}: the fastest, and {names[0]}'s step over its own"
+    axes.set_title(title, fontsize=9)
+    present = sorted({number for row in numbers for number in row})
+    patches = [Patch(color=colours[i], label=names[i], alpha=0.75) for i in present]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=150)
