@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gradtide.lab.extras import require
+from gradtide.lab.checks import require
 
 
 def main() -> None:

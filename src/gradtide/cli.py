@@ -20,9 +20,8 @@ from typer import Option
 import gradtide
 from gradtide.doctor.cli import doctor
 from gradtide.lab import options
+from gradtide.lab.checks import check_file, require
 from gradtide.lab.cli import app as lab
-from gradtide.lab.extras import require
-from gradtide.lab.outputs import check_file
 from gradtide.profile.cli import app as profile
 from gradtide.simulate.cli import simulate
 

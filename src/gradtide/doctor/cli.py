@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from gradtide.lab import options
-from gradtide.lab.outputs import check_file
+from gradtide.lab.checks import check_file
 
 if TYPE_CHECKING:
     from gradtide.doctor.run import Found

@@ -15,9 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 from rich.text import Text
 
+from gradtide.lab.checks import check_folder
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.job import Tell, at_once, on_every_rank, passed_on, silent
-from gradtide.lab.outputs import check_folder
 from gradtide.lab.spec import Place
 
 S = TypeVar("S", bound=Place)

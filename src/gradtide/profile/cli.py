@@ -11,8 +11,7 @@ import typer
 from typer import Argument, Option
 
 from gradtide.lab import options
-from gradtide.lab.extras import require
-from gradtide.lab.outputs import check_file, check_folder
+from gradtide.lab.checks import check_file, check_folder, require
 from gradtide.lab.rate import limited
 
 app = typer.Typer(

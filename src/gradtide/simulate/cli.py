@@ -8,9 +8,8 @@ from typing import Annotated
 
 from typer import Option
 
-from gradtide.lab.extras import require
+from gradtide.lab.checks import check_folder, require
 from gradtide.lab.options import StepMs, numbers, told
-from gradtide.lab.outputs import check_folder
 
 SCHEMES = "wfbp,dear,wfbp(wire='bf16'),topk,gtopk,topka2a,oktopk,powersgd"
 

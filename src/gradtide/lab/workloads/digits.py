@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gradtide.lab.extras import require
+from gradtide.lab.checks import require
 from gradtide.lab.workloads.workload import (
     TRAIN,
     Batch,

@@ -1,4 +1,4 @@
-"""Where results are written to: checked before anything is measured."""
+"""Checked before anything is measured: where results go, and packages of extras."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
+
+
+def require(extra: str, *packages: str) -> None:
+    """Raise ValueError, with what to install, where one of `packages` is missing.
+
+    They are names to import, and those of an extra of gradtide. Nothing is imported.
+    """
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"this needs {' and '.join(missing)}: pip install 'gradtide[{extra}]'"
+        )
 
 
 def check_file(option: str, path: Path) -> None:
