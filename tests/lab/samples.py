@@ -6,14 +6,11 @@ from gradtide.core.engine import Record as Request
 from gradtide.lab.record import Result
 from gradtide.lab.report import Record
 from gradtide.lab.spec import Spec
-from gradtide.lab.summary import Facts
 from gradtide.lab.timeline import spans
 from gradtide.lab.trial import Interval, Mark, Step
-from gradtide.lab.worker import Outcome
 from gradtide.lab.workloads.workload import Timing
 
 SPEC = Spec(("ddp",), "replay:resnet50", 4, 1, 1e8, steps=30)
-FACTS = Facts(replayed=True, compute=Timing(1.0, 2.0))
 
 # A DeAR step from 10 to 17: forward to 14 with two updates (each 0.25 long) and 1.5 of
 # waiting, backward to 16 with nothing, the rest to 17 with 0.5 of waiting.
@@ -50,9 +47,6 @@ def record(*rows: Result) -> Record:
         "versions": {"torch": "2"},
         "machine": {"cores": 2},
     }
-    return Record(origin, SPEC, list(rows))
-
-
-def outcome(*rows: Result) -> Outcome:
     drawn = spans(STEP, APPLIED, REQUESTS, None)
-    return Outcome(list(rows), {r.scheme: drawn for r in rows}, FACTS)
+    timelines = {r.scheme: drawn for r in rows}
+    return Record(origin, SPEC, list(rows), timelines, Timing(1.0, 2.0))

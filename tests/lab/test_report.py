@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.lab.samples import FACTS, outcome, record, row
+from tests.lab.samples import SPEC, record, row
 
 from gradtide.lab.report import distance, table, write
-from gradtide.lab.summary import Facts
-from gradtide.lab.workloads.workload import Timing
 
 ROWS = (
     row("ddp", 3.0, speedup_over_ddp=1.0, limit_seconds=2.5),
@@ -19,17 +18,17 @@ ROWS = (
 )
 
 
-def text(width: int = 160, facts: Facts = FACTS) -> str:
+def text(width: int = 160, workload: str = SPEC.workload) -> str:
     console = Console(width=width)
+    found = replace(record(*ROWS), spec=replace(SPEC, workload=workload))
     with console.capture() as capture:
-        console.print(table(record(*ROWS), facts, width))
+        console.print(table(found, width))
     return capture.get()
 
 
 def test_a_replay_is_never_taken_for_the_real_thing() -> None:
     assert "compute is a wait of 1000 ms" in text()
-    real = Facts(replayed=False, compute=Timing(1.0, 2.0))
-    assert "compute is real" in text(facts=real)
+    assert "compute is real" in text(workload="gpt")
 
 
 def test_rows_say_what_was_measured() -> None:
@@ -58,7 +57,7 @@ def test_scores_have_columns() -> None:
     console = Console(width=200)
     rows = record(row("ddp", 1.0, evaluation={"loss": 1.25, "accuracy": 0.5}))
     with console.capture() as capture:
-        console.print(table(rows, FACTS, 200))
+        console.print(table(rows, 200))
     assert "val accuracy" in capture.get()
     assert "1.2500" in capture.get()
 
@@ -69,7 +68,7 @@ def test_distance() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    write(tmp_path, record(*ROWS), outcome(*ROWS))
+    write(tmp_path, record(*ROWS))
     assert {path.name for path in tmp_path.iterdir()} == {
         "record.json",
         "table.txt",
@@ -88,6 +87,6 @@ def test_stages_of_kfac_have_columns() -> None:
     rows = record(row("wfbp", 1.0), row("spd_kfac", 1.0, stages=stages))
     console = Console(width=300)
     with console.capture() as capture:
-        console.print(table(rows, FACTS, 300))
+        console.print(table(rows, 300))
     assert "inverse comm" in capture.get()
     assert capture.get().count("375") == 6

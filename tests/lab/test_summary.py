@@ -15,8 +15,7 @@ from gradtide.kfac.stages import Stages
 from gradtide.lab.contestants import Contestant
 from gradtide.lab.spec import Spec
 from gradtide.lab.summary import (
-    Facts,
-    facts,
+    computing,
     parts,
     summarise,
     typical,
@@ -28,16 +27,13 @@ from gradtide.replica import Replica
 from gradtide.scheme import parse
 
 SPEC = Spec(("ddp",), "gpt", hosts=2, ranks_per_host=2, rate=8e6, steps=3, rounds=1)
-COMPUTED = Facts(replayed=False, compute=Timing(1.0, 2.0))
+ALONE = Timing(1.0, 2.0)
 
 
 def contestant(
     schedule: Schedule, engine: object = None, model: nn.Module | None = None
 ) -> Contestant:
-    workload: Any = SimpleNamespace(
-        waits=(0.5, 0.75),
-        model=model or nn.Linear(1, 1),
-    )
+    workload: Any = SimpleNamespace(waits=None, model=model or nn.Linear(1, 1))
     scheme = replace(parse("wfbp"), schedule=schedule)
     replica = engine and SimpleNamespace(engine=engine, scheme=scheme)
     name = "wfbp" if schedule == WFBP else "dear"
@@ -64,16 +60,14 @@ def test_steps_add_up_to_the_time_that_passed() -> None:
     # Late by 2 in the first step, a rank has the others wait in the second.
     late = trial(step(1, 4, 3), step(1, 4, 1))
     others = [trial(step(1, 4, 1), step(1, 6, 1)) for _ in range(3)]
-    result = summarise(
-        SPEC, contestant(WFBP, engine=object()), [late, *others], COMPUTED
-    )
+    result = summarise(SPEC, contestant(WFBP, engine=object()), [late, *others], ALONE)
     assert 2 * result.step_seconds == 8 + 6
     assert (result.step_seconds_p25, result.step_seconds_p75) == (6.75, 7.25)
 
 
 def test_what_ddp_takes_beyond_computing_alone_is_exposed() -> None:
     ranks = [trial(step(1.5, 5, 1)) for _ in range(4)]
-    result = summarise(SPEC, contestant(WFBP), ranks, COMPUTED)
+    result = summarise(SPEC, contestant(WFBP), ranks, ALONE)
     found = result.forward_seconds, result.backward_seconds, result.exposed_seconds
     assert found == (1.5, 2, 3)
 
@@ -81,7 +75,7 @@ def test_what_ddp_takes_beyond_computing_alone_is_exposed() -> None:
 def test_with_buffers_ddp_communicates_in_forward_too() -> None:
     ranks = [trial(step(1.5, 5, 1)) for _ in range(4)]
     ddp = contestant(WFBP, model=nn.BatchNorm1d(1))
-    result = summarise(SPEC, ddp, ranks, COMPUTED)
+    result = summarise(SPEC, ddp, ranks, ALONE)
     found = result.forward_seconds, result.backward_seconds, result.exposed_seconds
     assert found == (1, 2, 3.5)
 
@@ -95,7 +89,7 @@ def test_traffic_is_per_rank_and_step() -> None:
         "loss": 3.0,
     }
     ranks = [trial(step(1, 2, 1), **sums) for _ in range(4)]
-    result = summarise(SPEC, contestant(DEAR, engine=object()), ranks, COMPUTED)
+    result = summarise(SPEC, contestant(DEAR, engine=object()), ranks, ALONE)
     assert result.payload_bytes == 4e6
     assert result.interface_bytes == 9e6 / 2 / 2  # two ranks share the link
     assert result.cpu_seconds == 3
@@ -104,9 +98,9 @@ def test_traffic_is_per_rank_and_step() -> None:
 
 
 def test_what_does_not_apply_is_none() -> None:
-    known = Facts(replayed=True, compute=Timing(1.0, 2.0))
-    loopback = replace(SPEC, rate=None)
-    result = summarise(loopback, contestant(WFBP), [trial(step(1, 2, 1))], known)
+    loopback, replay = replace(SPEC, rate=None), contestant(WFBP)
+    cast(Any, replay.workload).waits = ALONE
+    result = summarise(loopback, replay, [trial(step(1, 2, 1))], ALONE)
     assert result.limit_seconds is None
     assert result.interface_bytes is None
     assert result.final_loss is None
@@ -114,11 +108,11 @@ def test_what_does_not_apply_is_none() -> None:
 
 
 def test_compute_alone_is_known_or_measured() -> None:
-    assert facts(contestant(WFBP), []).compute == (0.5, 0.75)
-    computed = contestant(WFBP)
-    cast(Any, computed.workload).waits = None
-    found = facts(computed, [trial(step(1, 2, 3)), trial(step(1, 1, 1))])
-    assert found == Facts(False, Timing(1, 1.5))
+    replay = contestant(WFBP)
+    cast(Any, replay.workload).waits = (0.5, 0.75)
+    assert computing(replay, []) == (0.5, 0.75)
+    ranks = [trial(step(1, 2, 3)), trial(step(1, 1, 1))]
+    assert computing(contestant(WFBP), ranks) == (1, 1.5)
 
 
 def test_speedups_need_ddp() -> None:
@@ -135,7 +129,7 @@ def test_the_typical_step_is_of_the_last_round() -> None:
 def test_stages_of_kfac_are_means_over_ranks_and_steps() -> None:
     found = (Stages(1.0, 0.5, 2.0, 3.0, 4.0), Stages(3.0, 1.5, 4.0, 5.0, 6.0))
     ranks = [trial(step(1, 2, 1), stages=stages) for stages in found]
-    result = summarise(SPEC, contestant(WFBP, engine=object()), ranks, COMPUTED)
+    result = summarise(SPEC, contestant(WFBP, engine=object()), ranks, ALONE)
     assert result.stages == {
         "forward_backward": pytest.approx(3 - 0.5),  # factors are computed within
         "gradient_comm": 1.0,

@@ -1,9 +1,4 @@
-"""A comparison, from what was typed to what it shows and leaves in the folder.
-
-Checks everything that can be known beforehand, measures on every rank of an emulated
-cluster (or is one of torchrun's ranks itself), and reports: table, record, chart and
-trace.
-"""
+"""A comparison, from what was typed to what it leaves: tables, record, chart, trace."""
 
 from __future__ import annotations
 
@@ -28,10 +23,11 @@ from gradtide.lab.job import Tell
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import Result, milliseconds, origin
 from gradtide.lab.spec import Spec, check
-from gradtide.lab.summary import Facts
 from gradtide.lab.tables import folded, grid, number
-from gradtide.lab.timeline import trace
+from gradtide.lab.timeline import Span, trace
 from gradtide.lab.worker import Outcome, measure
+from gradtide.lab.workloads import REPLAYED
+from gradtide.lab.workloads.workload import Timing
 
 WIDTH = 160  # columns of table.txt
 
@@ -46,10 +42,10 @@ def compare(
 def _conclude(
     spec: Spec, found: Outcome, out: Path, argv: Sequence[str], console: Console
 ) -> None:
-    record = Record(origin(argv), spec, found.results)
-    console.print(table(record, found.facts, console.width))
+    record = Record(origin(argv), spec, *found)
+    console.print(table(record, console.width))
     out.mkdir(parents=True, exist_ok=True)
-    write(out, record, found)
+    write(out, record)
     console.print(f"record.json, table.txt, chart.png, trace.json are in {out}")
 
 
@@ -71,11 +67,13 @@ def _progress(spec: Spec, console: Console) -> Iterator[Tell]:
 
 @dataclass(frozen=True)
 class Record:
-    """Everything that `record.json` says: its origin, what was asked and found."""
+    """Its origin, what was asked and found; `record.json` says the first three."""
 
     origin: dict[str, Any]
     spec: Spec
     results: list[Result]
+    timelines: dict[str, list[Span]]
+    compute: Timing
 
     def dumps(self) -> str:
         rows = [asdict(result) for result in self.results]
@@ -147,7 +145,7 @@ _COLUMNS = (
 )
 
 
-def table(record: Record, common: Facts, width: int) -> Group:
+def table(record: Record, width: int) -> Group:
     """The comparison as text, below lines that say what of it was real.
 
     As many tables, one below the other, as `width` columns of text make necessary.
@@ -165,7 +163,7 @@ def table(record: Record, common: Facts, width: int) -> Group:
         count = _fitting(rows, used, width)
         grids.append(_grid(rows, used[:count]))
         used = used[count:]
-    return Group(*map(Text, preface(record, common)), *grids)
+    return Group(*map(Text, preface(record)), *grids)
 
 
 def _fitting(rows: Sequence[Result], columns: Sequence[Column], width: int) -> int:
@@ -186,14 +184,14 @@ def _grid(rows: Sequence[Result], columns: Sequence[Column]) -> Table:
     return table
 
 
-def preface(record: Record, common: Facts) -> list[str]:
+def preface(record: Record) -> list[str]:
     """The lines above the table."""
     spec = record.spec
     links = "links not shaped"
     if spec.rate is not None:
         links = f"links of {format_rate(spec.rate)}/s"
-    forward, backward = map(milliseconds, common.compute)
-    if common.replayed:
+    forward, backward = map(milliseconds, record.compute)
+    if spec.workload in REPLAYED:
         compute = (
             f"REPLAYED: compute is a wait of {forward} ms forward + {backward} ms "
             "backward, communication is real; nothing is learned, so there is no loss"
@@ -211,11 +209,11 @@ def preface(record: Record, common: Facts) -> list[str]:
     ]
 
 
-def write(out: Path, record: Record, outcome: Outcome) -> None:
+def write(out: Path, record: Record) -> None:
     """`record.json`, `table.txt`, `chart.png` and `trace.json` into `out`."""
     (out / "record.json").write_text(record.dumps(), encoding="utf-8")
     with (out / "table.txt").open("w", encoding="utf-8") as file:
-        Console(file=file, width=WIDTH).print(table(record, outcome.facts, WIDTH))
-    events = json.dumps(trace(outcome.timelines), indent=1)
+        Console(file=file, width=WIDTH).print(table(record, WIDTH))
+    events = json.dumps(trace(record.timelines), indent=1)
     (out / "trace.json").write_text(events, encoding="utf-8")
-    draw(record.results, preface(record, outcome.facts), out / "chart.png")
+    draw(record.results, preface(record), out / "chart.png")

@@ -21,7 +21,7 @@ the steps by time, which add up to the median but for rounding and skew.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,14 +46,6 @@ class Parts(NamedTuple):
     apply: float
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What all contestants of a comparison have in common."""
-
-    replayed: bool
-    compute: Timing  # measured alone, or as asked where it is replayed
-
-
 def parts(step: Step, applied: Sequence[Interval]) -> Parts:
     """The step's breakdown; `applied` are the deferred updates of any steps."""
     forward = step.forward.time - step.begin.time
@@ -71,17 +63,19 @@ def parts(step: Step, applied: Sequence[Interval]) -> Parts:
     )
 
 
-def facts(contestant: Contestant, reference: Sequence[Trial]) -> Facts:
-    """`reference` holds every rank's trial of compute alone; empty for a replay."""
-    waits = contestant.workload.waits
-    if waits is not None:
-        return Facts(True, waits)
+def computing(contestant: Contestant, reference: Sequence[Trial]) -> Timing:
+    """What a step computes when nobody communicates: measured, or asked of a replay.
+
+    `reference` holds every rank's trial of compute alone; empty for a replay.
+    """
+    if contestant.workload.waits is not None:
+        return contestant.workload.waits
     split = _typical_parts(reference)
-    return Facts(False, Timing(split.forward, split.backward))
+    return Timing(split.forward, split.backward)
 
 
 def summarise(
-    spec: Spec, contestant: Contestant, trials: Sequence[Trial], common: Facts
+    spec: Spec, contestant: Contestant, trials: Sequence[Trial], alone: Timing
 ) -> Result:
     """One contestant's row; `trials` holds every rank's. Without the speed-up."""
     every = contestant.schedule.every
@@ -89,7 +83,7 @@ def summarise(
     low, median, high = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
     split = _typical_parts(trials, every)
     if contestant.engine is None:
-        split = _without_waits(split, contestant, common.compute)
+        split = _without_waits(split, contestant, alone)
     payload, gathered, interface = (
         _per_step(trials, name)
         for name in ("payload_bytes", "gathered_bytes", "interface_bytes")
@@ -97,7 +91,7 @@ def summarise(
     limit = None
     if spec.rate is not None and spec.hosts > 1:  # ranks of one host share no link
         wire = 8 * (payload - gathered) / spec.rate, 8 * gathered / spec.rate
-        limit = limit_seconds(*common.compute, wire, contestant.schedule)
+        limit = limit_seconds(*alone, wire, contestant.schedule)
     densities = [t.selected / t.offered for t in trials if t.offered]
     loss = float(np.mean([trial.loss for trial in trials]))
     return Result(
@@ -115,7 +109,7 @@ def summarise(
         select_seconds=_per_step(trials, "select_seconds"),
         density=float(np.mean(densities)) if densities else None,
         limit_seconds=limit,
-        final_loss=None if common.replayed else loss,
+        final_loss=loss if contestant.workload.waits is None else None,
         evaluation=trials[0].evaluation,
         became=contestant.became,
         stages=_stages(trials, split),

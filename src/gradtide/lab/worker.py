@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradtide.lab.contestants import Contestant, enter
 from gradtide.lab.job import Tell, gathered, joined, silent
 from gradtide.lab.record import Result
 from gradtide.lab.spec import Spec
-from gradtide.lab.summary import Facts, facts, summarise, typical, with_speedups
+from gradtide.lab.summary import computing, summarise, typical, with_speedups
 from gradtide.lab.timeline import Span, spans
 from gradtide.lab.trial import Clock, Trial, compete
+from gradtide.lab.workloads.workload import Timing
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What rank 0 hands to whoever reports."""
+class Outcome(NamedTuple):
+    """What rank 0 hands to whoever reports; `compute` is what a step takes alone."""
 
     results: list[Result]
     timelines: dict[str, list[Span]]
-    facts: Facts
+    compute: Timing
 
 
 def measure(spec: Spec, tell: Tell) -> Outcome | None:
@@ -51,13 +51,13 @@ def _outcome(
 ) -> Outcome:
     """`by_rank` holds every rank's trials in the order of the contestants."""
     by_contestant = list(zip(*by_rank, strict=True))
-    common = facts(contestants[0], by_contestant[-1])
+    compute = computing(contestants[0], by_contestant[-1])
     results, timelines = [], {}
     # Compute alone, where it was measured, is the last: no row of its own.
     rows = zip(spec.schemes, contestants, by_contestant, strict=False)
     for name, contestant, trials in rows:
-        results.append(summarise(spec, contestant, trials, common))
+        results.append(summarise(spec, contestant, trials, compute))
         seen, step = trials[0], typical(trials[0], spec.blocks()[-1])
-        alone = common.compute.backward if contestant.engine is None else None
+        alone = compute.backward if contestant.engine is None else None
         timelines[name] = spans(step, seen.applied, seen.records, alone)
-    return Outcome(with_speedups(results), timelines, common)
+    return Outcome(with_speedups(results), timelines, compute)
