@@ -105,9 +105,7 @@ class Racer:
 
 def steady(workload: Workload) -> Workload:
     """The workload with a schedule that stays at its peak, if it has a schedule."""
-    if workload.scheduler is None:
-        return workload
-    return replace(workload, scheduler=warm_up)
+    return replace(workload, scheduler=workload.scheduler and warm_up)
 
 
 def warm_up(optimizer: Optimizer) -> LambdaLR:

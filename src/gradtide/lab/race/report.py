@@ -17,7 +17,7 @@ from gradtide.lab.chart import COLOURS, finish
 from gradtide.lab.contest import bar, hold
 from gradtide.lab.job import Tell
 from gradtide.lab.race import laps
-from gradtide.lab.race.standings import Arrival, Point, Standing, standings, target
+from gradtide.lab.race.standings import Point, Standing, standings, target
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import milliseconds, origin
 from gradtide.lab.spec import RaceSpec, check_race
@@ -25,7 +25,7 @@ from gradtide.lab.tables import folded, grid, number
 
 WIDTH = 120  # columns of table.txt
 SHOWN = 0.4  # of the way down to the target; in the picture, above all fall alike
-_ALONG: dict[str, Callable[[Point | Arrival], float]] = {
+_ALONG: dict[str, Callable[[Point], float]] = {
     "seconds of training": lambda then: then.seconds,
     "megabytes sent by a rank": lambda then: then.sent_bytes / 1e6,
 }

@@ -18,28 +18,21 @@ CLOSE = 1e-3  # of a loss: closer are two that took the same steps
 
 
 class Point(NamedTuple):
-    """Where a contestant was when its held-out loss was looked at."""
+    """Where a contestant was when its held-out loss was looked at, or in between."""
 
     seconds: float  # of training, all ranks together
-    steps: int
+    steps: float
     sent_bytes: float  # by one rank
     loss: float
 
 
-class Arrival(NamedTuple):
-    """When a contestant had the loss that was raced to, and what it had sent."""
-
-    seconds: float
-    sent_bytes: float
-
-
 @dataclass(frozen=True)
 class Standing:
-    """One contestant's course; `arrival` is None where it did not get there."""
+    """One contestant's course; `arrival`: where it had the loss that was raced to."""
 
     scheme: str
     points: list[Point]
-    arrival: Arrival | None = None
+    arrival: Point | None = None
 
     @property
     def last(self) -> Point:
@@ -51,16 +44,14 @@ def target(leading: Sequence[Point]) -> float:
     return (1 + CLOSE) * min(point.loss for point in leading)
 
 
-def arrival(points: Sequence[Point], loss: float) -> Arrival | None:
-    """When the course first has `loss`; None if it never does."""
+def arrival(points: Sequence[Point], loss: float) -> Point | None:
+    """Where the course first has `loss`; None if it never does."""
     for before, after in pairwise(points):
         if after.loss <= loss:
             # Who begins below it is there at once.
             share = max(0.0, before.loss - loss) / (before.loss - after.loss)
-            return Arrival(
-                before.seconds + share * (after.seconds - before.seconds),
-                before.sent_bytes + share * (after.sent_bytes - before.sent_bytes),
-            )
+            both = zip(before, after, strict=True)
+            return Point._make(a + share * (b - a) for a, b in both)
     return None
 
 
