@@ -123,16 +123,13 @@ def _store(place: Place, seconds: float) -> Store:
 def _knock(place: Place, address: str, here: str, seconds: float) -> None:
     """Wait until somebody listens where the ranks meet. Raises Unmet."""
     deadline, why = time.monotonic() + seconds, ""
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
+    while (left := deadline - time.monotonic()) > 0:
         try:
             socket.create_connection((address, place.port), left).close()
             return
         except OSError as error:
             why = error.strerror or str(error) or type(error).__name__
-            time.sleep(min(0.1, max(left, 0.0)))
+            time.sleep(min(0.1, left))
     loop = ""
     if loops(address) and address != place.address:
         loop = f"; {place.address} stands for {address} here, which is this host itself"

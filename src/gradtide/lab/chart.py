@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gradtide.lab.record import Result, milliseconds
-
-if TYPE_CHECKING:  # of an extra, which only those who draw need
-    from matplotlib.figure import Figure
 
 # Of Okabe and Ito, told apart by colour-blind readers.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -26,10 +23,8 @@ _PARTS = (
 )
 
 
-def panels(
-    titles: Sequence[str], size: tuple[float, float], xlabel: str
-) -> tuple[Figure, Any]:
-    """Panels side by side, of milliseconds over something, both logarithmic."""
+def panels(titles: Sequence[str], size: tuple[float, float], xlabel: str) -> Any:
+    """Axes side by side, of milliseconds over something, both logarithmic."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -40,7 +35,7 @@ def panels(
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="0.92")
     found[0].set_ylabel("milliseconds")
-    return figure, found
+    return found
 
 
 def finish(axes: Any, heading: Sequence[str], ncols: int, path: Path) -> None:

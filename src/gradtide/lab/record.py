@@ -116,9 +116,8 @@ def _git(*arguments: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    names = (line.split(":", 1)[1].strip() for line in lines if "model name" in line)
-    return next(names, platform.processor() or "unknown")
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if "model name" in line:
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"

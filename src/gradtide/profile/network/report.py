@@ -99,7 +99,7 @@ def device(network: Network) -> Table:
 def draw(found: Found, path: Path) -> None:
     """Times over sizes: points, those left out hollow, and fits; a panel a link."""
     size, xlabel = (1 + 5.5 * len(found.rows), 4.5), "bytes of a rank's tensor"
-    figure, links = panels([LINKS[name] for name in found.rows], size, xlabel)
+    links = panels([LINKS[name] for name in found.rows], size, xlabel)
     for rows, axes in zip(found.rows.values(), links, strict=True):
         requests = dict.fromkeys(request for row in rows for request in _requests(row))
         colours = dict(zip(requests, COLOURS, strict=False))
@@ -115,7 +115,7 @@ def draw(found: Found, path: Path) -> None:
                 xs, ys = zip(*line, strict=True)
                 axes.plot(xs, ys, color=colours[request], linewidth=1, label=request)
         axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    links[0].figure.savefig(path, dpi=150)
 
 
 def _requests(row: Row) -> dict[str, list[Point]]:

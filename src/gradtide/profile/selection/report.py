@@ -79,7 +79,7 @@ def draw(record: Record, path: Path) -> None:
     """
     densities = list(dict.fromkeys(row.density for row in record.results))
     titles, size = [f"density {d:g}" for d in densities], (2 + 3.6 * len(densities), 5)
-    _, found = panels(titles, size, "elements")
+    found = panels(titles, size, "elements")
     for density, axes in zip(densities, found, strict=True):
         _lines(axes, record, density)
         _wire(axes, record)
