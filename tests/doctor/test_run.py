@@ -16,8 +16,8 @@ from tests.ports import free_port
 from typer.testing import CliRunner
 
 from gradtide.cli import app
-from gradtide.lab.cluster import Cluster
-from gradtide.lab.launch import LabError, launch
+from gradtide.lab.cluster import Cluster, LabError
+from gradtide.lab.launch import launch
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradtide.lab.launch import LabError
+from gradtide.lab.cluster import LabError
 from gradtide.lab.report import compare
 from gradtide.lab.spec import Spec
 

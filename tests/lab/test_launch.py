@@ -7,8 +7,8 @@ from collections import defaultdict
 import pytest
 from tests.lab.emulated import needs_networks
 
-from gradtide.lab.cluster import Cluster
-from gradtide.lab.launch import LabError, launch
+from gradtide.lab.cluster import Cluster, LabError
+from gradtide.lab.launch import launch
 
 pytestmark = pytest.mark.alone
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from gradtide.core.grouped import grouped
 from gradtide.doctor.facts import SHARED, Facts, Host, hosts, parted, ranks_of
 from gradtide.doctor.pairs import Heard
 from gradtide.transport.addresses import VARIABLE, loops, outward
-
-Level: TypeAlias = Literal["failure", "warning"]
 
 STRICT = ("gradtide", "torch")  # these must be alike; of Python, the minor version
 LATE = 1.0  # seconds between two clocks that confuse
@@ -28,7 +26,7 @@ SLOW = 0.5  # of the typical rate between hosts: what stands out
 class Finding:
     """Something to put right, and how."""
 
-    level: Level
+    level: Literal["failure", "warning"]
     words: str
 
 

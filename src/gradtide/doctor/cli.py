@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from rich.console import Console
 from typer import Option
 
 from gradtide.lab import options
@@ -73,8 +74,6 @@ def doctor(
 
 
 def _tell(found: Found, json: Path | None) -> None:
-    from rich.console import Console
-
     from gradtide.doctor import report
 
     Console().print(report.show(found), highlight=False)

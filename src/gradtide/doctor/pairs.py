@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -79,14 +79,12 @@ class Listener:
 
 
 def reach(
-    listener: Listener, doors: Mapping[int, tuple[str, int]], others: Iterable[int]
+    listener: Listener, doors: Mapping[int, tuple[str, int]], others: Sequence[int]
 ) -> dict[int, Heard]:
     """Ask the others, at their doors; all at once, and each in bounded time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        asked = {
-            other: pool.submit(_ask, listener, doors[other], other) for other in others
-        }
-        return {other: found.result() for other, found in asked.items()}
+        heard = pool.map(lambda other: _ask(listener, doors[other], other), others)
+        return dict(zip(others, heard, strict=True))
 
 
 def _ask(listener: Listener, door: tuple[str, int], other: int) -> Heard:

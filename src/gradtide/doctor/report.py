@@ -8,7 +8,7 @@ from statistics import median
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gradtide.doctor.facts import parted
+from gradtide.doctor.facts import ranks_of
 from gradtide.doctor.run import Found
 from gradtide.lab import tables
 from gradtide.planner import document
@@ -65,7 +65,7 @@ def _hosts(found: Found) -> RenderableType:
     for host in found.hosts[:MOST]:
         own = [by_rank[rank] for rank in host.ranks]
         threads = sum(each.threads for each in own)
-        ranks = parted({"": own}).removeprefix(" on rank").removeprefix("s").strip()
+        ranks = ranks_of(host.ranks).partition(" ")[2]
         head, gpus = own[0], max(each.gpus for each in own)
         words = head.address or "none", head.interface, head.why
         cells = map(str, (head.cores, threads, gpus))

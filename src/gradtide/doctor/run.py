@@ -191,12 +191,9 @@ class Examined:
                 pairs.send(self.listener, self.doors[other], other, each)
             self.meeting.gather(None, each + 3 * pairs.PATIENCE)
             self.meeting.tell(None, each + 3 * pairs.PATIENCE)
-            got = self.meeting.gather(list(self.listener.rates.items()))
-            if self.rank == ROOT:
-                self._note_rates(got)
+            self._note_rates(self.meeting.gather(list(self.listener.rates.items())))
             self.meeting.tell()
-        if self.rank == ROOT:
-            self.found.findings += checks.slow(self.found.hosts, self.found.rates)
+        self.found.findings += checks.slow(self.found.hosts, self.found.rates)
 
     def _receiver(self, shift: int) -> int | None:
         """To whom this rank sends: from head to head, or from the second of a host."""
@@ -208,6 +205,7 @@ class Examined:
         return self.host.head if second else None
 
     def _note_rates(self, got: dict[int, list[list[float]]]) -> None:
+        """What each rank has received, by hosts; only ROOT has gathered any."""
         for receiver, rates in got.items():
             for sender, rate in rates:
                 pair = self.number[int(sender)], self.number[receiver]

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from gradtide.lab.cluster import Cluster
-from gradtide.lab.launch import LabError, launch
+from gradtide.lab.cluster import Cluster, LabError
+from gradtide.lab.launch import launch
 from gradtide.lab.options import LocalRate, RanksPerHost, local_bits, told
 from gradtide.lab.probe import probe as measure
 from gradtide.lab.probe import table

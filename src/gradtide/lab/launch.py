@@ -23,8 +23,7 @@ from typing import NamedTuple, TypeAlias
 from rich.console import Console
 from rich.text import Text
 
-from gradtide.lab.cluster import PORT, Cluster, rank_environment
-from gradtide.lab.cluster import LabError as LabError
+from gradtide.lab.cluster import PORT, Cluster, LabError, rank_environment
 from gradtide.lab.namespaces import Enter, networks
 
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL

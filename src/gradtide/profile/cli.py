@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
 from gradtide.lab import options
@@ -55,8 +56,6 @@ def selection(
 
     Shows below which bandwidth sending the largest entries pays, by selector.
     """
-    from rich.console import Console
-
     from gradtide.profile.selection.report import preface, table, write
     from gradtide.profile.selection.run import Plan, run
 
@@ -110,8 +109,6 @@ def trace(
 
     Under torchrun all ranks take part, and rank 0 reports.
     """
-    from rich.console import Console
-
     from gradtide.profile.trace.report import summary, table
     from gradtide.profile.trace.run import Effort, among, copies, here
     from gradtide.profile.trace.subject import Wanted
@@ -165,8 +162,6 @@ def network(
 
     --hosts and --rate emulate a cluster; under torchrun, its ranks are used.
     """
-    from rich.console import Console
-
     from gradtide.lab.job import silent
     from gradtide.profile.network import report
     from gradtide.profile.network.run import Plan, among, emulated

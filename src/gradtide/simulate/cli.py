@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+from rich.console import Console
 from typer import Option
 
 from gradtide.lab.checks import check_folder, require
@@ -41,8 +42,6 @@ def simulate(
 
     A table, JSON, curves of scaling efficiency and a map of the fastest schemes.
     """
-    from rich.console import Console
-
     from gradtide.lab.rate import limited
     from gradtide.lab.spec import split_schemes
     from gradtide.scheme import parse

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradtide.lab.rate import format_rate, limited
-from gradtide.lab.workloads.replay import STEP_MS
+from gradtide.lab.workloads.replay import timings
 from gradtide.lab.workloads.shapes import ARCHITECTURES, units
-from gradtide.lab.workloads.timing import by_work
 from gradtide.planner import network as networks
 from gradtide.planner import trace as traces
 from gradtide.planner.network import MOST, Network
@@ -98,20 +97,21 @@ def read_trace(text: str, step_ms: float | None = None) -> StepTrace:
     if name not in ARCHITECTURES:
         known = ", ".join(f"replay:{a}" for a in ARCHITECTURES)
         raise ValueError(f"no workload {text!r}: choose one of {known}, or a file")
-    return replayed(name, STEP_MS[name] if step_ms is None else step_ms)
+    return replayed(name, step_ms)
 
 
-def replayed(architecture: str, step_ms: float) -> StepTrace:
+def replayed(architecture: str, step_ms: float | None) -> StepTrace:
     """A replay workload's step: forward and backward by the work of its units.
 
     The optimizer takes no time here: what it takes depends on the device alone. Factors
     of K-FAC take what half of their products does, of those of the forward: A and G
     are symmetric.
     """
-    parts = units(architecture)
+    workload = f"replay:{architecture}"
+    times = timings(workload, step_ms, trace=None)
     groups: list[list[Unit]] = []  # the tensors of every layer, in forward order
     layers = []
-    for part, timing in zip(parts, by_work(parts, step_ms), strict=True):
+    for part, timing in zip(units(architecture), times, strict=True):
         if part.shapes:
             tensors = ((f"{part.name}.{name}", shape) for name, shape in part.shapes)
             groups.append(
@@ -132,7 +132,7 @@ def replayed(architecture: str, step_ms: float) -> StepTrace:
     ready = [unit for group in reversed(groups) for unit in group]
     place = {unit.name: i for i, unit in enumerate(ready)}
     return StepTrace(
-        name=f"replay:{architecture}",
+        name=workload,
         units=tuple(ready),
         optimizer=0.0,
         forward_order=tuple(place[unit.name] for group in groups for unit in group),

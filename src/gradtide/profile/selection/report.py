@@ -17,7 +17,6 @@ from gradtide.profile.selection.measure import COPY, TOPK
 from gradtide.profile.selection.run import DenseTime, Record, Result
 
 WIDTH = 80  # columns of table.txt
-_NOTHING = "-"
 _MARKERS = "os^vDPX*"
 
 
@@ -116,8 +115,8 @@ def _cells(row: Result, copy: float, topk: float) -> list[str]:
         milliseconds(row.cpu_seconds),
         f"{row.seconds / copy:.1f}",
         f"{topk / row.seconds:.1f}",
-        _NOTHING if realised is None else f"{realised:.3g}",
-        _NOTHING if rate is None else _rate(rate),
+        "-" if realised is None else f"{realised:.3g}",
+        "-" if rate is None else _rate(rate),
     ]
 
 
