@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 
 import gradtide
 from gradtide.lab.record import commit, machine, versions
-from gradtide.lab.trial import Clock
+from gradtide.lab.trial import link_bytes
 from gradtide.lab.workloads import digits
 from gradtide.transport import ProcessGroup
 
@@ -113,16 +113,16 @@ def equality(steps: int) -> dict[str, Any]:
     return result
 
 
-def sent(scheme: str, steps: int, clock: Clock) -> tuple[float, float]:
+def sent(scheme: str, steps: int, interface: str) -> tuple[float, float]:
     """Bytes a step: of the interface, and of the payload of factors."""
     training = Training(scheme)
     training.go(3)  # the first inverses travel, and buckets are settled
     training.sync.engine.telemetry.clear()
     dist.barrier()
-    before = clock.link_bytes() or 0
+    before = link_bytes(interface)
     training.go(steps)
     dist.barrier()
-    link = (clock.link_bytes() or 0) - before
+    link = link_bytes(interface) - before
     payload = sum(
         record.payload_bytes
         for record in training.sync.engine.telemetry.records
@@ -136,11 +136,11 @@ def sent(scheme: str, steps: int, clock: Clock) -> tuple[float, float]:
 
 def traffic(steps: int) -> dict[str, Any]:
     """Mean bytes of a rank and step."""
-    clock = Clock(os.environ.get("GRADTIDE_LAB_INTERFACE", ""))
+    link = os.environ.get("GRADTIDE_LAB_INTERFACE", "")
     result: dict[str, Any] = {}
     for name in NAMES:
         every, never = (
-            sent(f"{name}_kfac(factor_every={n}, inverse_every={NEVER})", steps, clock)
+            sent(f"{name}_kfac(factor_every={n}, inverse_every={NEVER})", steps, link)
             for n in (1, NEVER)
         )
         result[name] = {"interface": every[0] - never[0], "payload": every[1]}

@@ -43,7 +43,7 @@ from torch.optim import SGD
 
 from gradtide.lab.contestants import Contestant, enter
 from gradtide.lab.record import commit, machine, versions
-from gradtide.lab.trial import Clock, Trial, compete
+from gradtide.lab.trial import Trial, compete
 from gradtide.lab.workloads import Workload
 from gradtide.lab.workloads.workload import TRAIN, seeded, stream
 
@@ -208,9 +208,9 @@ def main() -> None:
     names = [name.strip() for name in args.schemes.split(";")]
     contestants = [enter(name, workload(args), size) for name in names]
     contestants += peers(args)
-    clock = Clock(os.environ.get("GRADTIDE_LAB_INTERFACE", ""))
+    link = os.environ.get("GRADTIDE_LAB_INTERFACE", "")
     blocks = [args.steps // args.rounds] * args.rounds
-    trials = compete(contestants, 3, blocks, clock, lambda _: None)
+    trials = compete(contestants, 3, blocks, link, lambda _: None)
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, trials)
     for contestant in contestants:

@@ -82,9 +82,10 @@ def _links(found: Found) -> RenderableType:
     shown = dict.fromkeys([*slowest[: MOST // 2], *pairs])
     for pair in sorted(list(shown)[:MOST]):
         trip, rate = found.round_trips.get(pair), found.rates.get(pair)
-        clock = found.clocks.get(pair[0]) if pair[1] == 0 else None
+        known = pair[1] == 0 and pair[0] in found.clocks
+        clock = f"{found.clocks[pair[0]]:+.3f}" if known else ""
         name = f"host {pair[0]} to host {pair[1]}"
-        grid.add_row(name, _milliseconds(trip), _megabits(rate), _signed(clock))
+        grid.add_row(name, _milliseconds(trip), _megabits(rate), clock)
     for number, (trip, rate) in sorted(found.inside.items())[:MOST]:
         grid.add_row(f"within host {number}", _milliseconds(trip), _megabits(rate), "")
     grid.caption = LINK
@@ -136,10 +137,6 @@ def _milliseconds(value: float | None) -> str:
 
 def _megabits(value: float | None) -> str:
     return f"{value / 1e6:.4g}" if value else ""
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.3f}"
 
 
 def dumps(found: Found) -> str:

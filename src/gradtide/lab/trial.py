@@ -72,15 +72,10 @@ class Trial:
     stages: Stages | None = None  # of K-FAC, busy seconds
 
 
-class Clock:
-    """The link's own counter; `interface` is its name, empty where none is counted."""
-
-    def __init__(self, interface: str) -> None:
-        statistics = Path("/sys/class/net", interface, "statistics", "tx_bytes")
-        self._sent = statistics if interface else None
-
-    def link_bytes(self) -> int | None:
-        return None if self._sent is None else int(self._sent.read_text())
+def link_bytes(interface: str) -> int:
+    """What a link has sent by its own counter; 0 of none (an empty name)."""
+    counter = Path("/sys/class/net", interface, "statistics", "tx_bytes")
+    return int(counter.read_text()) if interface else 0
 
 
 class Runner:
@@ -105,7 +100,7 @@ class Runner:
         self.trial.loss = loss.item()
         return done
 
-    def round(self, num_timed: int, clock: Clock) -> None:
+    def round(self, num_timed: int, interface: str) -> None:
         """One block; see [Note: What is timed]."""
         every = self.contestant.schedule.every
         num_timed = -(-num_timed // every) * every
@@ -118,13 +113,13 @@ class Runner:
             replica.engine.telemetry.clear()
         sent = self.sent()
         dist.barrier()
-        link, cpu = clock.link_bytes(), time.process_time()
+        link, cpu = link_bytes(interface), time.process_time()
         steps = self.steps(num_timed + 1)
         trial.cpu_seconds += time.process_time() - cpu
         dist.barrier()
-        if link is not None:
-            after = clock.link_bytes() or link
-            trial.interface_bytes = (trial.interface_bytes or 0.0) + after - link
+        if interface:
+            link = link_bytes(interface) - link
+            trial.interface_bytes = (trial.interface_bytes or 0.0) + link
         trial.timed += steps[1:]
         trial.num_steps += len(steps)
         trial.payload_bytes += self.sent() - sent
@@ -184,13 +179,13 @@ def compete(
     contestants: Sequence[Contestant],
     warmup: int,
     blocks: Sequence[int],
-    clock: Clock,
+    interface: str,
     tell: Tell,
 ) -> list[Trial]:
     """Warm up everybody, then let them alternate; the first changes with the round.
 
-    `blocks` holds the timed steps of each round. `tell` is called with the contestant's
-    name after each step.
+    `blocks` holds the timed steps of each round; `interface` is the link whose bytes
+    count, empty for none. `tell` is called with the contestant's name after each step.
     """
     runners = [Runner(contestant, tell) for contestant in contestants]
     gc.disable()
@@ -201,7 +196,7 @@ def compete(
     for index, num_timed in enumerate(blocks):
         first = index % len(runners)
         for runner in runners[first:] + runners[:first]:
-            runner.round(num_timed, clock)
+            runner.round(num_timed, interface)
     for runner in runners:
         runner.evaluate()
     gc.unfreeze()

@@ -12,7 +12,7 @@ from gradtide.lab.record import Result
 from gradtide.lab.spec import Spec
 from gradtide.lab.summary import computing, summarise, typical, with_speedups
 from gradtide.lab.timeline import Span, spans
-from gradtide.lab.trial import Clock, Trial, compete
+from gradtide.lab.trial import Trial, compete
 from gradtide.lab.workloads.workload import Timing
 
 
@@ -37,9 +37,9 @@ def measure(spec: Spec, tell: Tell) -> Outcome | None:
             contestants.append(Contestant("compute alone", own, own.model))
         # The shaped link's name; nothing is shaped, or counted, on loopback.
         shaped = os.environ.get("GRADTIDE_LAB_RATE")
-        clock = Clock(os.environ.get("GRADTIDE_LAB_INTERFACE", "") if shaped else "")
+        interface = os.environ.get("GRADTIDE_LAB_INTERFACE", "") if shaped else ""
         report = silent if rank else tell
-        trials = compete(contestants, spec.warmup, spec.blocks(), clock, report)
+        trials = compete(contestants, spec.warmup, spec.blocks(), interface, report)
         by_rank = gathered(trials)
         for contestant in contestants:
             contestant.leave()
