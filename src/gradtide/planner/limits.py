@@ -8,12 +8,11 @@ all-gather) and c2 (the all-gather), no step can be shorter than
     backward part:  max(b, c')  buckets leave when full    b + c'  when backward ended
     forward part:   f           updates at step()          max(f, c2)  in the forward
 
-(after the step counts as when backward ended),
-with c' = c1 where the second half travels in the forward, else c1 + c2. So DDP and WFBP
-have f + max(b, c), sequential f + b + c, DeAR max(f, c2) + max(b, c1). Rounds whose
-exchange is applied later have max(f + b, c). Optimistic on
-purpose: no latency, no packet headers, no optimizer step, and the first gradient ready
-when backward begins.
+(after the step counts as when backward ended), with c' = c1 where the second half
+travels in the forward, else c1 + c2. So DDP and WFBP have f + max(b, c), sequential
+f + b + c, DeAR max(f, c2) + max(b, c1). Rounds whose exchange is applied later have
+max(f + b, c). Optimistic on purpose: no latency, no packet headers, no optimizer step,
+and the first gradient ready when backward begins.
 
 One edge of a ring leaves each host, however many ranks it holds: a host's link carries
 what one rank sends. The limit takes that for granted.
