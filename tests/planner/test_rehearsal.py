@@ -32,7 +32,7 @@ from gradtide.core.ops import (
     ReduceScatter,
     payload_bytes,
 )
-from gradtide.core.payload import Collective, Payload
+from gradtide.core.payload import Collective, Payload, settled
 from gradtide.planner import flows, rehearsal
 from gradtide.planner.rehearsal import Script, script_of, scripts
 
@@ -53,7 +53,7 @@ SPARSE = (
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     yield
-    rehearsal._scripts.cache_clear()
+    scripts.cache_clear()
     flows.by_numbers.cache_clear()
 
 
@@ -74,7 +74,7 @@ def done(script: Script, kind: str) -> float:
 
 
 def played(collective: Collective, numel: int, size: int) -> Script:
-    return script_of(scripts(collective, numel, torch.float32, (), size), 1)
+    return script_of(scripts(settled(collective), numel, torch.float32, (), size), 1)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 100])
@@ -97,7 +97,7 @@ def test_reflections_stand_for_the_other_ranks(
 ) -> None:
     n = 1 << 15
     real = played(collective, n, 8)
-    rehearsal._scripts.cache_clear()
+    scripts.cache_clear()
     flows.by_numbers.cache_clear()
     for module in (flows, rehearsal):
         monkeypatch.setattr(module, "LOCKSTEP", 1)
@@ -114,7 +114,7 @@ def test_sizes_continue_in_a_straight_line(
     monkeypatch.setattr(rehearsal, "MOST", 1 << 24)
     monkeypatch.setattr(rehearsal, "FIRST", n)
     real = played(collective, n, 4)
-    rehearsal._scripts.cache_clear()
+    scripts.cache_clear()
     monkeypatch.setattr(rehearsal, "FIRST", 64)
     monkeypatch.setattr(rehearsal, "MOST", 1 << 17)
     continued = played(collective, n, 4)

@@ -67,11 +67,9 @@ class Actions:
         if self._ranks:
             transport.overhead = self.device.overhead_of(type(inner).__name__)
         for bucket in self.buckets:
-            own = self._units(bucket)
-            shapes = tuple(unit.shape or (unit.numel,) for unit in own)
-            rehearsed = Rehearsed(
-                transport, scheme.collective, shapes, lambda: self.count
-            )
+            units = self._units(bucket)
+            shapes = tuple(unit.shape or (unit.numel,) for unit in units)
+            rehearsed = Rehearsed(transport, inner, shapes, lambda: self.count)
             bucket.collective = by_levels(rehearsed, scheme.levels)
         self.second: Second | None = None  # K-FAC
         laid = Laid(self.buckets, {})

@@ -25,8 +25,8 @@ from gradtide.collectives import Dense
 from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Flow, Group
-from gradtide.core.payload import Collective, Payload, Traits, settled, traits
-from gradtide.fusion import Cost, Fusion, Trace
+from gradtide.core.payload import Payload, Traits, settled, traits
+from gradtide.fusion import Cost, Trace
 from gradtide.planner.device import Device
 from gradtide.planner.flows import LOCKSTEP, Act, Script, Shapes, by_numbers, by_shapes
 from gradtide.planner.labour import Work
@@ -49,32 +49,21 @@ MOST = 1 << 21  # elements of all flows together, as far as FEWEST allows
 # - Scripts ----------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def scripts(
-    collective: Collective, numel: int, dtype: torch.dtype, shapes: Shapes, size: int
+    collective: object, numel: int, dtype: torch.dtype, shapes: Shapes, size: int
 ) -> Sequence[Script]:
     """The exchanges of a bucket of `numel` elements in the first two or three steps.
 
-    `shapes` are those of its parts, for collectives that work on matrices. Raises
-    ValueError where a collective cannot be run without its peers.
+    The collective is a `settled` one; `shapes` are those of the bucket's parts, for
+    collectives that work on matrices. Raises ValueError where one cannot be run without
+    its peers.
     """
-    inner = settled(collective)
-    if traits(inner).depends_on != "shapes":
-        shapes = ()
-    return _scripts(inner, numel, dtype, shapes, size)
-
-
-def script_of(played: Sequence[Script], step: int) -> Script:
-    """That of any step: after the first, the others in turn."""
-    return played[0 if step == 0 else 1 + (step - 1) % (len(played) - 1)]
-
-
-@lru_cache(maxsize=4096)
-def _scripts(
-    collective: Any, numel: int, dtype: torch.dtype, shapes: Shapes, size: int
-) -> Sequence[Script]:
     own = traits(collective)
-    if own.depends_on in ("size", "shapes"):
+    if own.depends_on == "shapes":
         return by_shapes(collective, numel, dtype, shapes, size)
+    if own.depends_on == "size":
+        return by_shapes(collective, numel, dtype, (), size)
     if own.depends_on == "length":
         part = PART * size
         one, two = (by_shapes(collective, n, dtype, (), size) for n in (part, 2 * part))
@@ -92,6 +81,11 @@ def _scripts(
         return [_selecting(script, "Threshold", numel / size) for script in found]
     selector = type(getattr(collective, "select", None)).__name__
     return [_selecting(script, selector, float(numel)) for script in found]
+
+
+def script_of(played: Sequence[Script], step: int) -> Script:
+    """That of any step: after the first, the others in turn."""
+    return played[0 if step == 0 else 1 + (step - 1) % (len(played) - 1)]
 
 
 def _between(one: Script, two: Script, weight: float, ratio: float) -> Script:
@@ -141,16 +135,16 @@ def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Rehearsed(Traits):
-    """The script of a collective in the place of the collective."""
+    """The script of a collective, `settled`, in the place of the collective."""
 
     transport: VirtualTransport
-    collective: Collective
+    collective: object
     shapes: Shapes
     step: Callable[[], int]
 
     @property
     def divisible(self) -> bool:  # type: ignore[override]
-        return traits(settled(self.collective)).divisible
+        return traits(self.collective).divisible
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         flat, transport = payload.flat, self.transport
@@ -184,7 +178,8 @@ def exchange_seconds(nbytes: int, scheme: Scheme, network: Network) -> float:
     payload = Payload(flat, [flat])
     transport = VirtualTransport(network)
     engine = Engine(transport, transport.clock)
-    rehearsed = Rehearsed(transport, scheme.collective, ((numel,),), lambda: 2)
+    inner = settled(scheme.collective)
+    rehearsed = Rehearsed(transport, inner, ((numel,),), lambda: 2)
     collective = by_levels(rehearsed, with_levels(scheme, network.members).levels)
     flow = collective.reduce(payload, engine.group)
     engine.finish(engine.launch("alone", flow))
@@ -201,21 +196,17 @@ def buckets(trace: StepTrace, scheme: Scheme, network: Network) -> list[Gradient
     costs on the network (`exchange_seconds`).
     """
     seconds = cache(partial(exchange_seconds, scheme=scheme, network=network))
-    fusion = partial(_informed, scheme.fusion, trace, seconds)
+    known = trace.fusion()
+
+    def informed(trace: Trace, cost: Cost) -> list[slice]:
+        if len(trace.nbytes) == len(known.nbytes):
+            trace = replace(trace, forward=known.forward, backward=known.backward)
+        return scheme.fusion(trace, seconds)
+
     pieces = scheme.schedule.fragments
     return lay_out(
-        parameters(trace), fusion, Dense(), network.size, num_fragments=pieces
+        parameters(trace), informed, Dense(), network.size, num_fragments=pieces
     )
-
-
-def _informed(
-    fusion: Fusion, step: StepTrace, seconds: Cost, trace: Trace, cost: Cost
-) -> list[slice]:
-    """What a fusion makes of a trace with the step's times, and of seconds."""
-    if len(trace.nbytes) == len(step.units):
-        known = step.fusion()
-        trace = replace(trace, forward=known.forward, backward=known.backward)
-    return fusion(trace, seconds)
 
 
 @lru_cache(maxsize=16)
