@@ -18,6 +18,7 @@ from gradtide.planner.network import MOST, Network
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import Prediction, exchange_seconds, simulate
 from gradtide.scheme import RECIPES, Scheme, parse
+from gradtide.scheme.recipes import SPARSE
 
 Kind: TypeAlias = Literal["lossless", "rounded", "lossy"]
 
@@ -69,18 +70,13 @@ def wire(collective: object) -> str | None:
     return found
 
 
-def sparse_recipes() -> dict[str, Scheme]:
-    """All recipes that keep a residual, at their default densities, by their texts.
+def sparse_recipes(names: Iterable[str] = SPARSE) -> dict[str, Scheme]:
+    """Recipes that keep a residual (all of them), at their default densities.
 
-    Not those that exchange steps: their loss is another one, step by step.
+    By their texts. Not those that exchange steps: their loss is another one, step by
+    step.
     """
-    lossy = [
-        name
-        for name, scheme in RECIPES.items()
-        if kind(scheme) == "lossy" and scheme.schedule.launch != "step"
-    ]
-    lossy.remove("auto")
-    texts = [text for name in lossy for text in (name, f"{name}(schedule='dear')")]
+    texts = [text for name in names for text in (name, f"{name}(schedule='dear')")]
     return {text: parse(text) for text in texts}
 
 

@@ -66,11 +66,8 @@ class Scheme:
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("preconditioner", "levels", "outer"):  # as most have none
-            if values[name] is None:
-                del values[name]
-        named = [f"{name}={value!r}" for name, value in values.items()]
-        return f"Scheme({', '.join(named)})"
+        given = [f"{k}={v!r}" for k, v in values.items() if v is not None]
+        return f"Scheme({', '.join(given)})"
 
 
 def check(scheme: Scheme) -> Scheme:

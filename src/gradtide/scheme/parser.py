@@ -14,7 +14,7 @@ from gradtide.core.schedule import Schedule
 from gradtide.fusion import FUSIONS
 from gradtide.kfac import KFAC
 from gradtide.scheme.config import Scheme, check
-from gradtide.scheme.recipes import RECIPES, SCHEDULES, nearest, recipe
+from gradtide.scheme.recipes import RECIPES, SCHEDULES, meant, recipe
 from gradtide.scheme.table import Table
 from gradtide.selectors import SELECTORS
 
@@ -165,10 +165,8 @@ def _part(name: str) -> Any:
         return NAMES[name]
     if "." in name:
         return _loaded(name)
-    near = nearest(name[:100], [*RECIPES, *NAMES])
-    if near:
-        raise ValueError(f"{_short(name)} is not known: did you mean {near!r}?")
-    raise ValueError(f"{_short(name)} is not known: {_known()}")
+    told = meant(name[:100], [*RECIPES, *NAMES], _known())
+    raise ValueError(f"{_short(name)} is not known: {told}")
 
 
 def _loaded(path: str) -> type:
@@ -191,5 +189,5 @@ def _short(text: str) -> str:
 def _known() -> str:
     return (
         f"use one of {', '.join(RECIPES)}, or a constructor call from "
-        f"{', '.join(n for n in NAMES)} such as Scheme(Dense(), fusion=BySize(10.0))"
+        f"{', '.join(NAMES)} such as Scheme(Dense(), fusion=BySize(10.0))"
     )

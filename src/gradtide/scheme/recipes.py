@@ -21,7 +21,7 @@ from gradtide.scheme.config import Scheme, check
 from gradtide.scheme.table import Table
 
 SCHEDULES = {"sequential": SEQUENTIAL, "wfbp": WFBP, "dear": DEAR, "local": LOCAL}
-_SPARSE: dict[str, Callable[[], Collective]] = {
+SPARSE: dict[str, Callable[[], Collective]] = {
     "topk": lambda: collectives.TopK(),
     "gtopk": lambda: collectives.GTopK(),
     "topka2a": lambda: collectives.TopKA2A(),
@@ -41,8 +41,7 @@ _SPARSE: dict[str, Callable[[], Collective]] = {
 # Few messages: sparse ones are so short that starting them is what takes time.
 _LARGE = BySize(25.0, ends=25.0, pieces=1)
 # Ranks that take turns to look for an entry send few of their own: steps wait long.
-_LATE = replace(LOCAL, gain=1.4)
-_LOCAL = {"micro": _LATE, "exdyna": _LATE, "deft": _LATE}
+_LOCAL = dict.fromkeys(("micro", "exdyna", "deft"), replace(LOCAL, gain=1.4))
 # DiLoCo's outer optimizer (Douillard et al., arXiv:2311.08105).
 _NESTEROV = OuterSGD(0.7, momentum=0.9, nesterov=True)
 _ROUNDS: dict[str, Callable[[], Scheme]] = {
@@ -78,7 +77,7 @@ RECIPES: Mapping[str, Scheme] = Table(
         "sequential": lambda: Scheme(schedule=SEQUENTIAL),
         "wfbp": lambda: Scheme(schedule=WFBP),
         "dear": lambda: Scheme(schedule=DEAR),
-        **{name: _sparse(make) for name, make in _SPARSE.items()},
+        **{name: _sparse(make) for name, make in SPARSE.items()},
         **_ROUNDS,
         **{f"{name}_kfac": _kfac(name) for name in DISTRIBUTIONS},
     }
@@ -247,7 +246,7 @@ def _changes(
     if unknown or len(args) > len(names):
         common = ("schedule", "warmup", "momentum_correction", "levels")
         rounds = ("every", "delay", "fragments", "outer", "warmup", "levels")
-        known = [*names, *(common if name in _SPARSE else ())]
+        known = [*names, *(common if name in SPARSE else ())]
         known += [*rounds] if name in _ROUNDS else []
         wrong = repr(unknown[0]) if unknown else f"{len(args)} values without a name"
         raise ValueError(f"{name} takes {', '.join(known)}, and not {wrong}")
@@ -263,13 +262,12 @@ def _unknown(name: str) -> str:
 
     if respelled(name) != name:
         return f"{name!r} is an old spelling: use {respelled(name)}"
-    near = nearest(name, RECIPES)
-    meant = f"did you mean {near!r}?" if near else f"use one of {', '.join(RECIPES)}"
-    return f"{name!r} is no recipe: {meant}"
+    told = meant(name, RECIPES, f"use one of {', '.join(RECIPES)}")
+    return f"{name!r} is no recipe: {told}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name that is likely to be meant; None if there is none."""
+def meant(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The name that is likely to be meant, as a question; `otherwise` without one."""
     head = name.partition("-")[0]  # suffixes are not a part of names any more
-    near = get_close_matches(name, known, cutoff=0.75)
-    return near[0] if near else head if head in RECIPES else None
+    near = get_close_matches(name, known, cutoff=0.75) or [head]
+    return f"did you mean {near[0]!r}?" if near[0] in known else otherwise

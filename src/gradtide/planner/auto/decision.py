@@ -17,7 +17,7 @@ from gradtide.planner.advice import Advice, advise, more, ms
 from gradtide.planner.bench import Bench, RankError
 from gradtide.planner.measure import measure
 from gradtide.planner.network import Network
-from gradtide.planner.search import Choice, rank
+from gradtide.planner.search import Choice, rank, sparse_recipes
 from gradtide.planner.trace import StepTrace
 from gradtide.scheme import RECIPES, Scheme, parse, prepared
 from gradtide.transport import Transport
@@ -25,11 +25,7 @@ from gradtide.transport import Transport
 LOG = logging.getLogger("gradtide")
 BUDGET = 3.0  # seconds of measuring the network
 # What a lossy plan is made among: few, because all ranks wait for it.
-SPARSE = tuple(
-    f"{name}{call}"
-    for name in ("topk", "topka2a", "oktopk")
-    for call in ("", "(schedule='dear')")
-)
+SPARSE = ("topk", "topka2a", "oktopk")
 
 
 @dataclass(frozen=True)
@@ -90,8 +86,7 @@ def plan(auto: Auto, seen: Sequence[Seen], network: Network) -> tuple[str, str]:
     def refuse(scheme: Scheme) -> str:
         return obstacle if scheme.schedule.update == "forward" else ""
 
-    sparse = {text: parse(text) for text in SPARSE}
-    choices = rank(slowest, network, sparse, refuse=refuse)
+    choices = rank(slowest, network, sparse_recipes(SPARSE), refuse=refuse)
     advice = advise(choices, network.size, auto.margin)
     chosen = advice.recommended if auto.lossy else advice.dense
     scheme = chosen.scheme
