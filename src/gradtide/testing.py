@@ -32,14 +32,7 @@ def lockstep(
     """
     answers: list[Any] = [None] * len(flows)
     while True:
-        asked: list[Any] = []
-        results: list[Tensor] = []
-        for flow, reply in zip(flows, answers, strict=True):
-            try:
-                asked.append(flow.send(reply))
-            except StopIteration as stop:
-                results.append(stop.value)
-                asked.append(None)
+        asked, results = resume(flows, answers)
         names = [_name(op) for op in asked]
         for rank, name in enumerate(names):
             if name != names[0]:
@@ -55,6 +48,21 @@ def lockstep(
             answers = list(zip(*columns, strict=True))
         else:
             answers = answer(asked, traffic)
+
+
+def resume(
+    flows: Sequence[Flow], answers: Sequence[Any]
+) -> tuple[list[Any], list[Tensor]]:
+    """What all flows ask for next (None: nothing more), and the results of the last."""
+    asked: list[Any] = []
+    results: list[Tensor] = []
+    for flow, reply in zip(flows, answers, strict=True):
+        try:
+            asked.append(flow.send(reply))
+        except StopIteration as stop:
+            results.append(stop.value)
+            asked.append(None)
+    return asked, results
 
 
 def _name(op: Op | tuple[Op, ...] | None) -> str:

@@ -25,7 +25,7 @@ from gradtide.core.ops import Flow, Group, Op, ToHost, payload_bytes
 from gradtide.core.payload import Payload, traits
 from gradtide.planner.labour import Counter, Work
 from gradtide.planner.sketch import reflected, shaped, sketched
-from gradtide.testing import answer
+from gradtide.testing import answer, resume
 
 LOCKSTEP = 8  # ranks up to which all flows run
 STEPS = 3  # that are rehearsed: the first is unlike the others, which may alternate
@@ -160,14 +160,8 @@ def _noted(
     told: list[Any] = [None] * len(flows)
     work = Work()
     while True:
-        asked: list[Any] = []
-        means: list[Tensor] = []
         with counting:
-            for flow, one in zip(flows, told, strict=True):
-                try:
-                    asked.append(flow.send(one))
-                except StopIteration as stop:
-                    means.append(stop.value)
+            asked, means = resume(flows, told)
         work = Work(*map(add, work, counter.read(len(flows))))
         if means:
             return Script(tuple(acts), work), means
