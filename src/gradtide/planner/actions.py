@@ -55,9 +55,6 @@ class Actions:
         self.count = 1  # of steps: as if it had gone on for long
         # Seconds of the training thread; "apply" is the optimizer's and K-FAC's.
         self.spent = dict.fromkeys(("forward", "backward", "apply"), 0.0)
-        self.rested = 0.0  # seconds of a replay's waits in this step
-        self.idle = 0.0  # of them, those before anything of the step was sent
-        self._sent = False  # anything of this step
         # Of a deferred step, second halves are on their way meanwhile.
         self._deferred = scheme.schedule.update == "forward"
         self.buckets = buckets(trace, scheme, transport.network)
@@ -77,7 +74,9 @@ class Actions:
 
     def begin(self) -> None:
         """A step begins with its forward."""
-        self.rested, self.idle, self._sent = 0.0, 0.0, False
+        self.rested = 0.0  # seconds of a replay's waits in this step
+        self.idle = 0.0  # of them, those before anything of the step was sent
+        self._sent = False  # anything of this step
 
     def own(self) -> float:
         """Seconds that the training thread has not waited, nor computed factors."""

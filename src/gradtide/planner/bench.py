@@ -64,16 +64,14 @@ class Bench:
         `work` makes no requests. Returns when all ranks have come here; all of them
         raise RankError where `work` raises on one.
         """
-        value: T | None = None
         error: Exception | None = None
         try:
-            value = work()
+            told: tuple[str | None, T | None] = None, work()
         except CommunicationError:
             raise
         except Exception as raised:  # whatever it is, the others have to know
-            error = raised
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        found = self.transport.gather_objects((told, value))
+            error, told = raised, (f"{type(raised).__name__}: {raised}", None)
+        found = self.transport.gather_objects(told)
         for rank, (words, _) in enumerate(found):
             if words is not None:
                 raise RankError(f"rank {rank} raised {words}") from error

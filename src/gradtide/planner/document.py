@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
+from reprlib import repr as short
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -103,8 +103,3 @@ def _field(name: str, hint: Any, found: Any) -> Any:
 def is_number(found: Any, kind: type) -> bool:
     """Whether what JSON holds is a number of a kind, finite and of a size that is."""
     return type(found) in (int, kind) and -LARGEST <= found <= LARGEST
-
-
-def short(found: Any) -> str:
-    """What JSON holds, in a line."""
-    return reprlib.repr(found)

@@ -18,10 +18,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from gradtide.fusion import Trace
-from gradtide.planner.document import Document, is_number, short
+from gradtide.planner.document import Document, is_number
 
 DOCUMENT = Document("trace", "gradtide step trace")
 LATER = {"layers", "processor", "shape"}  # not all files of this version have these

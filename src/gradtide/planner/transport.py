@@ -101,7 +101,7 @@ class VirtualTransport:
         self.payload_bytes = 0
         self.processor = 0.0  # seconds of the rank's, for exchanges
         self.overhead = 1.0  # times what is counted, that the queue works for longer
-        hosts, local = network.hosts, network.ranks_per_host
+        local = network.ranks_per_host
         self._all = Circle.of(rank, network)
         inside = replace(network, hosts=1, one_hop_bytes=MOST)  # see `transport.gloo`
         # What all ranks of a host send at once goes through its one card.
@@ -109,7 +109,6 @@ class VirtualTransport:
         across = replace(network, ranks_per_host=1, inter=shared)
         self._inside = Circle.of(rank % local, inside)
         self._across = Circle.of(rank // local, across)
-        assert hosts * local == self.group.size
         self.now = 0.0  # the training thread's time
         self._until = 0.0  # then it goes on to something else than computing
         self._at: float | None = None  # the queue's time, while it is the queue's turn
