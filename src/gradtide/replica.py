@@ -54,8 +54,8 @@ from gradtide.transport import Mesh, ProcessGroup, connect, members
 
 if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
     from gradtide.kfac.preconditioner import Preconditioner
-    from gradtide.planner.auto import AutoSelector
-    from gradtide.planner.tuning import Tuner
+    from gradtide.planner.auto.selector import AutoSelector
+    from gradtide.planner.tuning.online import Tuner
 
 Buffers: TypeAlias = Literal["broadcast", "local"]
 
@@ -206,7 +206,7 @@ class Replica:
         self._auto: AutoSelector | None = None
         auto = undecided(self.scheme)
         if auto is not None and not self.waiting:
-            from gradtide.planner.auto import AutoSelector
+            from gradtide.planner.auto.selector import AutoSelector
 
             self._auto = AutoSelector(self, auto)
         self.tuning = self._search()
@@ -700,7 +700,7 @@ class Replica:
         fusion, undone = self.scheme.fusion, undecided(self.scheme) is not None
         if not isinstance(fusion, Search) or undone or self.waiting:
             return None
-        from gradtide.planner.tuning import Tuner
+        from gradtide.planner.tuning.online import Tuner
 
         flats = [bucket.payload.flat for bucket in self._training.buckets]
         whole = sum(flat.nbytes for flat in flats)

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from torch import Tensor, nn
 
 import gradtide
-from gradtide.fusion import BySize, Trial
+from gradtide.fusion import BySize, Trial, best
 from gradtide.planner.tuning import online
 
 SEARCH = "BinarySearch(trials=4, steps=3, smallest=0.001, ends=0.001)"
@@ -225,5 +225,6 @@ def test_it_says_what_it_tried(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_of_what_was_tried_twice_the_shorter_time_counts() -> None:
     tried = [Trial(1.0, 3.0), Trial(2.0, 2.5), Trial(2.0, 3.9)]
-    assert online._shortest(tried) == [Trial(1.0, 3.0), Trial(2.0, 2.5)]
+    found = list(map(best, online._by_size(tried)))
+    assert found == [Trial(1.0, 3.0), Trial(2.0, 2.5)]
     assert BySize(1.0) != BySize(2.0)

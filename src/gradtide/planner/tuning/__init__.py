@@ -1,3 +1,1 @@
 """Finding out during training which fusion suits it."""
-
-from gradtide.planner.tuning.online import Tuner as Tuner

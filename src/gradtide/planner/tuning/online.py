@@ -21,7 +21,7 @@ import torch
 from gradtide.core.engine import Engine
 from gradtide.core.grouped import grouped
 from gradtide.core.ops import Broadcast
-from gradtide.fusion import BySize, Search, Trial
+from gradtide.fusion import BySize, Search, Trial, best
 from gradtide.planner.watch import Clock as Moments
 
 START = 4  # steps before the first word: they are recorded, and everything is cold
@@ -61,7 +61,7 @@ class Tuner:
     @property
     def best(self) -> Trial | None:
         """The fastest size so far; of one that was tried twice, the shorter time."""
-        return min(_shortest(self.tried), key=lambda t: t.seconds, default=None)
+        return best([*map(best, _by_size(self.tried))]) if self.tried else None
 
     def __str__(self) -> str:
         """A line for each trial, and one for what came out."""
@@ -176,14 +176,12 @@ class Tuner:
 
     def _next(self, tried: Sequence[Trial]) -> float:
         """The next size, in MB; NaN if enough is known."""
-        once: dict[float, Trial] = {}
-        for trial in tried:
-            once.setdefault(trial.megabytes, trial)
-        size = self.fusion.propose(self._whole, list(once.values()))
+        trials = _by_size(tried)
+        size = self.fusion.propose(self._whole, [first for first, *_ in trials])
         if size is not None:
             return size
         counts = [trial.megabytes for trial in tried]
-        ranked = sorted(_shortest(tried), key=lambda trial: trial.seconds)
+        ranked = sorted(map(best, trials), key=lambda trial: trial.seconds)
         limit = CLOSE * ranked[0].seconds
         finalists = [t.megabytes for t in ranked[:AGAIN] if t.seconds <= limit]
         # The first was tried while all else in the training was cold, too.
@@ -193,10 +191,9 @@ class Tuner:
         return math.nan
 
 
-def _shortest(tried: Sequence[Trial]) -> list[Trial]:
-    """Every size once, with its shortest time: what disturbs a trial lengthens it."""
-    sizes = grouped(tried, lambda trial: trial.megabytes).values()
-    return [min(trials, key=lambda trial: trial.seconds) for trials in sizes]
+def _by_size(tried: Sequence[Trial]) -> list[list[Trial]]:
+    """The trials of each size. The shortest counts: what disturbs one lengthens it."""
+    return [*grouped(tried, lambda trial: trial.megabytes).values()]
 
 
 class Clock:
