@@ -22,8 +22,6 @@ from gradtide.core.ops import Group, Op
 from gradtide.core.transport import Job
 from gradtide.transport import CommunicationError, Transport
 
-ITEM = 4  # bytes: float32
-
 T = TypeVar("T")
 
 
@@ -107,5 +105,5 @@ class Bench:
     def empty(self, nbytes: float) -> Tensor:
         """Zeros, in a number that all ranks can divide among them."""
         size = self.group.size
-        numel = max(1, round(nbytes / ITEM / size)) * size
+        numel = max(1, round(nbytes / torch.float32.itemsize / size)) * size
         return torch.zeros(numel, device=self.device)

@@ -286,19 +286,16 @@ class VirtualTransport:
 
     def computed(self, start: float, seconds: float) -> float:
         """When the training thread ends what it begins to compute at `start`."""
-        network, beside = self.network, self.beside
-        self.inside = [i for i in self.inside if i[1] > self.now]
-        others = [*self.inside, *(beside or ())]
-        busy = union([*self.busy, *others]) if others else self.busy
-        if network.sharing == 1.0:
-            return stretched(start, seconds, busy, network.interference)
         # Time only goes on.
+        self.inside = [i for i in self.inside if i[1] > self.now]
         self._worked = [i for i in self._worked if i[1] > self.now]
-        third = [i for i in beside or () if i[1] > self.now]
-        taken = union([*self._worked, *third])
-        recent = [i for i in busy if i[1] > start]
+        third = [i for i in self.beside or () if i[1] > self.now]
+        busy = [i for i in self.busy if i[1] > start]
+        if self.inside or third:
+            busy = union([*busy, *self.inside, *third])
+        taken, network = union([*self._worked, *third]), self.network
         return held_up(
-            start, seconds, recent, network.interference, taken, network.sharing
+            start, seconds, busy, network.interference, taken, network.sharing
         )
 
     def _travel(self, pending: Pending) -> float:
