@@ -139,11 +139,9 @@ def _plainest(choices: Sequence[Choice], kind: Kind) -> Choice:
     """The fastest of a kind, but of about equals the one that is listed first."""
     own = [choice for choice in choices if choice.kind == kind]
     best = min(choice.step for choice in own)
-    order = [*DENSE, *sparse_recipes()]
+    place = {name: i for i, name in enumerate((*DENSE, *sparse_recipes()))}
     near = [choice for choice in own if choice.step <= SAME * best]
-    return min(
-        near, key=lambda c: order.index(c.name) if c.name in order else len(order)
-    )
+    return min(near, key=lambda choice: place.get(choice.name, len(place)))
 
 
 # - Rules (when compression does not help) ---------------------------------------------

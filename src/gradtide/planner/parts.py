@@ -20,7 +20,7 @@ from gradtide.kfac.assign import EVERYWHERE
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.curvature import Curvature
 from gradtide.kfac.flows import Share
-from gradtide.kfac.layers import KINDS, Kind, Layer
+from gradtide.kfac.layers import KINDS, Kind, Layer, sequence
 from gradtide.kfac.parts import Worker
 from gradtide.kfac.statistics import Ready, Statistics
 from gradtide.planner.intervals import Interval
@@ -65,9 +65,8 @@ class Told:
 
     def finish(self) -> list[tuple[Layer, Kind]]:
         if self._first:
-            for kind in KINDS:
-                for layer in self._layers if kind == "A" else reversed(self._layers):
-                    self._ready(layer, kind, self._factor)
+            for layer, kind in sequence(self._layers):
+                self._ready(layer, kind, self._factor)
         self._first = False
         self.disarm()
         return []

@@ -215,9 +215,9 @@ def _schedule(name: str, wanted: Schedule | str) -> Schedule:
     found = SCHEDULES.get(wanted) if isinstance(wanted, str) else wanted
     if not isinstance(found, Schedule):
         near = get_close_matches(str(wanted)[:100], SCHEDULES, n=1)
-        meant = f"did you mean {near[0]!r}? Use " if near else "use "
+        told = f"did you mean {near[0]!r}? Use " if near else "use "
         raise ValueError(
-            f"schedule={str(wanted)[:100]!r}: {meant}{', '.join(map(repr, SCHEDULES))} "
+            f"schedule={str(wanted)[:100]!r}: {told}{', '.join(map(repr, SCHEDULES))} "
             "or a Schedule"
         )
     return _LOCAL.get(name, LOCAL) if wanted == "local" else found
