@@ -90,8 +90,6 @@ class Queues:
         self._done: dict[Layer, float] = {}
         device = clock.network.device
         self._beside, self._copy = device.beside, device.take_in
-        if self._beside:
-            clock.beside = []
         self._round = (0.0, 0.0)  # inversions on the queue: from when, until when
 
     def submit(self, layer: Layer, job: Callable[[], None]) -> None:
@@ -110,7 +108,7 @@ class Queues:
                 ends, own = max(ends, end), rank == self._clock.group.rank
                 if own or not everywhere:
                     self.busy.append((begin, end))
-                if own and self._clock.beside is not None:
+                if own and self._beside:
                     self._clock.beside.append(self.busy[-1])
                     self._clock.charge(seconds)
         self._done[layer], self.seconds = ends, max(self._loads)

@@ -119,8 +119,7 @@ class VirtualTransport:
         self._windows: list[Window] = []
         self.busy: list[Interval] = []  # when the queue had an item
         self.inside: list[Interval] = []  # when its other lanes had one; recent ones
-        # When a third thread works, as a queue does (None: there is none).
-        self.beside: list[Interval] | None = None
+        self.beside: list[Interval] = []  # when a third thread works; recent ones
         self._worked: list[Interval] = []  # when its processor worked; recent ones
         self._worked_for = 0.0  # seconds since the last request
 
@@ -289,11 +288,11 @@ class VirtualTransport:
         # Time only goes on.
         self.inside = [i for i in self.inside if i[1] > self.now]
         self._worked = [i for i in self._worked if i[1] > self.now]
-        third = [i for i in self.beside or () if i[1] > self.now]
+        self.beside = [i for i in self.beside if i[1] > self.now]
         busy = [i for i in self.busy if i[1] > start]
-        if self.inside or third:
-            busy = union([*busy, *self.inside, *third])
-        taken, network = union([*self._worked, *third]), self.network
+        if self.inside or self.beside:
+            busy = union([*busy, *self.inside, *self.beside])
+        taken, network = union([*self._worked, *self.beside]), self.network
         return held_up(
             start, seconds, busy, network.interference, taken, network.sharing
         )
