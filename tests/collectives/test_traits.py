@@ -19,7 +19,7 @@ from gradtide.collectives.momentum_correction import (
     with_momentum,
 )
 from gradtide.core.ops import AllReduce, Flow, Group
-from gradtide.core.payload import Collective, Payload, Traits, next_step
+from gradtide.core.payload import Collective, Payload, Traits, next_step, settled
 from gradtide.planner import rehearsal
 from gradtide.planner.network import Network
 from gradtide.planner.search import rank, refusal
@@ -101,7 +101,7 @@ def test_they_are_rehearsed_by_what_they_depend_on(
 ) -> None:
     n = 12345 * 4
     for collective in (Turns(), Whole(), Saying(Whole())):
-        script = rehearsal.scripts(collective, n, torch.float32, (), 4)[1]
+        script = rehearsal.scripts(settled(collective), n, torch.float32, (), 4)[1]
         (reduced,) = (op for act in script.acts for op in act.asked)
         assert isinstance(reduced, AllReduce)
         share = 2 if isinstance(collective, Turns) else 1

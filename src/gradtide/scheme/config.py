@@ -65,8 +65,8 @@ class Scheme:
         return by_levels(self.collective, self.levels)
 
     def __repr__(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = [f"{k}={v!r}" for k, v in values.items() if v is not None]
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        given = [f"{name}={value!r}" for name, value in values if value is not None]
         return f"Scheme({', '.join(given)})"
 
 
@@ -79,16 +79,15 @@ def check(scheme: Scheme) -> Scheme:
             "WFBP or DEAR; a recipe takes a name: recipe('oktopk', schedule='dear')"
         )
     check_fields(scheme)
-    if isinstance(scheme.levels, int) and scheme.levels < 1:
-        raise ValueError(
-            f"levels={scheme.levels}: the number of ranks on each host, 1 or more"
-        )
     if isinstance(scheme.levels, tuple):
         _check_hosts(sum(map(len, scheme.levels)), scheme.levels)
     outer, *wrapped = layers(scheme.collective)
     schedule, local = scheme.schedule, scheme.schedule.launch == "step"
     kfac = scheme.preconditioner is not None
     wrong = {
+        f"levels={scheme.levels}: the number of ranks on each host, 1 or more": (
+            isinstance(scheme.levels, int) and scheme.levels < 1
+        ),
         f"{scheme.collective!r}: what auto decides on cannot be wrapped; use "
         "auto(lossy=True, warmup=160)": any(traits(each).undecided for each in wrapped),
         f"{scheme!r}: auto begins as wfbp and decides on the schedule itself, and "
