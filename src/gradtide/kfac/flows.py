@@ -9,14 +9,14 @@ messages go host by host here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradtide.core.levels import Levels
+from gradtide.core.levels import Levels, Steps
 from gradtide.core.ops import (
     AllGather,
     AllReduce,
@@ -24,6 +24,7 @@ from gradtide.core.ops import (
     Cut,
     Flow,
     Group,
+    Op,
     ReduceScatter,
 )
 
@@ -68,7 +69,7 @@ class Sum:
         along: tuple[AllReduce, ...],
         group: Group,
         levels: Levels | None,
-    ) -> Flow:
+    ) -> Steps:
         """Direct messages: a ring would round the partial sums at every hop."""
         x, sizes = self.flat, self.sizes
         if sizes is None:  # even parts
@@ -86,7 +87,6 @@ class Sum:
             own.copy_((yield from levels.between(flow)))
         if self.sizes is None:
             x.copy_((yield AllGather(own.to(dtype), sizes)))
-        return x
 
 
 def _sum_cast(
@@ -156,83 +156,70 @@ class Share:
         self.take()
         return self.flat
 
-    def _to_all(self, group: Group) -> Flow:
+    def _to_all(self, group: Group) -> Steps:
         sizes = [
             sum(piece.numel for piece in self.pieces if piece.source == rank)
             for rank in range(group.size)
         ]
         own = torch.split(self.flat, sizes)[group.rank]
         yield AllGather(own, sizes, into=self.flat)
-        return self.flat
 
-    def _to_some(self, group: Group) -> Flow:
-        ranks = range(group.size)
-        leaving = [self._between(group.rank, peer) for peer in ranks]
-        arriving = [self._between(peer, group.rank) for peer in ranks]
-        asked, got = self._message(leaving, arriving, self.views)
-        self._fill(got((yield asked)))
-        return self.flat
+    def _to_some(self, group: Group) -> Steps:
+        ranks = [(rank,) for rank in range(group.size)]
+        own = ranks[group.rank]
+        leaving = [self._between(own, peer) for peer in ranks]
+        arriving = [self._between(peer, own) for peer in ranks]
+        self._fill((yield from self._exchange(leaving, arriving, self.views)))
 
-    def _by_hosts(self, levels: Levels) -> Flow:
+    def _by_hosts(self, levels: Levels) -> Steps:
         """To one rank of each host that has receivers, who tells those."""
-        here, rank = levels.table[levels.outer.rank], levels.group.rank
-        needs = [
-            {p for p in self.pieces if not p.receivers.isdisjoint(row)}
-            for row in levels.table
-        ]
-        own = [p for p in self.pieces if p.source == rank]
-        sources = [row[levels.place] for row in levels.table]
-        leaving = [
-            [] if host == levels.outer.rank else [p for p in own if p in need]
-            for host, need in enumerate(needs)
-        ]
-        needed = needs[levels.outer.rank]
-        arriving = [
-            [p for p in self.pieces if p.source == source != rank and p in needed]
-            for source in sources
-        ]
-        asked, got = self._message(leaving, arriving, self.views)
-        came = got((yield levels.across(asked)))
+        table, rank = levels.table, levels.group.rank
+        here, own = table[levels.outer.rank], (rank,)
+        column = [row[levels.place] for row in table]
+        others = [row if row is not here else () for row in table]
+        leaving = [self._between(own, row) for row in others]
+        arriving = [self._between((r,), here) if r != rank else [] for r in column]
+        came = yield from self._exchange(leaving, arriving, self.views, levels.across)
         held = {**self.views, **came}
-
-        def told(by: int, to: int) -> list[Piece]:
-            """What a rank of this host has for another: its own, or what came to it."""
-            column = [row[here.index(by)] for row in levels.table]
-            return [p for p in self.pieces if p.source in column and to in p.receivers]
-
-        leaving = [told(rank, peer) if peer != rank else [] for peer in here]
-        arriving = [told(peer, rank) if peer != rank else [] for peer in here]
-        asked, found = self._message(leaving, arriving, held)
-        self._fill(found((yield levels.inside(asked))))
+        # What a rank of this host has for another: its own, or what came to it.
+        columns = list(zip(*table, strict=True))
+        peers = [(peer,) if peer != rank else () for peer in here]
+        leaving = [self._between(column, peer) for peer in peers]
+        arriving = [self._between(c, own) if rank not in c else [] for c in columns]
+        found = yield from self._exchange(leaving, arriving, held, levels.inside)
+        self._fill(found)
         self._fill({p: part for p, part in came.items() if rank in p.receivers})
-        return self.flat
 
-    def _message(
+    def _between(
+        self, sources: Collection[int], receivers: Collection[int]
+    ) -> list[Piece]:
+        """What any of these ranks has for any of those."""
+        return [
+            piece
+            for piece in self.pieces
+            if piece.source in sources and not piece.receivers.isdisjoint(receivers)
+        ]
+
+    def _exchange(
         self,
         leaving: Sequence[Sequence[Piece]],
         arriving: Sequence[Sequence[Piece]],
         held: Mapping[Piece, Tensor],
-    ) -> tuple[AllToAll, Callable[[Tensor], dict[Piece, Tensor]]]:
-        """Pieces for and from every rank, and what takes the answer apart."""
+        among: Callable[[AllToAll], Op] = lambda op: op,
+    ) -> Steps:
+        """Send pieces to every rank, and return those that come from every rank."""
         sent = [held[piece] for row in leaving for piece in row]
-        asked = AllToAll(
-            torch.cat(sent) if sent else self.flat.new_empty(0),
-            [sum(piece.numel for piece in row) for row in leaving],
-            [sum(piece.numel for piece in row) for row in arriving],
-        )
         got = [piece for row in arriving for piece in row]
-
-        def taken(rows: Tensor) -> dict[Piece, Tensor]:
-            parts = torch.split(rows, [piece.numel for piece in got])
-            return dict(zip(got, parts, strict=True))
-
-        return asked, taken
+        rows = yield among(
+            AllToAll(
+                torch.cat(sent) if sent else self.flat.new_empty(0),
+                [sum(piece.numel for piece in row) for row in leaving],
+                [sum(piece.numel for piece in row) for row in arriving],
+            )
+        )
+        parts = torch.split(rows, [piece.numel for piece in got])
+        return dict(zip(got, parts, strict=True))
 
     def _fill(self, found: Mapping[Piece, Tensor]) -> None:
         for piece, part in found.items():
             self.views[piece].copy_(part)
-
-    def _between(self, source: int, receiver: int) -> list[Piece]:
-        return [
-            p for p in self.pieces if p.source == source and receiver in p.receivers
-        ]
