@@ -37,31 +37,24 @@ def _kernel(function: Callable[..., None]) -> Any:
     return triton.jit(function) if AVAILABLE else function
 
 
-def above(x: Tensor, threshold: Tensor | float, limit: int) -> Tensor:
+def above(x: Tensor, threshold: float, limit: int) -> Tensor:
     """Sorted indices of the first `limit` entries with not(|x| <= threshold).
 
-    `x` is 1-D and contiguous, n >= 1; `threshold` a number, or a 0-dim tensor on its
-    device. NaN counts as large. Waits for the device once, to learn how many there are.
+    `x` is 1-D and contiguous, n >= 1. NaN counts as large. Waits for the device once,
+    to learn how many there are.
     """
-    bits, ends = _marked(x, threshold)
+    assert x.is_contiguous()
+    blocks = triton.cdiv(x.numel(), BLOCK)
+    bits = x.new_empty(blocks * BLOCK // 32, dtype=torch.int32)
+    counts = x.new_empty(blocks, dtype=torch.int32)
+    bound = x.new_full((), threshold, dtype=torch.promote_types(x.dtype, torch.float32))
+    _mark[(blocks,)](x, bound, bits, counts, x.numel(), **_LAUNCH)
+    ends = counts.cumsum(0, dtype=index_dtype(x.numel()))
     count = min(int(ends[-1]), limit)
     indices = torch.empty(count, dtype=ends.dtype, device=x.device)
     if count:
         _compact[(len(ends),)](bits, ends, indices, count, **_LAUNCH)
     return indices
-
-
-def _marked(flat: Tensor, threshold: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Bits of the entries above (int32 words), and ones up to each block's end."""
-    assert flat.is_contiguous()
-    blocks = triton.cdiv(flat.numel(), BLOCK)
-    bits = flat.new_empty(blocks * BLOCK // 32, dtype=torch.int32)
-    counts = flat.new_empty(blocks, dtype=torch.int32)
-    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    limit = flat.new_empty((), dtype=wide)
-    limit.copy_(threshold) if isinstance(threshold, Tensor) else limit.fill_(threshold)
-    _mark[(blocks,)](flat, limit, bits, counts, flat.numel(), **_LAUNCH)
-    return bits, counts.cumsum(0, dtype=index_dtype(flat.numel()))
 
 
 @_kernel
