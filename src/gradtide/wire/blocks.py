@@ -80,32 +80,29 @@ class Blockwise:
         return messages.view(torch.float32)[..., :levels]
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        kernel = _compiled(out)
-        if out.is_meta:
-            out.zero_()
-        elif kernel is not None:
-            kernel.add(*self._kind, message[None].numpy(), out.numpy(), True)
-        elif out.itemsize < 4:
-            wide = out.float()
-            self.decode(message, wide)
-            # The product of a scale could be just above the largest number there is.
-            most = torch.finfo(out.dtype).max
-            out.copy_(wide.clamp_(-most, most))
-        else:
-            out.zero_()
-            self.add(message[None], out)
+        self._sum(message[None], out, fresh=True)
 
     def add(self, messages: Tensor, out: Tensor) -> None:
+        self._sum(messages, out, fresh=False)
+
+    def _sum(self, messages: Tensor, out: Tensor, fresh: bool) -> None:
+        """Add messages to `out`, or to zeros in its place if it is `fresh`."""
         kernel = _compiled(out)
         if out.is_meta:
-            out.add_(out)
+            out.zero_() if fresh else out.add_(out)
         elif kernel is not None:
-            kernel.add(*self._kind, messages.numpy(), out.numpy(), False)
+            kernel.add(*self._kind, messages.numpy(), out.numpy(), fresh)
         elif out.itemsize < 4:
             wide = out.float()
-            self.add(messages, wide)
+            self._sum(messages, wide, fresh)
+            if fresh:
+                # The product of a scale could be just above the largest number.
+                most = torch.finfo(out.dtype).max
+                wide.clamp_(-most, most)
             out.copy_(wide)
         else:
+            if fresh:
+                out.zero_()
             for message in messages:
                 for x, _, levels, codes in self._blocks(out, message):
                     self._add(x, levels, codes)
