@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -235,11 +234,9 @@ def _fields(
 
     Values are wider than counts where they travel in double precision.
     """
-    sizes = [4 * num_blocks(span), codec.nbytes(count), 2 * count]
+    blocks, coded = 4 * num_blocks(span), codec.nbytes(count)
+    both = message[: blocks + coded]
+    halves = message[blocks + coded :][: 2 * count].view(torch.uint16)
     if codec.width > 4:
-        sizes[0], sizes[1] = sizes[1], sizes[0]
-    first, second, third = accumulate(sizes)
-    a, b, c = message[:first], message[first:second], message[second:third]
-    if codec.width > 4:
-        a, b = b, a
-    return b, a.view(torch.int32), c.view(torch.uint16)
+        return both[:coded], both[coded:].view(torch.int32), halves
+    return both[blocks:], both[:blocks].view(torch.int32), halves

@@ -126,30 +126,23 @@ def second_half(
     return mean
 
 
-def padded(values: Tensor, size: int) -> Tensor:
-    """A copy of `values` (1-D) and zeros that can be cut into `size` equal parts."""
-    length = -(-max(len(values), 1) // size) * size
-    return torch.nn.functional.pad(values, (0, length - len(values)))
-
-
-def averaged(values: Tensor, group: Group) -> Flow:
-    """The mean of `values` (1-D) over all ranks, by `Dense`."""
-    x = padded(values, group.size)
-    mean = yield from Dense().reduce(Payload(x, [x]), group)
-    return mean[: len(values)]
-
-
-def averaged_at(
-    where: Tensor, values: Tensor, payload: Payload, codec: Codec, group: Group
+def averaged(
+    values: Tensor,
+    payload: Payload,
+    codec: Codec,
+    group: Group,
+    where: Tensor | None = None,
 ) -> Flow:
-    """The mean of all ranks' `values` (1-D), which they took from the same entries.
+    """The mean of all ranks' `values` (1-D).
 
-    What the codec rounds off is given back to the payload.
+    With a codec that is not exact, `where` they were taken from is the same on all
+    ranks, and what is rounded off is given back to the payload there.
     """
-    x = padded(values, group.size)
+    length = -(-max(len(values), 1) // group.size) * group.size
+    x = torch.nn.functional.pad(values, (0, length - len(values)))
     mean = x if codec.exact else torch.empty_like(x)
     part = yield from first_half(x, mean, codec, payload, group)
-    if mean is not x:
+    if where is not None and mean is not x:
         payload.add_residual(where, x[: len(values)])
     yield Cut(part)
     mean = yield from second_half(mean, part, codec, payload, group)

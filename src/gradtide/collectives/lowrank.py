@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives.dense import Dense, averaged
+from gradtide.core.grouped import grouped
 from gradtide.core.ops import AllReduce, Flow, Group
 from gradtide.core.payload import Payload, Traits
+from gradtide.wire import codec_of
 
 SEED = 20190  # of the first factors, so that they are equal on all ranks
 
@@ -132,8 +134,7 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
     finite are returned as NaN.
     """
     bases = [torch.empty(0)] * len(factors)
-    for shape in sorted({tuple(f.shape) for f in factors}):
-        alike = [i for i, f in enumerate(factors) if tuple(f.shape) == shape]
+    for alike in grouped(range(len(factors)), lambda i: factors[i].shape).values():
         stack = torch.stack([factors[i] for i in alike])
         wide = stack.to(torch.promote_types(stack.dtype, torch.float32))
         scale = wide.abs().amax((1, 2), keepdim=True)
@@ -184,7 +185,7 @@ def project(
             w.addmm_(b, c.T, alpha=-1)
     else:
         payload.flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    told = yield from averaged(message, group)
+    told = yield from averaged(message, payload, codec_of(None, message.dtype), group)
     means = _split(told[:factors], shapes)
     mean = payload.mean_buffer()
     for w, b, c in zip(_oriented(mean, places, turned), bases, means, strict=True):

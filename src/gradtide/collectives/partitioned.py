@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradtide.collectives._entries import Steps, check, kept
 from gradtide.collectives._indices import HEAD, gather_indices
-from gradtide.collectives.dense import Dense, averaged_at
+from gradtide.collectives.dense import Dense, averaged
 from gradtide.collectives.partitions import Even, Partition, Plan, Report
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload, Traits, next_step
@@ -88,7 +88,7 @@ class PartitionedTopK(Traits):
             values = payload.pop_entries(union, codec.dtype)
         else:
             values = _take_due(payload, scores, union, plan, codec.dtype)
-        mean = yield from averaged_at(union, values, payload, codec, group)
+        mean = yield from averaged(values, payload, codec, group, union)
         return payload.sparse_mean(union, mean)
 
     def _agree(

@@ -125,8 +125,9 @@ def codec_of(wire: Wire, dtype: torch.dtype) -> Codec:
     else:
         # Here: most trainings do without.
         from gradtide.wire.blocks import Blockwise
+        from gradtide.wire.formats import FORMATS
 
-        found = Blockwise(wire)
+        found = Blockwise(FORMATS[wire])
     return found if found.width < own.width else own
 
 

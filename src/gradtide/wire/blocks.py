@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.wire.formats import BLOCK, FORMATS, TINY, Format
+from gradtide.wire.formats import BLOCK, TINY, Format
 
 CHUNK = 512  # blocks whose temporaries stay in a core's cache
 ALIGN = 4  # bytes: levels may be viewed wherever a message begins
@@ -32,15 +32,11 @@ class Blockwise:
     is wider.
     """
 
-    name: str
+    format: Format
 
     exact = False
     dtype = torch.float32
     keeps = True
-
-    @property
-    def format(self) -> Format:
-        return FORMATS[self.name]
 
     @property
     def width(self) -> float:

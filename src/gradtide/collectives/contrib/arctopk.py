@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives._entries import check
-from gradtide.collectives.dense import Dense, averaged_at
+from gradtide.collectives.dense import Dense, averaged
 from gradtide.core.ops import AllReduce, Flow, Group
 from gradtide.core.payload import Payload, Traits, next_step
 from gradtide.selectors.kernels import everything, index_dtype
@@ -86,7 +86,7 @@ class ARCTopK(Traits):
         last = everything(flat[:behind]) + rows * self.columns
         where = torch.cat([where.flatten(), last]).to(index_dtype(len(flat)))
         values = payload.pop_entries(where, codec.dtype)
-        mean = yield from averaged_at(where, values, payload, codec, group)
+        mean = yield from averaged(values, payload, codec, group, where)
         return payload.sparse_mean(where, mean)
 
     def _sketch(self, matrix: Tensor, step: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from gradtide.collectives._entries import Selecting, Steps, kept
 from gradtide.collectives.contrib.gtopk import at_most
-from gradtide.collectives.dense import Dense, averaged_at
+from gradtide.collectives.dense import Dense, averaged
 from gradtide.core.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.core.payload import Payload, next_step
 from gradtide.selectors.kernels import index_dtype
@@ -57,7 +57,7 @@ class CLTk(Selecting):
         if small:
             mean = (yield AllReduce(values)).div_(group.size)
         else:
-            mean = yield from averaged_at(where, values, payload, codec, group)
+            mean = yield from averaged(values, payload, codec, group, where)
         return payload.sparse_mean(where, mean)
 
     def _chosen(

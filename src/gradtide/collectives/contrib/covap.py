@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradtide.collectives._entries import check
-from gradtide.collectives.dense import Dense, averaged_at
+from gradtide.collectives.dense import Dense, averaged
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload, Traits, next_step
 from gradtide.selectors.kernels import everything
@@ -64,5 +64,5 @@ class COVAP(Traits):
         payload.check_all_finite(codec.dtype)
         where = everything(flat[begin:end]) + begin
         values = payload.pop_entries(where, codec.dtype)
-        mean = yield from averaged_at(where, values, payload, codec, group)
+        mean = yield from averaged(values, payload, codec, group, where)
         return payload.sparse_mean(where, mean)
