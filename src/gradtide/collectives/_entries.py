@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,8 +28,13 @@ ALIGN = 8  # bytes: every message begins where any dtype may be viewed
 Entries: TypeAlias = tuple[Tensor, Tensor]  # indices (int32, sorted, unique), values
 
 
-def check(name: str, wire: str | None, density: float = 1.0) -> None:
-    """Raise ValueError for hyper-parameters that make no sense."""
+def check(collective: Any, **counts: str) -> None:
+    """Raise ValueError for hyper-parameters that make no sense.
+
+    `counts` are the fields that count something, and what.
+    """
+    name, wire = type(collective).__name__, collective.wire
+    density = getattr(collective, "density", 1.0)
     if not 0 < density <= 1:
         raise ValueError(
             f"{name}(density={density!r}): density is the share of entries to send, "
@@ -38,13 +43,19 @@ def check(name: str, wire: str | None, density: float = 1.0) -> None:
     if wire is not None and wire not in WIRES:
         names = ", ".join(map(repr, WIRES))
         raise ValueError(f"{name}(wire={wire!r}): wire is {names} or None")
+    for field, what in counts.items():
+        if (value := getattr(collective, field)) < 1:
+            raise ValueError(
+                f"{name}({field}={value}): {field} counts {what}, 1 or more"
+            )
 
 
 @dataclass(frozen=True)
 class Selecting(Traits):
     """What collectives have in common whose ranks select entries by magnitude.
 
-    Buckets for which this does not pay (`pays`) are exchanged by `Dense`.
+    A bucket for which this would not send fewer bytes travels by `Dense`, and then the
+    casts of `wire` are lost.
 
     Args:
         density: The share k/n of the n entries of a bucket that a rank selects, above 0
@@ -66,7 +77,7 @@ class Selecting(Traits):
     wire: Wire = None
 
     def __post_init__(self) -> None:
-        check(type(self).__name__, self.wire, self.density)
+        check(self)
 
 
 def kept(density: float, n: int) -> int:

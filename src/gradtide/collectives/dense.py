@@ -52,7 +52,7 @@ class Dense(Traits):
         return keeps(self.wire)
 
     def __post_init__(self) -> None:
-        check("Dense", self.wire)
+        check(self)
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         x = payload.flat

@@ -35,9 +35,7 @@ class OkTopk(Selecting):
     winners. One more when regions are cut, and one where winners are moved to even out
     the last round. A rank sends 12 k (P - 1) / P bytes for float32, 8 k (P - 1) / P
     with `wire`, some numbers to every peer, and at most 6 k / P bytes of winners that
-    are moved. The bytes do not grow with the number of ranks. A bucket for which this
-    would not send fewer bytes travels by `Dense`, and then the casts of `wire` are
-    lost.
+    are moved. The bytes do not grow with the number of ranks.
 
     Residual: all but what was selected here and won. Nothing is taken out before the
     second half, so a flow that is closed at its cut leaves every finite entry.
@@ -67,12 +65,7 @@ class OkTopk(Selecting):
     alike = False  # indices are relative to regions, some of which are shorter
 
     def __post_init__(self) -> None:
-        _entries.check("OkTopk", self.wire, self.density)
-        for name in ("rebalance", "refresh"):
-            if (steps := getattr(self, name)) < 1:
-                raise ValueError(
-                    f"OkTopk({name}={steps}): {name} counts steps, 1 or more"
-                )
+        _entries.check(self, rebalance="steps", refresh="steps")
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         flat, state = payload.flat, payload.state

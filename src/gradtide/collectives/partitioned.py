@@ -45,16 +45,13 @@ class PartitionedTopK(Traits):
     guard at once, and travel when their segment is next searched.
 
     Args:
-        density: The share k/n of the n entries of a bucket that travel, above 0 and at
-            most 1. Larger values cost more bytes and delay fewer entries. The default,
-            0.01, is a starting point; "Learning" in benchmarks/README.md shows what
-            densities do to a loss.
+        density: The share k/n of the n entries of a bucket that travel, see
+            `Selecting`.
         partition: Who searches where, and for how many entries: `Even()`, `Dynamic()`
             or `ByNorm()`. The default is the one that learns nothing; the recipes
             "micro", "exdyna" and "deft" stand for the three.
-        wire: In what values travel: "bf16", "fp16", "int8", "e3m0", "2bit", "sign", or
-            None, see `Dense`. None is the default because it rounds nothing. What a
-            wire takes off goes to the residual, that of the mean to the part's owner's.
+        wire: In what values travel, see `Selecting`. What it takes off the mean goes
+            to the residual of the part's owner.
 
     Raises:
         ValueError: A field is outside its range.
@@ -67,7 +64,7 @@ class PartitionedTopK(Traits):
     searches_part = True
 
     def __post_init__(self) -> None:
-        check("PartitionedTopK", self.wire, self.density)
+        check(self)
         if isinstance(self.partition, type) or not hasattr(self.partition, "learn"):
             raise ValueError(
                 f"PartitionedTopK(partition={self.partition!r}): use Even(), Dynamic() "

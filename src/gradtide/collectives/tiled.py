@@ -53,7 +53,7 @@ class TiledTopK(Traits):
     depends_on = "size"
 
     def __post_init__(self) -> None:
-        check("TiledTopK", self.wire, self.density)
+        check(self)
 
     def pays_below(self, size: int) -> float:
         width = codec_of(self.wire, torch.float32).width

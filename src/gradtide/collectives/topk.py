@@ -25,9 +25,7 @@ class TopK(Selecting):
     Cost, with P ranks: one round of P - 1 messages, after a small one for the numbers
     of entries unless `select` is `Exact()`. A rank sends 6 k (P - 1) bytes for float32
     (4 for a value, 2 for its index), 4 k (P - 1) with `wire`. The mean has between k
-    and P k entries: so the bytes grow with the number of ranks. A bucket for which this
-    would not send fewer bytes travels by `Dense`, and then the casts of `wire` are
-    lost.
+    and P k entries: so the bytes grow with the number of ranks.
 
     Residual: what the rank itself did not select.
 

@@ -31,8 +31,7 @@ class TopKA2A(Selecting):
 
     Cost, with P ranks: two rounds of P - 1 messages. A rank sends (6 k + 4 n) (P - 1) /
     P bytes for float32, (4 k + 2 n) (P - 1) / P with `wire`: the same amount in every
-    step, and never less than half of what `Dense` sends. A bucket for which this would
-    not send fewer bytes travels by `Dense`, and then the casts of `wire` are lost.
+    step, and never less than half of what `Dense` sends.
 
     Residual: what was not selected.
 

@@ -35,9 +35,7 @@ class ACPSGD(LowRank):
     `PowerSGD`.
 
     Args:
-        rank: The number of columns of a factor, 1 or more. Larger ranks are closer to
-            the mean, and send more bytes in proportion. The default, 4, has a 256 x 256
-            matrix travel in a 64th of its elements for each factor.
+        rank: The number of columns of a factor, see `PowerSGD`.
 
     Raises:
         ValueError: `rank` is less than 1.

@@ -63,10 +63,7 @@ class ARCTopK(Traits):
     depends_on = "size"
 
     def __post_init__(self) -> None:
-        check("ARCTopK", self.wire, self.density)
-        for name in ("columns", "rank"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"ARCTopK({name}={value}): a number, 1 or more")
+        check(self, columns="elements", rank="numbers")
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         flat, codec = payload.flat, codec_of(self.wire, payload.flat.dtype)

@@ -27,8 +27,7 @@ class CLTk(Selecting):
     Cost, with P ranks: a broadcast of k indices, and the two halves of a dense exchange
     of k values, three rounds. For float32 that is 4 k bytes, and 8 k (P - 1) / P. Where
     values take 16 KB or less, they are exchanged in one round of P - 1 direct messages,
-    without a cast. A rank selects in one of P steps only. A bucket for which this would
-    not send fewer bytes travels by `Dense`, and then the casts of `wire` are lost.
+    without a cast. A rank selects in one of P steps only.
 
     Residual: on every rank, all but the chosen entries. What the other ranks have
     elsewhere waits for their turn.

@@ -46,11 +46,7 @@ class COVAP(Traits):
     depends_on = "size"
 
     def __post_init__(self) -> None:
-        check("COVAP", self.wire)
-        if self.interval < 1:
-            raise ValueError(
-                f"COVAP(interval={self.interval}): a number of steps, 1 or more"
-            )
+        check(self, interval="steps")
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         flat, codec = payload.flat, codec_of(self.wire, payload.flat.dtype)

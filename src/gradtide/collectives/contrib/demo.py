@@ -61,7 +61,7 @@ class DeMo(Traits):
     depends_on = "size"
 
     def __post_init__(self) -> None:
-        check("DeMo", self.wire)
+        check(self)
         if not 1 <= self.kept <= SIDE * SIDE:
             raise ValueError(f"DeMo(kept={self.kept}): from 1 to {SIDE * SIDE}")
 

@@ -26,9 +26,7 @@ class GTopK(Selecting):
 
     Cost, with P ranks: log2(P) rounds of one message of k entries: 6 k bytes each for
     float32, 4 k with `wire`. If P is no power of two, the ranks beyond it hand their
-    entries to a partner first and get the result at the end: two rounds more. A bucket
-    for which this would not send fewer bytes travels by `Dense`, and then the casts of
-    `wire` are lost.
+    entries to a partner first and get the result at the end: two rounds more.
 
     Residual: what the rank did not select, and its stake in what a merge dropped. A
     rank takes its stake back also if the same index survives in another branch of the

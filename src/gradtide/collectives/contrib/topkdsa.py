@@ -25,9 +25,7 @@ class TopkDSA(Selecting):
 
     Cost, with P ranks: three rounds of P - 1 messages. For float32 a rank sends from 12
     k (P - 1) / P bytes, if all ranks select the same entries, to the (6 k + 4 n) (P -
-    1) / P of `TopKA2A`, and 8 (P - 1) bytes for the numbers. A bucket for which this
-    would not send fewer bytes travels by `Dense`, and then the casts of `wire` are
-    lost.
+    1) / P of `TopKA2A`, and 8 (P - 1) bytes for the numbers.
 
     Residual: what was not selected.
 
