@@ -61,15 +61,14 @@ def gather_indices(
     table = (yield ToHost(torch.cat(heads))).view(torch.int32).view(-1, 3)
     counts = table[:, 0].tolist()
     numbers = table[:, 1:].contiguous().view(torch.float32).tolist()
-    told: list[Report] = [Report(0, 0.0, 0.0)] * len(plan.quotas)
     order = [s for segments in bins for s in segments]
-    for s, n, (threshold, norm) in zip(order, counts, numbers, strict=True):
-        told[s] = Report(n, threshold, norm)
+    heard = [Report(n, *both) for n, both in zip(counts, numbers, strict=True)]
+    told = dict(zip(order, heard, strict=True))
     rows = [
         _unpack(part, kind, [told[s].found for s in kind.segments], plan.edges[-1])
         for part, kind in zip(arrived, kinds, strict=True)
     ]
-    return rows, told
+    return rows, [told[s] for s in range(len(plan.quotas))]
 
 
 def _bin(segments: Sequence[int], plan: Plan) -> _Bin:

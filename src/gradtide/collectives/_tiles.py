@@ -103,10 +103,10 @@ class Places:
     def __init__(self, grids: Sequence[Grid], density: float) -> None:
         self.grids = grids
         self._kept = [grid.kept(density) for grid in grids]
-        self.counts = [int(kept.sum()) for kept in self._kept]
+        self._count = int(torch.cat(self._kept).sum())
 
     def __len__(self) -> int:
-        return sum(self.counts)
+        return self._count
 
     def largest(self, tiles: Sequence[Tensor]) -> Tensor:
         """Places (int32) of the largest of each tile, of one grid after the other.
@@ -128,36 +128,29 @@ class Places:
 
     def in_bucket(self, places: Tensor, n: int) -> Tensor:
         """Where places [..., entries] are in a bucket of n elements."""
-        first, columns, width = (
-            x.to(places.device, index_dtype(n)) for x in self._tiles
-        )
+        first, columns, width = self._tiles.to(places.device, index_dtype(n)).unbind()
         down = torch.div(places, width, rounding_mode="floor")
         return first + down * columns + (places - down * width)
 
     @cached_property
-    def _tiles(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _tiles(self) -> Tensor:
         """Where each entry's tile begins, the matrix's columns and the tile's."""
-        firsts = []
+        found = []
         for grid, kept in zip(self.grids, self._kept, strict=True):
             (height, width), (_, across) = grid.shape, grid.tiles
             tile = torch.arange(len(kept))
             row, column = tile // across * height, tile % across * width
             first = grid.begin + row * grid.columns + column
-            firsts.append(first.repeat_interleave(kept))
-        columns = torch.tensor([[g.columns, g.shape[1]] for g in self.grids])
-        counts = torch.tensor(self.counts)
-        each = columns.repeat_interleave(counts, 0)
-        return torch.cat(firsts), each[:, 0], each[:, 1]
+            widths = (torch.full_like(tile, w) for w in (grid.columns, width))
+            found.append(torch.stack([first, *widths]).repeat_interleave(kept, 1))
+        return torch.cat(found, 1)
 
     def in_tiles(self, places: Tensor) -> Tensor:
         """Where places [..., entries] are in all grids' tiles, one after the other."""
-        firsts, begin = [], 0
-        for grid, kept in zip(self.grids, self._kept, strict=True):
-            elements = prod(grid.shape)
-            first = begin + torch.arange(len(kept)) * elements
-            firsts.append(first.repeat_interleave(kept))
-            begin += len(kept) * elements
-        return torch.cat(firsts).to(places.device) + places
+        pairs = zip(self.grids, self._kept, strict=True)
+        sizes = torch.cat([torch.full_like(k, prod(grid.shape)) for grid, k in pairs])
+        firsts = (sizes.cumsum(0) - sizes).repeat_interleave(torch.cat(self._kept))
+        return firsts.to(places.device) + places
 
 
 # - On the wire ------------------------------------------------------------------------
