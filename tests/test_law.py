@@ -14,7 +14,7 @@ from gradtide.collectives import COLLECTIVES, Dense
 from gradtide.core.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.core.payload import Collective, Payload
 from gradtide.testing import DivergedError, check_law, lockstep
-from gradtide.wire import WIRES, keeps
+from gradtide.wire import NARROW, WIRES
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 RUN = 128  # elements of which all or none count: who chooses, chooses rows at most
@@ -37,7 +37,7 @@ def test_law_on_every_wire(make: Any, wire: Any, size: int) -> None:
     if make is not Dense:
         collective = make(density=0.05, wire=wire)
         check_law(collective, size, numel=333 * size, steps=4)
-    if keeps(wire):
+    if wire in NARROW:
         check_law(Dense(wire), size, numel=333 * size, steps=4)
         collective = make() if make is Dense else make(density=0.05)
         check_law(replace(collective, wire=wire), size, numel=3 * size, steps=3)

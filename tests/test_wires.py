@@ -18,7 +18,7 @@ from gradtide.planner.network import Network
 from gradtide.planner.search import rank
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.scheme import Scheme, parse
-from gradtide.wire import WIRES, keeps
+from gradtide.wire import NARROW
 from tests.conftest import Product
 from tests.ranks import run_ranks
 from tests.test_sparse import (
@@ -32,7 +32,6 @@ from tests.test_sparse import (
     weights,
 )
 
-NARROW = [wire for wire in WIRES if keeps(wire)]  # type: ignore[arg-type]
 SCHEDULES = ("SEQUENTIAL", "WFBP", "DEAR")
 SMALL = "BySize(0.004, ends=0.001)"  # two buckets: DEAR holds one
 

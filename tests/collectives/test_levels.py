@@ -17,7 +17,7 @@ from gradtide.core.ops import Cut, Group
 from gradtide.core.payload import Collective, Payload
 from gradtide.scheme import parse
 from gradtide.testing import check_law, lockstep
-from gradtide.wire import WIRES, keeps
+from gradtide.wire import NARROW, WIRES
 
 CLUSTERS = [(1, 2), (2, 2), (3, 2), (2, 3), (4, 2), (2, 4), (4, 4), (3, 5)]
 STEPS = 6  # of which bytes are counted
@@ -41,7 +41,7 @@ def test_law_on_a_wire(wire: Any, hosts: int, local: int) -> None:
     for make in SPARSE:
         collective = TwoLevel(make(density=0.05, wire=wire), local)  # type: ignore[call-arg]
         check_law(collective, size, numel=333 * size, steps=6)
-    if keeps(wire):
+    if wire in NARROW:
         check_law(TwoLevel(Dense(wire), local), size, numel=333 * size, steps=6)
 
 

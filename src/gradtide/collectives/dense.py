@@ -10,7 +10,7 @@ from torch import Tensor
 from gradtide.collectives._entries import Steps, check
 from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, ReduceScatter
 from gradtide.core.payload import Payload, Traits
-from gradtide.wire import Codec, Wire, codec_of, keeps, round_off
+from gradtide.wire import NARROW, Codec, Wire, codec_of, round_off
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Dense(Traits):
 
     @property
     def residual(self) -> bool:
-        return keeps(self.wire)
+        return self.wire in NARROW
 
     def __post_init__(self) -> None:
         check(self)

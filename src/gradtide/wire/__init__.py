@@ -1,11 +1,7 @@
 """Wires: in how many bits values travel; nothing of buckets or ranks.
 
 This file has the contract, casts, and the names. What the names of less than 16 bits
-stand for is loaded when it is used:
-
-formats.py  what a block of values becomes: codes, and numbers that scale them
-blocks.py   messages of blocks
-fast.py     the same, compiled
+stand for is loaded when it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +15,8 @@ from torch import Tensor
 
 Wire: TypeAlias = Literal["bf16", "fp16", "int8", "e3m0", "2bit", "sign"] | None
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-WIRES = (*CASTS, "int8", "e3m0", "2bit", "sign")
+NARROW = ("int8", "e3m0", "2bit", "sign")  # what a dense exchange rounds off is kept
+WIRES = (*CASTS, *NARROW)
 
 
 class Codec(Protocol):
@@ -129,8 +126,3 @@ def codec_of(wire: Wire, dtype: torch.dtype) -> Codec:
 
         found = Blockwise(FORMATS[wire])
     return found if found.width < own.width else own
-
-
-def keeps(wire: Wire) -> bool:
-    """Whether a dense exchange keeps what a wire rounds off."""
-    return wire is not None and wire not in CASTS
