@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -79,8 +78,8 @@ class OkTopk(Selecting):
 
         if self._unbalanced(step, len(flat), state, group):
             yield from _balance(where, len(flat), state, group)
-        bounds = state["bounds"].tolist()
-        arrived = yield from _split(payload, where, values, bounds, codec, group)
+        bounds, spans = state["bounds"].tolist(), state["bounds"].diff().tolist()
+        arrived = yield from _split(payload, where, values, bounds, spans, codec, group)
         received = sum(len(part) for part, _ in arrived)
         sums = add_up(arrived, flat.dtype)
 
@@ -94,10 +93,10 @@ class OkTopk(Selecting):
             # A mean that was rounded to zero is not delivered: all of it stays.
             lost.mul_(group.size * (part != 0))
         winner = sums[0].index_select(0, won)
-        spread = yield from _spread(winner, part, numbers, bounds, codec, group)
+        spread = yield from _spread(winner, part, numbers, spans, codec, group)
         places = [
             at.to(where.dtype) + begin
-            for (at, _), begin in zip(spread, bounds[:-1], strict=True)
+            for (at, _), begin in zip(spread, bounds, strict=False)
         ]
         there = torch.cat([there for _, there in spread])
         mean = payload.sparse_mean(torch.cat(places), there)
@@ -124,6 +123,7 @@ def _split(
     where: Tensor,
     values: Tensor,
     bounds: list[int],
+    spans: list[int],
     codec: Codec,
     group: Group,
 ) -> Steps:
@@ -145,7 +145,6 @@ def _split(
     pieces = zip(torch.split(where, sizes), bounds, strict=False)
     inside = [at - begin for at, begin in pieces]
     rows = zip(inside, torch.split(values, sizes), strict=True)
-    spans = _spans(bounds)
     messages = [
         _entries.pack(row, span, codec) for row, span in zip(rows, spans, strict=True)
     ]
@@ -156,26 +155,21 @@ def _split(
     )
 
 
-def _spans(bounds: list[int]) -> list[int]:
-    return [end - begin for begin, end in pairwise(bounds)]
-
-
 def _spread(
     where: Tensor,
     part: Tensor,
     numbers: list[int],
-    bounds: list[int],
+    spans: list[int],
     codec: Codec,
     group: Group,
 ) -> Steps:
     """Everybody's winners, in rank order, relative to their regions."""
-    spans, dtype = _spans(bounds), part.dtype
     message = _entries.pack((where, part), spans[group.rank], codec)
     lengths = [
         _entries.length(*each, codec) for each in zip(numbers, spans, strict=True)
     ]
     stream = yield from _gather_even(message, lengths, group)
-    return _entries.unpack_all(stream, numbers, spans, codec, dtype)
+    return _entries.unpack_all(stream, numbers, spans, codec, part.dtype)
 
 
 def _clear(payload: Payload, where: Tensor, rest: Tensor, mean: Tensor) -> None:
