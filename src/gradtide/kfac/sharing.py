@@ -60,10 +60,8 @@ class LayerGroup:
                     products.append(Piece(numel, worker, others, layer))
         where = engine.group, layers[0].weight.device
         self._inverses = parts.share(inverses, *where, self._collect, self._take)
-        self._products: Share | None = None
-        if products:
-            make = self._precondition
-            self._products = parts.share(products, *where, make, lambda: None)
+        make = self._precondition
+        self._products = parts.share(products, *where, make, lambda: None)
         self._number, self._engine = number, engine
         self._in_flight: dict[str, InFlight] = {}  # by what is on its way
 
@@ -88,13 +86,12 @@ class LayerGroup:
             self._curvatures[layer].decode(kind, view)
         for layer in self.layers:
             self._curvatures[layer].complete()
-        if self._products is not None:
+        if self._products.pieces:
             self._adopt()  # used by what comes next on the queue, and by nobody else
 
     @torch.no_grad()
     def _precondition(self) -> None:
         """Precondition what this rank works on, and put it where it leaves."""
-        assert self._products is not None
         self._made.clear()
         for layer in self.layers:
             if self._servers[layer][self._rank] == self._rank:
@@ -126,14 +123,14 @@ class LayerGroup:
     def release(self, read: Read) -> None:
         """Let inverses go, and what is made of gradients (`read`, on the queue)."""
         self.settle()
-        if self._products is not None:
+        if self._products.pieces:
             self._finish("gradient")
             self._read = read
             self._launch("gradient", self._products)
 
     def finish(self) -> None:
         """Take delivery of inverses, if they are on their way."""
-        if self._finish("inverse") and self._products is None:
+        if self._finish("inverse") and not self._products.pieces:
             self._adopt()
 
     def deliver(self) -> None:
@@ -160,7 +157,7 @@ class LayerGroup:
 
     def product(self, layer: Layer, gradient: Tensor) -> Tensor:
         """The preconditioned gradient, made here or by whoever serves this rank."""
-        if self._products is None:
+        if not self._products.pieces:
             return self._curvatures[layer].precondition(gradient)
         if layer in self._made:
             return self._made[layer]
