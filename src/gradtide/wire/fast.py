@@ -231,18 +231,16 @@ def _add(kind: Any, x: Any, codes: Any, levels: Any, b: Any, fresh: Any) -> None
 
 
 @compiled
-def _spread(x: Any, block: Any, plane: Any) -> None:
-    """Lay a short block out in whole planes, and zeros."""
+def _spread(x: Any, block: Any, plane: Any, short: Any) -> None:
+    """Lay a short block, whose planes are `short`, out in whole planes, and zeros."""
     block[:] = 0
-    short = (x.size * plane + BLOCK - 1) // BLOCK
     for i in range(x.size):
         block[i // short * plane + i % short] = x[i]
 
 
 @compiled
-def _gather(x: Any, block: Any, plane: Any) -> None:
+def _gather(x: Any, block: Any, plane: Any, short: Any) -> None:
     """`_spread`, undone."""
-    short = (x.size * plane + BLOCK - 1) // BLOCK
     for i in range(x.size):
         x[i] = block[i // short * plane + i % short]
 
@@ -268,9 +266,9 @@ def encode(kind: Any, plane: Any, num_levels: Any, x: Any, message: Any) -> None
     if short > 0:
         own, block = x[whole * BLOCK :], np.empty((1, BLOCK), x.dtype)
         its, room = np.empty((1, plane), np.uint8), (short * plane + BLOCK - 1) // BLOCK
-        _spread(own, block[0], plane)
+        _spread(own, block[0], plane, room)
         _encode(kind, block, its, levels[whole:], 0, _most(block, 0), short)
-        _gather(own, block[0], plane)
+        _gather(own, block[0], plane, room)
         message[begin + end : begin + end + room] = its[0, :room]
 
 
@@ -294,9 +292,9 @@ def add(
     if short > 0:
         own, block = out[whole * BLOCK :], np.empty((1, BLOCK), out.dtype)
         its, room = np.zeros((1, plane), np.uint8), (short * plane + BLOCK - 1) // BLOCK
-        _spread(own, block[0], plane)
+        _spread(own, block[0], plane, room)
         for r in range(messages.shape[0]):
             levels = messages[r, :begin].view(np.float32).reshape(-1, num_levels)
             its[0, :room] = messages[r, begin + end : begin + end + room]
             _add(kind, block, its, levels[whole:], 0, fresh and r == 0)
-        _gather(own, block[0], plane)
+        _gather(own, block[0], plane, room)
