@@ -64,9 +64,8 @@ class Selecting(Traits):
             what densities do to a loss.
         select: The selector that finds the entries: `Threshold()` or `Exact()`. The
             default takes one pass over the bucket, where `Exact()` takes far longer.
-        wire: In what values travel: "bf16", "fp16", "int8", "e3m0", "2bit", "sign", or
-            None, see `Dense`. None is the default because it rounds nothing. What a
-            wire takes off goes to the residual.
+        wire: In what values travel, see `Dense`. None, the default, rounds nothing.
+            What a wire takes off goes to the residual.
 
     Raises:
         ValueError: A field is outside its range.
@@ -208,10 +207,9 @@ def gather(
     `numbers` are how many entries each rank has; values are returned as `dtype`.
     """
     sizes = [length(n, span, codec) for n in numbers]
-    everything = message
     if sum(sizes):
-        everything = yield AllGather(message, sizes)
-    return unpack_all(everything, numbers, [span] * group.size, codec, dtype)
+        message = yield AllGather(message, sizes)
+    return unpack_all(message, numbers, [span] * group.size, codec, dtype)
 
 
 def exchange(

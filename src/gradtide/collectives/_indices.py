@@ -29,14 +29,7 @@ class _Bin(NamedTuple):
     segments: Sequence[int]
     begins: Sequence[int]  # of the segments, one after the other; and their end
     shifts: Sequence[int]  # from there to the segments' places in the bucket
-    room: int
-
-    def sizes(self) -> list[int]:
-        """Bytes of reports, block counts and lower halves."""
-        head = HEAD * len(self.segments)
-        blocks = 4 * num_blocks(self.begins[-1])
-        whole = -(-(head + blocks + 2 * self.room) // ALIGN) * ALIGN
-        return [head, blocks, whole - head - blocks]
+    sizes: list[int]  # bytes of reports, block counts and lower halves
 
 
 def gather_indices(
@@ -54,10 +47,10 @@ def gather_indices(
     not more than the plan asks for, and on `device`.
     """
     kinds = [_bin(segments, plan) for segments in bins]
-    sizes = [sum(kind.sizes()) for kind in kinds]
+    sizes = [sum(kind.sizes) for kind in kinds]
     message = _pack(found, reports, kinds[group.rank], device)
     arrived = torch.split((yield AllGather(message, sizes)), sizes)
-    heads = [part[: kind.sizes()[0]] for part, kind in zip(arrived, kinds, strict=True)]
+    heads = [part[: kind.sizes[0]] for part, kind in zip(arrived, kinds, strict=True)]
     table = (yield ToHost(torch.cat(heads))).view(torch.int32).view(-1, 3)
     counts = table[:, 0].tolist()
     numbers = table[:, 1:].contiguous().view(torch.float32).tolist()
@@ -75,28 +68,30 @@ def _bin(segments: Sequence[int], plan: Plan) -> _Bin:
     lengths = [plan.edges[s + 1] - plan.edges[s] for s in segments]
     begins = list(accumulate(lengths, initial=0))
     shifts = [plan.edges[s] - b for s, b in zip(segments, begins, strict=False)]
-    return _Bin(segments, begins, shifts, sum(plan.quotas[s] for s in segments))
+    room = sum(plan.quotas[s] for s in segments)
+    head, blocks = HEAD * len(segments), 4 * num_blocks(begins[-1])
+    whole = -(-(head + blocks + 2 * room) // ALIGN) * ALIGN
+    return _Bin(segments, begins, shifts, [head, blocks, whole - head - blocks])
 
 
 def _pack(
     found: Sequence[Tensor], reports: Sequence[Report], kind: _Bin, device: torch.device
 ) -> Tensor:
-    message = torch.zeros(sum(kind.sizes()), dtype=torch.uint8, device=device)
+    message = torch.zeros(sum(kind.sizes), dtype=torch.uint8, device=device)
     if not found:
         return message
-    head, blocks, halves = torch.split(message, kind.sizes())
+    head, blocks, halves = torch.split(message, kind.sizes)
     numbers = torch.tensor([r[1:] for r in reports], dtype=torch.float32)
     counts = torch.tensor([[r.found] for r in reports], dtype=torch.int32)
     table = torch.cat([counts, numbers.view(torch.int32)], 1)
     head.copy_(table.view(torch.uint8).flatten())
     where = torch.cat([w + begin for w, begin in zip(found, kind.begins, strict=False)])
-    fields = blocks.view(torch.int32), halves.view(torch.uint16)
-    encode(where, kind.begins[-1], *fields)
+    encode(where, kind.begins[-1], blocks.view(torch.int32), halves.view(torch.uint16))
     return message
 
 
 def _unpack(message: Tensor, kind: _Bin, counts: Sequence[int], n: int) -> Tensor:
-    _, blocks, halves = torch.split(message, kind.sizes())
+    _, blocks, halves = torch.split(message, kind.sizes)
     own = halves.view(torch.uint16)[: sum(counts)]
     where = decode(blocks.view(torch.int32), own, index_dtype(n))
     if len(counts) == 1:

@@ -39,9 +39,8 @@ class TiledTopK(Traits):
         density: The share of its entries that every tile gives, above 0 and at most 1,
             and at least one entry. Larger values cost more bytes and delay fewer
             entries. The default, 1/64, is SparseLoCo's: 64 of 4096.
-        wire: In what values travel: "bf16", "fp16", "int8", "e3m0", "2bit", "sign", or
-            None, see `Dense`. None is the default because it rounds nothing; SparseLoCo
-            has 2 bits. What a wire takes off goes to the residual.
+        wire: In what values travel, see `Dense`. None, the default, rounds nothing;
+            SparseLoCo has 2 bits. What a wire takes off goes to the residual.
 
     Raises:
         ValueError: A field is outside its range.

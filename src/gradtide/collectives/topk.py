@@ -32,11 +32,7 @@ class TopK(Selecting):
     Args:
         density: The share of a bucket's entries that a rank selects, see `Selecting`.
         select: The selector that finds the entries, see `Selecting`.
-        wire: In what values travel, see `Selecting`. What that takes off goes to the
-            residual.
-
-    Raises:
-        ValueError: A field is outside its range.
+        wire: In what values travel, see `Selecting`.
     """
 
     def pays_below(self, size: int) -> float:

@@ -43,9 +43,6 @@ class TopKA2A(Selecting):
         wire: In what values travel, see `Selecting`. Every contribution is rounded once
             and the mean once; what that takes off goes to the residual of the sender
             and of the part's owner.
-
-    Raises:
-        ValueError: A field is outside its range.
     """
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
@@ -56,9 +53,6 @@ class TopKA2A(Selecting):
         part = payload.mean_buffer().view(group.size, -1)[group.rank].zero_()
         yield from collect(part, payload, kept, self.select, codec, group)
         return (yield from spread(part, payload, codec, group))
-
-
-# - Conditions of use -----------------------------------------------------------------
 
 
 def pays(n: int, k: int, size: int, *, entry: float = 2.0) -> bool:
@@ -78,9 +72,6 @@ def kept_of_part(flat: Tensor, density: float, wire: Wire, group: Group) -> int:
     entry = entry_words(flat.dtype, wire)
     worthwhile = pays(len(flat), kept * group.size, group.size, entry=entry)
     return kept if worthwhile else 0
-
-
-# - The first half --------------------------------------------------------------------
 
 
 def collect(
@@ -141,9 +132,6 @@ def in_whole(rows: Sequence[Tensor], span: int, n: int) -> Tensor:
     """Indices in the bucket (n elements) for those in each part (span elements)."""
     dtype = index_dtype(n)
     return torch.cat([row.to(dtype) + i * span for i, row in enumerate(rows)])
-
-
-# - The second half -------------------------------------------------------------------
 
 
 def spread(part: Tensor, payload: Payload, codec: Codec, group: Group) -> Flow:

@@ -39,9 +39,6 @@ class GTopK(Selecting):
         wire: In what values travel, see `Selecting`. What that takes off goes to the
             residual; a sum that is too large for the cast is cut
             to the largest number there is.
-
-    Raises:
-        ValueError: A field is outside its range.
     """
 
     def pays_below(self, size: int) -> float:

@@ -32,12 +32,7 @@ class TopkDSA(Selecting):
     Args:
         density: The share of a bucket's entries that a rank selects, see `Selecting`.
         select: The selector that finds the entries, see `Selecting`.
-        wire: In what values travel, see `Selecting`. Every contribution is rounded once
-            and the mean once; what that takes off goes to the residual of the sender
-            and of the part's owner.
-
-    Raises:
-        ValueError: A field is outside its range.
+        wire: In what values travel, see `TopKA2A`.
     """
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
