@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -113,48 +113,65 @@ def decode(blocks: Tensor, halves: Tensor, dtype: torch.dtype) -> Tensor:
     return where
 
 
-def pack(entries: Entries, span: int, codec: Codec) -> Tensor:
-    """One message (uint8) of entries with sorted indices below `span`.
+class Encoding(NamedTuple):
+    """How entries travel, see [Note: encoding]."""
 
-    The values are left with what the codec rounded off.
-    """
-    where, values = entries
-    count = len(where)
-    message = where.new_empty(length(count, span, codec), dtype=torch.uint8)
-    if count:
-        coded, blocks, halves = _fields(message, count, span, codec)
-        codec.encode(values, coded)
-        encode(where, span, blocks, halves)
-    return message
+    span: int  # indices are below it
+    codec: Codec
+    dtype: torch.dtype  # of values, before and after
 
+    def length(self, count: int) -> int:
+        """Bytes of a message of `count` entries."""
+        return length(count, self.span, self.codec)
 
-def unpack(
-    message: Tensor, count: int, span: int, codec: Codec, dtype: torch.dtype
-) -> Entries:
-    """The entries of a message of `pack`, values as `dtype`."""
-    if not count:
-        return message.new_empty(0, dtype=torch.int32), message.new_empty(0).to(dtype)
-    coded, blocks, halves = _fields(message, count, span, codec)
-    if codec.exact:
-        values = coded.view(codec.dtype)
-    else:
-        values = message.new_empty(count, dtype=dtype)
-        codec.decode(coded, values)
-    return decode(blocks, halves, index_dtype(span)), values
+    def pack(self, entries: Entries) -> Tensor:
+        """One message (uint8) of entries with sorted indices.
+
+        The values are left with what the codec rounded off.
+        """
+        where, values = entries
+        count = len(where)
+        message = where.new_empty(self.length(count), dtype=torch.uint8)
+        if count:
+            coded, blocks, halves = self._parts(message, count)
+            self.codec.encode(values, coded)
+            encode(where, self.span, blocks, halves)
+        return message
+
+    def unpack(self, message: Tensor, count: int) -> Entries:
+        """The entries of a message of `pack`."""
+        if not count:
+            nothing = message.new_empty(0)
+            return nothing.to(torch.int32), nothing.to(self.dtype)
+        coded, blocks, halves = self._parts(message, count)
+        if self.codec.exact:
+            values = coded.view(self.dtype)
+        else:
+            values = message.new_empty(count, dtype=self.dtype)
+            self.codec.decode(coded, values)
+        return decode(blocks, halves, index_dtype(self.span)), values
+
+    def _parts(self, message: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Values (uint8), block counts (int32) and lower halves (uint16).
+
+        Wider ones first: values are wider than counts in double precision.
+        """
+        blocks, coded = 4 * num_blocks(self.span), self.codec.nbytes(count)
+        both = message[: blocks + coded]
+        halves = message[blocks + coded :][: 2 * count].view(torch.uint16)
+        if self.codec.width > 4:
+            return both[:coded], both[coded:].view(torch.int32), halves
+        return both[blocks:], both[:blocks].view(torch.int32), halves
 
 
 def unpack_all(
-    stream: Tensor,
-    numbers: Sequence[int],
-    spans: Sequence[int],
-    codec: Codec,
-    dtype: torch.dtype,
+    stream: Tensor, numbers: Sequence[int], encodings: Sequence[Encoding]
 ) -> list[Entries]:
     """The entries of messages that lie one after the other."""
-    sizes = [length(n, span, codec) for n, span in zip(numbers, spans, strict=True)]
-    parts = torch.split(stream, sizes)
-    rows = zip(parts, numbers, spans, strict=True)
-    return [unpack(*each, codec, dtype) for each in rows]
+    kinds = list(zip(encodings, numbers, strict=True))
+    parts = torch.split(stream, [encoding.length(n) for encoding, n in kinds])
+    rows = zip(parts, kinds, strict=True)
+    return [encoding.unpack(part, n) for part, (encoding, n) in rows]
 
 
 def filled_up(entries: Entries, count: int) -> Entries:
@@ -194,58 +211,31 @@ def counts(where: Tensor, group: Group) -> Steps:
     return (yield ToHost(everybody)).flatten().tolist()
 
 
-def gather(
-    message: Tensor,
-    numbers: Sequence[int],
-    span: int,
-    codec: Codec,
-    dtype: torch.dtype,
-    group: Group,
-) -> Steps:
+def gather(message: Tensor, numbers: Sequence[int], encoding: Encoding) -> Steps:
     """Everybody's entries, in rank order, by this rank's message and the others'.
 
-    `numbers` are how many entries each rank has; values are returned as `dtype`.
+    `numbers` are how many entries each rank has.
     """
-    sizes = [length(n, span, codec) for n in numbers]
+    sizes = [encoding.length(n) for n in numbers]
     if sum(sizes):
         message = yield AllGather(message, sizes)
-    return unpack_all(message, numbers, [span] * group.size, codec, dtype)
+    return unpack_all(message, numbers, [encoding] * len(numbers))
 
 
 def exchange(
-    messages: Sequence[Tensor],
-    numbers: Sequence[int],
-    span: int,
-    codec: Codec,
-    dtype: torch.dtype,
-    group: Group,
+    messages: Sequence[Tensor], numbers: Sequence[int], encoding: Encoding
 ) -> Steps:
     """Send `messages[r]` to rank r; returns the entries from every rank, in rank order.
 
-    Indices are relative to the receiver's part, here of `span` elements; `numbers[r]`
-    is how many entries rank r has for this one; values are returned as `dtype`. This
-    rank's own row does not travel but is rounded as if it did.
+    Indices are relative to the receiver's part, whose `encoding` it is here;
+    `numbers[r]` is how many entries rank r has for this one. This rank's own row does
+    not travel but is rounded as if it did.
     """
-    recv = [length(n, span, codec) for n in numbers]
+    recv = [encoding.length(n) for n in numbers]
     arrived = yield AllToAll(torch.cat(list(messages)), list(map(len, messages)), recv)
-    return unpack_all(arrived, numbers, [span] * group.size, codec, dtype)
+    return unpack_all(arrived, numbers, [encoding] * len(numbers))
 
 
 def num_blocks(span: int) -> int:
     """Block counts in a message; a span of one block needs none."""
     return -(-span // BLOCK) if span > BLOCK else 0
-
-
-def _fields(
-    message: Tensor, count: int, span: int, codec: Codec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Values (uint8), block counts (int32) and lower halves (uint16): wider ones first.
-
-    Values are wider than counts where they travel in double precision.
-    """
-    blocks, coded = 4 * num_blocks(span), codec.nbytes(count)
-    both = message[: blocks + coded]
-    halves = message[blocks + coded :][: 2 * count].view(torch.uint16)
-    if codec.width > 4:
-        return both[:coded], both[coded:].view(torch.int32), halves
-    return both[blocks:], both[:blocks].view(torch.int32), halves

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from gradtide.collectives import _entries
 from gradtide.collectives._balance import could_pay, pays, recut, worth_moving
-from gradtide.collectives._entries import Selecting, Steps, kept
+from gradtide.collectives._entries import Encoding, Selecting, Steps, kept
 from gradtide.collectives._winners import add_up, rank_sums
 from gradtide.collectives.dense import Dense
 from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, ToHost
 from gradtide.core.payload import Payload, next_step
 from gradtide.selectors.kernels import above
-from gradtide.wire import Codec, codec_of, round_off
+from gradtide.wire import codec_of, round_off
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class OkTopk(Selecting):
         if self._unbalanced(step, len(flat), state, group):
             yield from _balance(where, len(flat), state, group)
         bounds, spans = state["bounds"].tolist(), state["bounds"].diff().tolist()
-        arrived = yield from _split(payload, where, values, bounds, spans, codec, group)
+        regions = [Encoding(span, codec, flat.dtype) for span in spans]
+        arrived = yield from _split(payload, where, values, bounds, regions, group)
         received = sum(len(part) for part, _ in arrived)
         sums = add_up(arrived, flat.dtype)
 
@@ -93,7 +94,7 @@ class OkTopk(Selecting):
             # A mean that was rounded to zero is not delivered: all of it stays.
             lost.mul_(group.size * (part != 0))
         winner = sums[0].index_select(0, won)
-        spread = yield from _spread(winner, part, numbers, spans, codec, group)
+        spread = yield from _spread(winner, part, numbers, regions, group)
         places = [
             at.to(where.dtype) + begin
             for (at, _), begin in zip(spread, bounds, strict=False)
@@ -123,19 +124,19 @@ def _split(
     where: Tensor,
     values: Tensor,
     bounds: list[int],
-    spans: list[int],
-    codec: Codec,
+    regions: list[Encoding],
     group: Group,
 ) -> Steps:
     """Send every entry to the owner of its region; returns the entries for here.
 
     The values are left with what the codec rounded off.
     """
+    own = regions[group.rank]
     edges = torch.tensor(bounds, dtype=where.dtype, device=where.device)
     leaving = torch.searchsorted(where, edges).diff()
     ones = [1] * group.size
     arriving = yield AllToAll(leaving, ones, ones)
-    bad = (~torch.isfinite(values.to(codec.dtype))).count_nonzero()
+    bad = (~torch.isfinite(values.to(own.codec.dtype))).count_nonzero()
     known = yield ToHost(torch.cat([leaving, arriving, bad[None]]))
     *both, num_bad = known.tolist()
     if num_bad:
@@ -145,31 +146,22 @@ def _split(
     pieces = zip(torch.split(where, sizes), bounds, strict=False)
     inside = [at - begin for at, begin in pieces]
     rows = zip(inside, torch.split(values, sizes), strict=True)
-    messages = [
-        _entries.pack(row, span, codec) for row, span in zip(rows, spans, strict=True)
-    ]
-    return (
-        yield from _entries.exchange(
-            messages, numbers, spans[group.rank], codec, values.dtype, group
-        )
-    )
+    messages = [region.pack(row) for region, row in zip(regions, rows, strict=True)]
+    return (yield from _entries.exchange(messages, numbers, own))
 
 
 def _spread(
     where: Tensor,
     part: Tensor,
     numbers: list[int],
-    spans: list[int],
-    codec: Codec,
+    regions: list[Encoding],
     group: Group,
 ) -> Steps:
     """Everybody's winners, in rank order, relative to their regions."""
-    message = _entries.pack((where, part), spans[group.rank], codec)
-    lengths = [
-        _entries.length(*each, codec) for each in zip(numbers, spans, strict=True)
-    ]
+    message = regions[group.rank].pack((where, part))
+    lengths = [region.length(n) for region, n in zip(regions, numbers, strict=True)]
     stream = yield from _gather_even(message, lengths, group)
-    return _entries.unpack_all(stream, numbers, spans, codec, part.dtype)
+    return _entries.unpack_all(stream, numbers, regions)
 
 
 def _clear(payload: Payload, where: Tensor, rest: Tensor, mean: Tensor) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gradtide.collectives import _entries
-from gradtide.collectives._entries import Selecting, kept
+from gradtide.collectives._entries import Encoding, Selecting, kept
 from gradtide.collectives.dense import Dense
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload
@@ -45,14 +45,15 @@ class TopK(Selecting):
             return (yield from Dense(self.wire).reduce(payload, group))
         where = self.select(payload.selection_scores, k, payload.state)
         values = payload.pop_entries(where, codec.dtype)
-        message = _entries.pack((where, values), n, codec)
+        encoding = Encoding(n, codec, dtype)
+        message = encoding.pack((where, values))
         if not codec.exact:
             payload.add_residual(where, values)
         if isinstance(self.select, Exact):
             numbers = [k] * group.size
         else:
             numbers = yield from _entries.counts(where, group)
-        found = yield from _entries.gather(message, numbers, n, codec, dtype, group)
+        found = yield from _entries.gather(message, numbers, encoding)
         union, sums = _entries.summed(found, dtype)
         return payload.sparse_mean(union, sums.div_(group.size))
 

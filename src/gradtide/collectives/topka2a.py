@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives import _entries
-from gradtide.collectives._entries import Selecting, Steps, entry_words
+from gradtide.collectives._entries import Encoding, Selecting, Steps, entry_words
 from gradtide.collectives.dense import Dense, second_half
 from gradtide.core.ops import Cut, Flow, Group
 from gradtide.core.payload import Payload
@@ -94,14 +94,13 @@ def collect(
         _entries.filled_up(entries, kept)
         for entries in zip(found, torch.split(values, lengths), strict=True)
     ]
-    messages = [_entries.pack(row, len(part), codec) for row in rows]
+    encoding = Encoding(len(part), codec, part.dtype)
+    messages = [encoding.pack(row) for row in rows]
     if not codec.exact:
         # Also what a wire without zeros made of those that rows were filled up with.
         where = in_whole([idx for idx, _ in rows], len(part), len(payload.flat))
         payload.add_residual(where, torch.cat([rest for _, rest in rows]))
-    received = yield from _entries.exchange(
-        messages, [kept] * size, len(part), codec, part.dtype, group
-    )
+    received = yield from _entries.exchange(messages, [kept] * size, encoding)
     for idx, row in received:
         part.index_add_(0, idx, row)
     part.div_(size)

@@ -55,7 +55,8 @@ class GTopK(Selecting):
         own = filled_up((where, payload.pop_entries(where, codec.dtype)), k)
         if not codec.exact:
             payload.add_residual(own[0], round_off(own[1], codec))
-        merging = _Merging(payload, k, codec, own, [own])
+        encoding = _entries.Encoding(n, codec, payload.flat.dtype)
+        merging = _Merging(payload, k, encoding, own, [own])
         where, sums = yield from _all_merged(merging, group)
         return payload.sparse_mean(where, sums / group.size)
 
@@ -103,20 +104,17 @@ class _Merging:
 
     payload: Payload
     k: int
-    codec: Codec
+    encoding: _entries.Encoding
     total: Entries
     stakes: list[Entries]
 
     def message(self) -> Tensor:
         """The sum, as k entries."""
         where, values = self.total
-        return _entries.pack(
-            (where, values.clone()), len(self.payload.flat), self.codec
-        )
+        return self.encoding.pack((where, values.clone()))
 
     def read(self, message: Tensor) -> Entries:
-        flat = self.payload.flat
-        return _entries.unpack(message, self.k, len(flat), self.codec, flat.dtype)
+        return self.encoding.unpack(message, self.k)
 
     def merge(self, theirs: Entries, first: bool, keeper: bool) -> None:
         """Add `theirs` (in front of the own sum if not `first`), and keep k entries.
@@ -124,16 +122,17 @@ class _Merging:
         The `keeper` keeps what is rounded off: one of the ranks that hold the sum.
         """
         pair = (self.total, theirs) if first else (theirs, self.total)
-        where, sums = _entries.summed(pair, self.payload.flat.dtype)
+        where, sums = _entries.summed(pair, self.encoding.dtype)
         keep = largest(sums, self.k)
         self._settle(where[keep])
         where, sums = self.total = filled_up((where[keep], sums[keep]), self.k)
-        if not self.codec.exact:
+        codec = self.encoding.codec
+        if not codec.exact:
             # What is finite stays so: the largest number at most.
-            most = torch.finfo(self.codec.dtype).max
+            most = torch.finfo(codec.dtype).max
             narrow = torch.where(sums.isinf(), sums, sums.clamp(-most, most))
             rest = (sums - narrow).nan_to_num_(0.0, 0.0, 0.0)
-            rest += round_off(narrow, self.codec)
+            rest += round_off(narrow, codec)
             self.total = where, narrow
             if keeper:
                 self.payload.add_residual(where, rest)
@@ -175,7 +174,7 @@ def _all_merged(merging: _Merging, group: Group) -> Steps:
         message = yield _handed(merging.message(), group, rank + core, rank - core)
         if rank >= core:
             total = merging.read(message)
-    return _entries.summed([total], merging.payload.flat.dtype)
+    return _entries.summed([total], merging.encoding.dtype)
 
 
 def _core(size: int) -> int:

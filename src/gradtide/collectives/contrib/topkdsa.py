@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gradtide.collectives import _entries
-from gradtide.collectives._entries import Selecting, entry_words
+from gradtide.collectives._entries import Encoding, Selecting, entry_words
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.topka2a import collect, in_whole, kept_of_part, spread
 from gradtide.core.ops import Cut, Flow, Group
@@ -52,10 +52,9 @@ class TopkDSA(Selecting):
             rest = round_off(values, codec)
             payload.add_residual(where + group.rank * span, rest * group.size)
         yield Cut(values)
-        message = _entries.pack((where.to(torch.int32), values), span, codec)
-        found = yield from _entries.gather(
-            message, numbers, span, codec, flat.dtype, group
-        )
+        encoding = Encoding(span, codec, flat.dtype)
+        message = encoding.pack((where.to(torch.int32), values))
+        found = yield from _entries.gather(message, numbers, encoding)
         everywhere = in_whole([idx for idx, _ in found], span, len(flat))
         return payload.sparse_mean(everywhere, torch.cat([row for _, row in found]))
 
