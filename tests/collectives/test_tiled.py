@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives import TiledTopK
-from gradtide.collectives._tiles import Places, grids_of, pack, unpack
-from gradtide.collectives.tiled import pays
+from gradtide.collectives._tiles import Places, grids_of, length, pack, unpack
+from gradtide.collectives.dense import pays
 from gradtide.core.ops import Group, payload_bytes
 from gradtide.core.payload import Payload
 from gradtide.planner import rehearsal
@@ -130,9 +130,9 @@ def test_it_says_where_it_pays() -> None:
         for size in (2, 4, 8):
             bound = TiledTopK(wire=wire).pays_below(size)
             n = 1 << 20
-            assert pays(n, int(0.99 * bound * n), size, codec)
-            assert not pays(n, int(1.01 * bound * n), size, codec)
-    assert not pays(1 << 20, 1, 1, codec_of(None, torch.float32))
+            for share, shorter in ((0.99, True), (1.01, False)):
+                sent = (size - 1) * length(int(share * bound * n), codec)
+                assert pays(sent, n, size, codec) is shorter
 
 
 @pytest.mark.parametrize("wrong", [{"density": 0.0}, {"wire": "int7"}])

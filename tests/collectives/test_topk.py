@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.collectives._entries import kept, summed
-from gradtide.collectives.dense import Dense
-from gradtide.collectives.topk import TopK, pays
+from gradtide.collectives._entries import kept, length, summed
+from gradtide.collectives.dense import Dense, pays
+from gradtide.collectives.topk import TopK
 from gradtide.core.ops import Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact, Threshold
@@ -85,15 +85,17 @@ def test_traffic_and_when_the_bucket_is_dense() -> None:
     assert traffic == {"AllGather": size * (size - 1) * message, "rounds": 1}
     limit = 4 / (3 * size)
     for dense, density in ((False, limit * 0.99), (True, limit * 1.01)):
-        assert pays(n, kept(density, n), size, FLOATS) != dense
+        sent = (size - 1) * length(kept(density, n), n, FLOATS)
+        assert pays(sent, n, size, FLOATS) != dense
         traffic = check_law(
             TopK(density, Exact()), size, numel=n, steps=1, dtype=torch.float32,
             tolerance=1e-5,
         )  # fmt: skip
         assert ("ReduceScatter" in traffic) == dense
-    assert not pays(10, 1, 1, FLOATS)
-    assert pays(1000, 124, 8, codec_of("bf16", torch.float32))
-    assert not pays(1000, 125, 8, codec_of("bf16", torch.float32))
+    assert not pays(0, 10, 1, FLOATS)
+    half = codec_of("bf16", torch.float32)
+    assert pays(7 * length(124, 1000, half), 1000, 8, half)
+    assert not pays(7 * length(125, 1000, half), 1000, 8, half)
 
 
 def test_zeros_ties_and_one_element_a_rank() -> None:

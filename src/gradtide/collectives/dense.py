@@ -69,6 +69,14 @@ class Dense(Traits):
         return (yield from second_half(mean, part, codec, payload, group))
 
 
+def pays(sent: int, n: int, size: int, codec: Codec) -> bool:
+    """Whether so many bytes of a rank are fewer than those of a dense exchange.
+
+    That sends 2 n (P - 1) / P values, coded.
+    """
+    return size > 1 and sent * size < 2 * (size - 1) * codec.nbytes(n)
+
+
 def first_half(
     x: Tensor, mean: Tensor, codec: Codec, payload: Payload, group: Group
 ) -> Steps:

@@ -8,10 +8,10 @@ import torch
 
 from gradtide.collectives import _tiles
 from gradtide.collectives._entries import check
-from gradtide.collectives.dense import Dense
+from gradtide.collectives.dense import Dense, pays
 from gradtide.core.ops import AllGather, Flow, Group
 from gradtide.core.payload import Payload, Traits
-from gradtide.wire import Codec, Wire, codec_of
+from gradtide.wire import Wire, codec_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class TiledTopK(Traits):
         flat, codec = payload.flat, codec_of(self.wire, payload.flat.dtype)
         grids = _tiles.grids_of(payload)
         chosen = _tiles.Places(grids, self.density)
-        if not pays(len(flat), len(chosen), group.size, codec):
+        nbytes = (group.size - 1) * _tiles.length(len(chosen), codec)
+        if not pays(nbytes, len(flat), group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))
         sizes = payload.selection_scores.abs()
         places = chosen.largest([grid.cut(sizes, fill=-1.0) for grid in grids])
@@ -74,12 +75,3 @@ class TiledTopK(Traits):
         messages = yield AllGather(message)
         found = _tiles.unpack(messages, len(chosen), codec, flat.dtype)
         return payload.mean_of_entries(chosen.in_bucket(found[0], len(flat)), found[1])
-
-
-def pays(n: int, k: int, size: int, codec: Codec) -> bool:
-    """Whether to gather k of n entries moves fewer bytes than a dense exchange.
-
-    (P - 1) messages of k entries against 2 n (P - 1) / P values, both coded: up to a
-    density of 16 / (11 P) for float32.
-    """
-    return size > 1 and _tiles.length(k, codec) * size < 2 * codec.nbytes(n)

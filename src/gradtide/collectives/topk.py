@@ -8,11 +8,11 @@ import torch
 
 from gradtide.collectives import _entries
 from gradtide.collectives._entries import Encoding, Selecting, kept
-from gradtide.collectives.dense import Dense
+from gradtide.collectives.dense import Dense, pays
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact
-from gradtide.wire import Codec, codec_of
+from gradtide.wire import codec_of
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class TopK(Selecting):
     def reduce(self, payload: Payload, group: Group) -> Flow:
         n, dtype = len(payload.flat), payload.flat.dtype
         k, codec = kept(self.density, n), codec_of(self.wire, dtype)
-        if not pays(n, k, group.size, codec):
+        encoding = Encoding(n, codec, dtype)
+        if not pays((group.size - 1) * encoding.length(k), n, group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))
         where = self.select(payload.selection_scores, k, payload.state)
         values = payload.pop_entries(where, codec.dtype)
-        encoding = Encoding(n, codec, dtype)
         message = encoding.pack((where, values))
         if not codec.exact:
             payload.add_residual(where, values)
@@ -56,12 +56,3 @@ class TopK(Selecting):
         found = yield from _entries.gather(message, numbers, encoding)
         union, sums = _entries.summed(found, dtype)
         return payload.sparse_mean(union, sums.div_(group.size))
-
-
-def pays(n: int, k: int, size: int, codec: Codec) -> bool:
-    """Whether to gather k of n entries moves fewer bytes than a dense exchange.
-
-    (P - 1) messages of k entries against 2 n (P - 1) / P values, both coded: up to a
-    density of 4 / (3 P) for float32, and 1 / P for a wire of 16 bits.
-    """
-    return size > 1 and _entries.length(k, n, codec) * size < 2 * codec.nbytes(n)

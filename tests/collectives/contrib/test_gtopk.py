@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives._entries import length
-from gradtide.collectives.contrib.gtopk import GTopK, largest, pays, rounds
+from gradtide.collectives.contrib.gtopk import GTopK, largest, rounds
+from gradtide.collectives.dense import pays
 from gradtide.core.ops import Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact, Threshold
@@ -138,10 +139,10 @@ def test_traffic(size: int) -> None:
 
 def test_dense_where_the_messages_are_not_shorter() -> None:
     # 1.5 log2(P) density words against 2 (P - 1) / P.
-    assert pays(100_000, 38_000, 8, FLOATS)
-    assert not pays(100_000, 39_500, 8, FLOATS)
+    for k, shorter in ((38_000, True), (39_500, False)):
+        sent = rounds(8) * length(k, 100_000, FLOATS)
+        assert pays(sent, 100_000, 8, FLOATS) is shorter
     assert [rounds(size) for size in SIZES[1:]] == [1, 3, 2, 4, 4, 3, 4]
-    assert not pays(100, 1, 1, FLOATS)
     traffic = check_law(GTopK(0.5), 8)
     assert "Swap" not in traffic
 

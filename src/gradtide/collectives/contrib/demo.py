@@ -12,8 +12,7 @@ from torch import Tensor
 from gradtide.collectives import _tiles
 from gradtide.collectives._entries import check
 from gradtide.collectives._tiles import SIDE, Grid
-from gradtide.collectives.dense import Dense
-from gradtide.collectives.tiled import pays
+from gradtide.collectives.dense import Dense, pays
 from gradtide.core.ops import AllGather, Flow, Group
 from gradtide.core.payload import Payload, Traits
 from gradtide.wire import Wire, codec_of
@@ -69,7 +68,8 @@ class DeMo(Traits):
         flat, codec = payload.flat, codec_of(self.wire, payload.flat.dtype)
         grids = _tiles.grids_of(payload)
         chosen = _tiles.Places(grids, self.kept / SIDE**2)
-        if not pays(len(flat), len(chosen), group.size, codec):
+        nbytes = (group.size - 1) * _tiles.length(len(chosen), codec)
+        if not pays(nbytes, len(flat), group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))
         wide = torch.promote_types(flat.dtype, torch.float32)
         found = [_turned(grid.cut(flat.to(wide)), grid, back=False) for grid in grids]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradtide.collectives import _entries
 from gradtide.collectives._entries import Entries, Selecting, Steps, filled_up, kept
-from gradtide.collectives.dense import Dense
+from gradtide.collectives.dense import Dense, pays
 from gradtide.core.ops import AllToAll, Flow, Group, Swap
 from gradtide.core.payload import Payload
-from gradtide.wire import Codec, codec_of, round_off
+from gradtide.wire import codec_of, round_off
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,17 @@ class GTopK(Selecting):
     def reduce(self, payload: Payload, group: Group) -> Flow:
         n, k = len(payload.flat), kept(self.density, len(payload.flat))
         codec = codec_of(self.wire, payload.flat.dtype)
-        if not pays(n, k, group.size, codec):
+        encoding = _entries.Encoding(n, codec, payload.flat.dtype)
+        if not pays(rounds(group.size) * encoding.length(k), n, group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))
         x = payload.selection_scores
         where = at_most(k, self.select(x, k, payload.state), x)
         own = filled_up((where, payload.pop_entries(where, codec.dtype)), k)
         if not codec.exact:
             payload.add_residual(own[0], round_off(own[1], codec))
-        encoding = _entries.Encoding(n, codec, payload.flat.dtype)
         merging = _Merging(payload, k, encoding, own, [own])
         where, sums = yield from _all_merged(merging, group)
         return payload.sparse_mean(where, sums / group.size)
-
-
-def pays(n: int, k: int, size: int, codec: Codec) -> bool:
-    """Whether the messages in a row are shorter than those of a dense exchange.
-
-    `rounds` messages of k entries against 2 n (P - 1) / P values, both coded.
-    """
-    dense = 2 * (size - 1) * codec.nbytes(n)
-    return size > 1 and rounds(size) * _entries.length(k, n, codec) * size < dense
 
 
 def rounds(size: int) -> int:
