@@ -153,9 +153,6 @@ class Places:
         return firsts.to(places.device) + places
 
 
-# - On the wire ------------------------------------------------------------------------
-
-
 def length(count: int, codec: Codec) -> int:
     """Bytes of a message of `count` entries."""
     nbytes = codec.nbytes(count) + -(-count // 2) * 3

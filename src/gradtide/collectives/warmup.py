@@ -10,14 +10,7 @@ from torch import Tensor
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.ops import Flow, Group
-from gradtide.core.payload import (
-    Collective,
-    Payload,
-    Traits,
-    layers,
-    next_step,
-    traits,
-)
+from gradtide.core.payload import Collective, Payload, Traits, layers, next_step, traits
 
 STEP = "warmup.step"
 

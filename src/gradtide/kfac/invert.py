@@ -99,9 +99,6 @@ def eigen(factor: Tensor, name: str) -> Eigen:
     return Eigen(values.clamp_(min=0), vectors)
 
 
-# - KL clipping ------------------------------------------------------------------------
-
-
 def kl_part(gradient: Tensor, preconditioned: Tensor, lr: float) -> Tensor:
     """A layer's part of the sum for `kl_scale`: lr^2 <P, V>, a scalar."""
     return torch.dot(gradient.flatten(), preconditioned.flatten()) * lr**2

@@ -68,7 +68,8 @@ def pack(full: Tensor, out: Tensor) -> Tensor:
     for block, packed in _rectangles(full, out):
         packed.copy_(block)
     for blocks, packed in _diagonals(full, out):
-        packed.copy_(blocks.flatten(2)[..., _triangle(blocks.shape[2], full.device)])
+        upper, _ = _places(blocks.shape[2], full.device)
+        packed.copy_(blocks.flatten(2)[..., upper])
     return out
 
 
@@ -78,7 +79,7 @@ def unpack(flat: Tensor, out: Tensor) -> Tensor:
         for block, packed in _rectangles(half, flat):
             block.copy_(packed)
     for blocks, packed in _diagonals(out, flat):
-        both = _square(blocks.shape[2], out.device)
+        _, both = _places(blocks.shape[2], out.device)
         blocks.copy_(packed[..., both].view(blocks.shape))
     return out
 
@@ -125,21 +126,12 @@ def _diagonal_numel(d: int) -> int:
 
 
 @lru_cache
-def _triangle(h: int, device: torch.device) -> Tensor:
-    """Places of the upper triangle in a flat h x h matrix."""
-    rows, columns = torch.triu_indices(h, h, device=device)
-    upper: Tensor = rows * h + columns
-    return upper
-
-
-@lru_cache
-def _square(h: int, device: torch.device) -> Tensor:
-    """Places, in a packed triangle, of all elements of the h x h matrix."""
-    places = torch.zeros(h, h, dtype=torch.long, device=device)
-    rows, columns = torch.triu_indices(h, h, device=device)
-    places[rows, columns] = torch.arange(len(rows), device=device)
-    square: Tensor = places + places.triu(1).T
-    return square.flatten()
+def _places(h: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the upper triangle in a flat h x h matrix; of all elements in the triangle."""
+    rows, columns = torch.triu_indices(h, h, device=device).unbind()
+    square = torch.zeros(h, h, dtype=torch.long, device=device)
+    square[rows, columns] = torch.arange(len(rows), device=device)
+    return rows * h + columns, (square + square.triu(1).T).flatten()
 
 
 @lru_cache
