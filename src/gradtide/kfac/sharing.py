@@ -60,8 +60,7 @@ class LayerGroup:
                     products.append(Piece(numel, worker, others, layer))
         where = engine.group, layers[0].weight.device
         self._inverses = parts.share(inverses, *where, self._collect, self._take)
-        make = self._precondition
-        self._products = parts.share(products, *where, make, lambda: None)
+        self._products = parts.share(products, *where, self._precondition, lambda: None)
         self._number, self._engine = number, engine
         self._in_flight: dict[str, InFlight] = {}  # by what is on its way
 

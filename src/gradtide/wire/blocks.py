@@ -66,8 +66,8 @@ class Blockwise:
             self.encode(wide, message)
             values.copy_(wide)
         else:
-            for x, count, levels, codes in self._blocks(values, message):
-                self._encode(x, count, levels, codes)
+            for blocks in self._blocks(values, message):
+                self._encode(*blocks)
 
     write = encode
 
@@ -100,8 +100,8 @@ class Blockwise:
             if fresh:
                 out.zero_()
             for message in messages:
-                for x, _, levels, codes in self._blocks(out, message):
-                    self._add(x, levels, codes)
+                for blocks in self._blocks(out, message):
+                    self._add(*blocks)
 
     # - Where no kernel is -------------------------------------------------------------
 
@@ -111,9 +111,9 @@ class Blockwise:
 
     def _blocks(
         self, values: Tensor, message: Tensor
-    ) -> Iterator[tuple[Tensor, int, Tensor, Tensor]]:
-        """Views, some blocks at a time: of values [blocks, elements], the number of
-        elements, levels [blocks, levels], and codes [blocks, bytes]."""
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Views, some blocks at a time: of values [blocks, elements], levels [blocks,
+        levels], and codes [blocks, bytes]."""
         if not values.numel():
             return
         whole, short = divmod(values.numel(), BLOCK)
@@ -126,17 +126,16 @@ class Blockwise:
             end = min(begin + size, whole)
             yield (
                 values[begin * BLOCK : end * BLOCK].view(-1, BLOCK),
-                BLOCK,
                 levels[begin:end],
                 codes[begin * plane : end * plane].view(-1, plane),
             )
         if short:
             room = -(-short * plane // BLOCK)
             ending = codes[whole * plane : whole * plane + room]
-            yield values[whole * BLOCK :][None], short, levels[whole:], ending[None]
+            yield values[whole * BLOCK :][None], levels[whole:], ending[None]
 
-    def _encode(self, x: Tensor, count: int, levels: Tensor, codes: Tensor) -> None:
-        per = 8 // self.format.bits
+    def _encode(self, x: Tensor, levels: Tensor, codes: Tensor) -> None:
+        count, per = x.shape[1], 8 // self.format.bits
         padding = codes.shape[1] * per - count
         narrow = torch.nn.functional.pad(x.to(torch.float32), (0, padding))
         most = narrow.abs().amax(1)
