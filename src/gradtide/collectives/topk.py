@@ -33,6 +33,9 @@ class TopK(Selecting):
         density: The share of a bucket's entries that a rank selects, see `Selecting`.
         select: The selector that finds the entries, see `Selecting`.
         wire: In what values travel, see `Selecting`.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
 
     def pays_below(self, size: int) -> float:

@@ -43,6 +43,9 @@ class TopKA2A(Selecting):
         wire: In what values travel, see `Selecting`. Every contribution is rounded once
             and the mean once; what that takes off goes to the residual of the sender
             and of the part's owner.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
 
     def reduce(self, payload: Payload, group: Group) -> Flow:

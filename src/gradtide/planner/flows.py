@@ -10,7 +10,7 @@ does, and the others' answers are reflections (`sketch`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import add
@@ -27,7 +27,7 @@ from gradtide.planner.labour import Counter, Work
 from gradtide.planner.sketch import reflected, shaped, sketched
 from gradtide.testing import answer, resume
 
-LOCKSTEP = 8  # ranks up to which all flows run
+LOCKSTEP = 8  # ranks up to which all flows run; of more, one with made-up answers
 STEPS = 3  # that are rehearsed: the first is unlike the others, which may alternate
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -100,18 +100,28 @@ class _Believe(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@lru_cache(maxsize=512)
 def by_numbers(
-    collective: Any, numel: int, dtype: torch.dtype, size: int
-) -> tuple[Script, ...]:
-    """Flows on random gradients: all ranks', or one rank's."""
+    collective: Any, numels: Sequence[int], dtype: torch.dtype, size: int
+) -> list[tuple[Script, ...]]:
+    """Flows on random gradients of each length: all ranks', or one rank's."""
     names = {f.name for f in fields(collective)}
     sharp = replace(collective, select=Sharp()) if "select" in names else collective
-    everybody, alike = size <= LOCKSTEP, traits(sharp).alike
+    if size > LOCKSTEP:
+        # Not where a rank can send nothing of what is made up.
+        with suppress(RuntimeError, IndexError):
+            return [_by_numbers(sharp, n, dtype, size, everybody=False) for n in numels]
+    return [_by_numbers(sharp, n, dtype, size, everybody=True) for n in numels]
+
+
+@lru_cache(maxsize=512)
+def _by_numbers(
+    collective: Any, numel: int, dtype: torch.dtype, size: int, everybody: bool
+) -> tuple[Script, ...]:
     groups = [Group(rank, size) for rank in range(size if everybody else 1)]
     draws = [torch.Generator().manual_seed(1 + group.rank) for group in groups]
     flats = [torch.zeros(numel, dtype=dtype) for _ in groups]
     loads = [Payload(flat, [flat]) for flat in flats]
+    alike = traits(collective).alike
 
     def reflect(ops: Sequence[Op]) -> list[Any]:
         return [reflected(ops[0], groups[0], alike)]
@@ -122,18 +132,10 @@ def by_numbers(
             for draw, flat in zip(draws, flats, strict=True):
                 fresh = torch.randn(numel, generator=draw, dtype=torch.float32)
                 flat += fresh.pow_(3).to(dtype)
-            flows = [sharp.reduce(*one) for one in zip(loads, groups, strict=True)]
-            try:
-                answers = answer if everybody else reflect
-                script, means = _noted(flows, size, step, answers)
-            except (RuntimeError, IndexError) as error:
-                if everybody:
-                    raise
-                raise ValueError(
-                    f"{sharp!r} cannot be rehearsed among {size} ranks, with answers "
-                    f"made up for all but one ({error}): simulate it among up to "
-                    f"{LOCKSTEP}"
-                ) from error
+            rows = zip(loads, groups, strict=True)
+            flows = [collective.reduce(*row) for row in rows]
+            answers = answer if everybody else reflect
+            script, means = _noted(flows, size, step, answers)
             sparse = any(0 < payload.num_sent < numel for payload in loads)
             found.append(script._replace(sparse=sparse))
             for payload in loads:

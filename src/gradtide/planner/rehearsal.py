@@ -56,8 +56,7 @@ def scripts(
     """The exchanges of a bucket of `numel` elements in the first two or three steps.
 
     The collective is a `settled` one; `shapes` are those of the bucket's parts, for
-    collectives that work on matrices. Raises ValueError where one cannot be run without
-    its peers.
+    collectives that work on matrices.
     """
     own = traits(collective)
     if own.depends_on == "shapes":
@@ -68,10 +67,9 @@ def scripts(
         part = PART * size
         one, two = (by_shapes(collective, n, dtype, (), size) for n in (part, 2 * part))
         return (_between(one[-1], two[-1], numel / part - 2, numel / (2 * part)),) * 2
-    low, high = _rungs(collective, numel, size)
-    found = by_numbers(collective, high, dtype, size)
+    low, high = rungs = _rungs(collective, numel, size)
+    before, found = by_numbers(collective, rungs, dtype, size)
     if low < high:
-        before = by_numbers(collective, low, dtype, size)
         weight, ratio = (numel - high) / (high - low), numel / high
         pairs = zip(before, found, strict=True)
         found = tuple(_between(a, b, weight, ratio) for a, b in pairs)

@@ -69,11 +69,9 @@ def simulate(
     """A step of training `trace` by `scheme` on `network`, as it goes on for long.
 
     `steps` are run, 2 or more (with K-FAC or rounds: periods, of rounds two); the first
-    one is left out. Pure
-    and deterministic. `parts` has another program's K-FAC in the place of gradtide's.
-    Raises ValueError for a collective that cannot be rehearsed, for K-FAC where the
-    trace or the network does not know what it needs, and whatever the scheme's fusion
-    raises.
+    one is left out. Pure and deterministic. `parts` has another program's K-FAC in the
+    place of gradtide's. Raises ValueError for K-FAC where the trace or the network does
+    not know what it needs, and whatever the scheme's fusion raises.
     """
     if steps < 2:
         raise ValueError(f"steps={steps}: the first is left out, so 2 or more")

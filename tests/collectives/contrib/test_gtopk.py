@@ -16,7 +16,7 @@ from gradtide.core.ops import Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact, Threshold
 from gradtide.testing import check_law, lockstep
-from gradtide.wire import codec_of
+from gradtide.wire import WIRES, codec_of
 
 FLOATS = codec_of(None, torch.float32)
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -76,7 +76,11 @@ def test_gradients_of_half_precision(dtype: torch.dtype) -> None:
     def gradient(rng: torch.Generator, n: int) -> Tensor:
         return torch.randn(n, generator=rng)
 
-    check_law(GTopK(0.05), 5, steps=8, dtype=dtype, tolerance=0.05, gradient=gradient)
+    for wire in (None, *WIRES):
+        collective = GTopK(0.05, wire=wire)
+        check_law(
+            collective, 5, steps=8, dtype=dtype, tolerance=0.05, gradient=gradient
+        )
 
 
 @pytest.mark.parametrize("size", SIZES)

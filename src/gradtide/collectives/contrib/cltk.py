@@ -37,6 +37,9 @@ class CLTk(Selecting):
         select: The selector that finds the entries, see `Selecting`.
         wire: In what values travel, see `Selecting`. What it takes off goes to the
             residual, that of the mean to the part's owner's.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
 
     small = SMALL

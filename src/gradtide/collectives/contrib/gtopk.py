@@ -39,6 +39,9 @@ class GTopK(Selecting):
         wire: In what values travel, see `Selecting`. What that takes off goes to the
             residual; a sum that is too large for the cast is cut
             to the largest number there is.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
 
     def pays_below(self, size: int) -> float:
@@ -120,7 +123,8 @@ class _Merging:
         codec = self.encoding.codec
         if not codec.exact:
             # What is finite stays so: the largest number at most.
-            most = torch.finfo(codec.dtype).max
+            kinds = (codec.dtype, sums.dtype)
+            most = min(torch.finfo(dtype).max for dtype in kinds)
             narrow = torch.where(sums.isinf(), sums, sums.clamp(-most, most))
             rest = (sums - narrow).nan_to_num_(0.0, 0.0, 0.0)
             rest += round_off(narrow, codec)

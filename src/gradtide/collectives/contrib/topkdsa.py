@@ -33,6 +33,9 @@ class TopkDSA(Selecting):
         density: The share of a bucket's entries that a rank selects, see `Selecting`.
         select: The selector that finds the entries, see `Selecting`.
         wire: In what values travel, see `TopKA2A`.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
