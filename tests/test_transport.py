@@ -296,6 +296,28 @@ def test_the_next_work_item_begins_early_once_and_its_error_is_its_own() -> None
     assert ran == ["begun", "first"]
 
 
+def test_as_many_items_begin_early_as_may_be_under_way() -> None:
+    queue, ran = CommQueue("test", abreast=3), list[str]()
+    gate = threading.Event()
+
+    def work() -> None:
+        gate.wait()
+        for _ in range(4):
+            queue.begin_next()
+        ran.append("worked")
+
+    def begin(number: int) -> Job:
+        return Job(lambda: ran.append(f"begun {number}"), nothing)
+
+    queue.submit(Job(nothing, work))
+    tickets = [queue.submit(begin(number)) for number in range(3)]
+    gate.set()
+    for ticket in tickets:
+        ticket.join()
+    queue.close()
+    assert ran == ["begun 0", "begun 1", "worked", "begun 2"]
+
+
 def test_lanes_run_beside_each_other_each_in_order() -> None:
     """Before and after of items go on while another item works; settled ones wait."""
     queue, ran = CommQueue("test"), list[str]()

@@ -82,7 +82,7 @@ def test_rings_and_single_hops_sum_and_gather_everything(
                 for way in (ring, rotation):
                     x = values(rank, sum(lengths), dtype)
                     parts = x.split_with_sizes(lengths)
-                    asked: Any = group, links[rank].tracks[turn % 2], everybody
+                    asked: Any = group, links[rank].track(turn), everybody
                     more = (1,) if way is rotation else ()
                     for begin in (way.reduce_scatter, way.all_gather):
                         transfer = begin(parts, *asked, *more)
@@ -99,7 +99,7 @@ def test_a_ring_and_a_single_hop_have_the_same_bits(size: int) -> None:
     with connected(size) as links:
 
         def work(rank: int) -> list[Tensor]:
-            asked: Any = Group(rank, size), links[rank].tracks[0], range(size)
+            asked: Any = Group(rank, size), links[rank].track(0), range(size)
             rng = torch.Generator().manual_seed(rank)
             x = torch.randn(1000 * size, generator=rng)
             found = []
@@ -125,7 +125,7 @@ def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
 
             def begin(item: int, early: bool) -> tuple[Tensor, Any, Transfer]:
                 x = torch.full((size * (item % 7 + 1),), float(item))
-                asked: Any = Group(rank, size), own.tracks[item % 2], range(size)
+                asked: Any = Group(rank, size), own.track(item), range(size)
                 way, more = (ring, ()) if item % 3 else (rotation, (1,))
                 transfer = way.reduce_scatter(x.tensor_split(size), *asked, *more)
                 own.add(transfer, early)
@@ -145,11 +145,11 @@ def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
 
 
 def send(links: Links, peer: int, x: Tensor) -> Transfer:
-    return Transfer(links.tracks[0], deque([(peer, memory_of(x))]), {})
+    return Transfer(links.track(0), deque([(peer, memory_of(x))]), {})
 
 
 def receive(links: Links, peer: int, x: Tensor) -> Transfer:
-    return Transfer(links.tracks[0], deque(), {peer: [Piece(memory_of(x))]})
+    return Transfer(links.track(0), deque(), {peer: [Piece(memory_of(x))]})
 
 
 def run(links: Links, transfer: Transfer) -> None:
@@ -181,8 +181,8 @@ def test_what_travels_together_arrives_in_order() -> None:
 @pytest.mark.parametrize(("length", "item"), [(4, 7), (6, 7), (5, 8)])
 def test_ranks_that_ask_for_different_things_are_told(length: int, item: int) -> None:
     with connected(2) as links:
-        links[0].tracks[0].asked = 7, 1
-        links[1].tracks[0].asked = item, 1
+        links[0].track(0).asked = 7, 1
+        links[1].track(0).asked = item, 1
 
         def work(rank: int) -> None:
             if rank == 0:
@@ -227,7 +227,7 @@ def test_ranks_of_one_host_use_its_own_sockets() -> None:
         works.append(lambda: run(links[1], receive(links[1], 0, x)))
         together(lambda rank: works[rank](), 2)
         for rank, own in enumerate(links):
-            connection = own.tracks[0].to[1 - rank].connection
+            connection = own.track(0).to[1 - rank].connection
             assert connection.family == socket.AF_UNIX
 
 

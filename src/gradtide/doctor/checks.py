@@ -14,10 +14,12 @@ from gradtide.core.grouped import grouped
 from gradtide.doctor.facts import SHARED, Facts, Host, hosts, parted, ranks_of
 from gradtide.doctor.pairs import Heard
 from gradtide.transport.addresses import VARIABLE, loops, outward
+from gradtide.transport.links import TRACKS
 
 STRICT = ("gradtide", "torch")  # these must be alike; of Python, the minor version
 LATE = 1.0  # seconds between two clocks that confuse
-FILES = 64  # that a rank opens beside a connection or two to each other rank
+FILES = 64  # that a rank opens beside its connections to the others
+EACH = 2 + TRACKS  # at most, to each of them: two groups of Gloo's, and gradtide's own
 SMALL = 1 << 28  # bytes of shared memory
 SLOW = 0.5  # of the typical rate between hosts: what stands out
 
@@ -147,11 +149,13 @@ def _layout(everybody: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _limits(everybody: Sequence[Facts]) -> Iterator[Finding]:
-    few = [e for e in everybody if e.files is not None and e.files < FILES + 2 * e.size]
+    few = [
+        e for e in everybody if e.files is not None and e.files < FILES + EACH * e.size
+    ]
     if few:
         yield failure(
-            f"rank {few[0].rank} may open {few[0].files} files, too few for a "
-            f"connection to each of {few[0].size} ranks: ulimit -n 65536"
+            f"rank {few[0].rank} may open {few[0].files} files, too few for "
+            f"connections to each of {few[0].size} ranks: ulimit -n 65536"
         )
     small = [e for e in everybody if e.shared is not None and e.shared < SMALL]
     if small:

@@ -118,11 +118,12 @@ class CommQueue:
     `late` is asked, by who waits, whether to wait on; what it raises is such an error.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, abreast: int = 2) -> None:
+        """`abreast`: how many items of the main lane may be under way at once."""
         self.error: BaseException | None = None
         self.late: Callable[[], float] = lambda: PATIENCE
         self.submitted = 0  # items so far
-        self._closed = False
+        self._closed, self._ahead = False, abreast - 1
         self._own = own = threading.local()  # the lane whose thread this is
         none = WorkItem(0, NOTHING, self._late)
         self._before = _Lane(f"{name} before", self._prepare, none, own)
@@ -154,16 +155,22 @@ class CommQueue:
         return item
 
     def begin_next(self) -> None:
-        """Begin the next item, if there is one that is ready.
+        """Begin one more item, if the next one is ready and not too many have begun.
 
         The work of the main lane's item calls this when all that is left of it is
         waiting; elsewhere it does nothing.
         """
         items = self._main.items
-        item = items[0] if items and self._lane is self._main else None
-        if item is not None and item.ready and not item.begun and self.error is None:
-            item.early = True
-            self._begin(item)
+        if self._lane is not self._main or self.error is not None:
+            return
+        for i in range(min(self._ahead, len(items))):
+            item = items[i]
+            if item is None or not item.ready:
+                return
+            if not item.begun:
+                item.early = True
+                self._begin(item)
+                return
 
     def close(self, seconds: float | None = None) -> bool:
         """Finish what was submitted and end the threads; returns whether that is done.

@@ -19,7 +19,14 @@ from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
 from gradtide.transport.hosts import Whereabouts, give_up, whereabouts
 from gradtide.transport.inquiry import Inquiry, end
-from gradtide.transport.links import Links, Piece, Track, Transfer, memory_of
+from gradtide.transport.links import (
+    TRACKS,
+    Links,
+    Piece,
+    Track,
+    Transfer,
+    memory_of,
+)
 from gradtide.transport.opening import Meeting
 
 # Waits for what was begun, and calls what it is given when all has been posted.
@@ -42,7 +49,7 @@ class GlooTransport:
         self.progress = Progress()
         self.payload_bytes = 0
         self._pg = pg
-        self._queue = CommQueue("gradtide")
+        self._queue = CommQueue("gradtide", TRACKS)
         self.submit = self._queue.submit
         timeout = pg._get_backend(torch.device("cpu")).options._timeout
         seconds = timeout.total_seconds()
@@ -59,7 +66,7 @@ class GlooTransport:
         # Also one that needs no messages here: it may elsewhere (a swap with itself).
         item = self._queue.current
         item.requests += 1
-        track = self._links[self._queue.lane].tracks[item.number % 2]
+        track = self._links[self._queue.lane].track(item.number)
         track.asked = item.number, item.requests
         asked = _Asked(op, self.group, track, item)
         # What crosses a link is asked for by one thread, what does not by others, too.

@@ -4,9 +4,9 @@ Gloo has a thread that reads what arrives, and tells the one that waits. Here th
 that waits reads for itself, so that a message wakes one thread and not two.
 
 [Note: Order] A connection carries messages in the order of their transfers. A rank may
-begin its next work item sooner than another, while one is at work that has more to ask:
-two items that follow each other have connections of their own, their *tracks*, and so
-each fills the gaps of the other (guard: tests/test_transport.py,
+begin its next work items sooner than another, while one is at work that has more to
+ask: items that are under way at once have connections of their own, their *tracks*, and
+so each fills the gaps of the others (guard: tests/test_transport.py,
 test_many_messages_keep_order). Of transfers that travel together the first one leaves
 whole before the next one.
 
@@ -42,6 +42,7 @@ CHUNK = 1 << 18  # bytes of a piece at the most: what is added is still in cache
 HELD = (
     1 << 21
 )  # bytes that a Unix socket holds for its reader; TCP's grow by themselves
+TRACKS = 3  # work items under way at once: of two rings that end together none is left
 LOOK = 2.0  # seconds after which a socket is read that was not said to be readable
 
 MARK = struct.Struct("!QQQ")  # item, request, bytes: see [Note: Marks]
@@ -185,7 +186,7 @@ def _check(told: bytearray, due: tuple[int, ...], peer: int) -> None:
 
 
 class Track:
-    """The connections of every other work item of a lane, see [Note: Order]."""
+    """The connections of every `TRACKS`th work item of a lane, see [Note: Order]."""
 
     def __init__(self, links: Links, number: int) -> None:
         self.links, self.number = links, number
@@ -237,9 +238,13 @@ class Links:
     def __init__(self, meeting: Meeting, lane: int, seconds: float) -> None:
         """`seconds`: how long nothing may move while something is waited for."""
         self._meeting = meeting
-        self.tracks = Track(self, 2 * lane), Track(self, 2 * lane + 1)
+        self._tracks = [Track(self, TRACKS * lane + i) for i in range(TRACKS)]
         self._links: dict[int, Link] = {}  # by the numbers of their sockets
         self._seconds, self._idle = seconds, 0.0
+
+    def track(self, item: int) -> Track:
+        """That of a work item, by its number."""
+        return self._tracks[item % TRACKS]
 
     def add(self, transfer: Transfer, early: bool) -> None:
         """Have a transfer begin.
@@ -260,7 +265,7 @@ class Links:
         while track.later:
             self._enter(track.later.popleft())
         while True:
-            for each in self.tracks:
+            for each in self._tracks:
                 each.send()
             if not track.sending:
                 drained()
@@ -288,7 +293,7 @@ class Links:
 
     def _wait(self) -> None:
         """Wait until something can be sent or read, and read it."""
-        blocked = {track.blocked for track in self.tracks}
+        blocked = {track.blocked for track in self._tracks}
         poll = select.poll()
         for number, link in self._links.items():
             events = select.POLLOUT if link in blocked else 0
@@ -308,7 +313,7 @@ class Links:
 
     def _late(self) -> LostError:
         waiting = [link.peer for link in self._links.values() if link.coming]
-        waiting += [link.peer for track in self.tracks if (link := track.blocked)]
+        waiting += [link.peer for track in self._tracks if (link := track.blocked)]
         self._meeting.hang_up()
         return LostError(waiting[0], f"Timed out after {self._seconds:g} s")
 
