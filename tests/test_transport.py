@@ -318,6 +318,26 @@ def test_as_many_items_begin_early_as_may_be_under_way() -> None:
     assert ran == ["begun 0", "begun 1", "worked", "begun 2"]
 
 
+def test_nothing_begins_ahead_of_what_is_settled() -> None:
+    """It looks at where other items are: at their cuts, and not beyond."""
+    queue, ran = CommQueue("test", abreast=3), list[str]()
+    gate = threading.Event()
+
+    def work() -> None:
+        gate.wait()
+        for _ in range(3):
+            queue.begin_next()
+        ran.append("worked")
+
+    queue.submit(Job(nothing, work))
+    queue.submit(Job(nothing, lambda: ran.append("settled"), settled=True))
+    last = queue.submit(Job(lambda: ran.append("begun"), nothing))
+    gate.set()
+    last.join()
+    queue.close()
+    assert ran == ["worked", "settled", "begun"]
+
+
 def test_lanes_run_beside_each_other_each_in_order() -> None:
     """Before and after of items go on while another item works; settled ones wait."""
     queue, ran = CommQueue("test"), list[str]()

@@ -157,6 +157,8 @@ class CommQueue:
     def begin_next(self) -> None:
         """Begin one more item, if the next one is ready and not too many have begun.
 
+        Nothing begins ahead of one that is `settled`, which relies on where all are.
+
         The work of the main lane's item calls this when all that is left of it is
         waiting; elsewhere it does nothing.
         """
@@ -165,7 +167,7 @@ class CommQueue:
             return
         for i in range(min(self._ahead, len(items))):
             item = items[i]
-            if item is None or not item.ready:
+            if item is None or not item.ready or item.job.settled:
                 return
             if not item.begun:
                 item.early = True
