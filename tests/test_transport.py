@@ -245,7 +245,7 @@ def _together() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduler alone")
 def test_a_queue_interrupts_nobody_and_its_owner_stays_as_it_was() -> None:
-    queue = CommQueue("patient")
+    queue = CommQueue("patient", 2)
     found: list[int] = []
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     look = Job(nothing, lambda: found.append(os.sched_getscheduler(0)))
@@ -256,7 +256,7 @@ def test_a_queue_interrupts_nobody_and_its_owner_stays_as_it_was() -> None:
 
 
 def test_a_lane_runs_in_order_and_stops_at_the_first_error() -> None:
-    queue, ran = CommQueue("test"), list[int]()
+    queue, ran = CommQueue("test", 2), list[int]()
 
     def fail() -> None:
         raise OSError("wire")
@@ -273,7 +273,7 @@ def test_a_lane_runs_in_order_and_stops_at_the_first_error() -> None:
 
 
 def test_the_next_work_item_begins_early_once_and_its_error_is_its_own() -> None:
-    queue, ran = CommQueue("test"), list[str]()
+    queue, ran = CommQueue("test", 2), list[str]()
     gate = threading.Event()
 
     def work() -> None:
@@ -296,9 +296,9 @@ def test_the_next_work_item_begins_early_once_and_its_error_is_its_own() -> None
     assert ran == ["begun", "first"]
 
 
-def test_as_many_items_begin_early_as_may_be_under_way() -> None:
-    queue, ran = CommQueue("test", abreast=3), list[str]()
-    gate = threading.Event()
+def begun(jobs: Callable[[list[str]], list[Job]]) -> list[str]:
+    """What runs if the first of several items asks for others to begin."""
+    queue, ran, gate = CommQueue("test", 3), list[str](), threading.Event()
 
     def work() -> None:
         gate.wait()
@@ -306,41 +306,34 @@ def test_as_many_items_begin_early_as_may_be_under_way() -> None:
             queue.begin_next()
         ran.append("worked")
 
-    def begin(number: int) -> Job:
-        return Job(lambda: ran.append(f"begun {number}"), nothing)
-
-    queue.submit(Job(nothing, work))
-    tickets = [queue.submit(begin(number)) for number in range(3)]
+    tickets = [queue.submit(job) for job in (Job(nothing, work), *jobs(ran))]
     gate.set()
     for ticket in tickets:
         ticket.join()
     queue.close()
-    assert ran == ["begun 0", "begun 1", "worked", "begun 2"]
+    return ran
+
+
+def test_as_many_items_begin_early_as_may_be_under_way() -> None:
+    def jobs(ran: list[str]) -> list[Job]:
+        return [Job(partial(ran.append, name), nothing) for name in ("a", "b", "c")]
+
+    assert begun(jobs) == ["a", "b", "worked", "c"]
 
 
 def test_nothing_begins_ahead_of_what_is_settled() -> None:
     """It looks at where other items are: at their cuts, and not beyond."""
-    queue, ran = CommQueue("test", abreast=3), list[str]()
-    gate = threading.Event()
 
-    def work() -> None:
-        gate.wait()
-        for _ in range(3):
-            queue.begin_next()
-        ran.append("worked")
+    def jobs(ran: list[str]) -> list[Job]:
+        settled = Job(nothing, lambda: ran.append("settled"), settled=True)
+        return [settled, Job(lambda: ran.append("begun"), nothing)]
 
-    queue.submit(Job(nothing, work))
-    queue.submit(Job(nothing, lambda: ran.append("settled"), settled=True))
-    last = queue.submit(Job(lambda: ran.append("begun"), nothing))
-    gate.set()
-    last.join()
-    queue.close()
-    assert ran == ["worked", "settled", "begun"]
+    assert begun(jobs) == ["worked", "settled", "begun"]
 
 
 def test_lanes_run_beside_each_other_each_in_order() -> None:
     """Before and after of items go on while another item works; settled ones wait."""
-    queue, ran = CommQueue("test"), list[str]()
+    queue, ran = CommQueue("test", 2), list[str]()
     prepared, told, settled = (threading.Event() for _ in range(3))
 
     def noted(name: str, *, says: Any = None, waits: Any = None) -> Callable[[], None]:
@@ -383,7 +376,7 @@ def test_lanes_run_beside_each_other_each_in_order() -> None:
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_an_error_in_a_lane_ends_the_queue(where: str) -> None:
-    queue, ran = CommQueue("test"), list[int]()
+    queue, ran = CommQueue("test", 2), list[int]()
 
     def fail() -> None:
         raise OSError("wire")

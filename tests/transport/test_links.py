@@ -41,7 +41,7 @@ def connected(
         doors = [door._replace(name="") for door in doors]
     for meeting in meetings:
         meeting.doors = doors
-    links = [Links(meeting, 0, seconds) for meeting in meetings]
+    links = [Links(meeting, 0, streams.TRACKS, seconds) for meeting in meetings]
     try:
         yield links
     finally:

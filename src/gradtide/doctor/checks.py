@@ -19,7 +19,7 @@ from gradtide.transport.links import TRACKS
 STRICT = ("gradtide", "torch")  # these must be alike; of Python, the minor version
 LATE = 1.0  # seconds between two clocks that confuse
 FILES = 64  # that a rank opens beside its connections to the others
-EACH = 2 + TRACKS  # at most, to each of them: two groups of Gloo's, and gradtide's own
+EACH = 2 + TRACKS  # to each of them: two groups of Gloo's, and gradtide's own
 SMALL = 1 << 28  # bytes of shared memory
 SLOW = 0.5  # of the typical rate between hosts: what stands out
 

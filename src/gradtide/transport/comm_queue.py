@@ -118,7 +118,7 @@ class CommQueue:
     `late` is asked, by who waits, whether to wait on; what it raises is such an error.
     """
 
-    def __init__(self, name: str, abreast: int = 2) -> None:
+    def __init__(self, name: str, abreast: int) -> None:
         """`abreast`: how many items of the main lane may be under way at once."""
         self.error: BaseException | None = None
         self.late: Callable[[], float] = lambda: PATIENCE

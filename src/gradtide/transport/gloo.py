@@ -33,7 +33,7 @@ from gradtide.transport.opening import Meeting
 Finish: TypeAlias = Callable[[Callable[[], None]], None]
 SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which all is sent to everybody
 HOP = 1 << 17  # bytes of a part up to which one hop beats a ring of P - 1
-LANES = 3  # of the queue
+LANES = TRACKS, 1, 1  # of the queue: how many items of each are under way at once
 
 
 class GlooTransport:
@@ -54,7 +54,7 @@ class GlooTransport:
         timeout = pg._get_backend(torch.device("cpu")).options._timeout
         seconds = timeout.total_seconds()
         self._meeting = meeting = Meeting(self.group, seconds)
-        self._links = tuple(Links(meeting, i, seconds) for i in range(LANES))
+        self._links = tuple(Links(meeting, *lane, seconds) for lane in enumerate(LANES))
         self._inquiry = Inquiry(pg, self._queue, self.progress, meeting)
         self._queue.late = self._inquiry.late
         self._at_exit = Finalize(self, end, args=(self._inquiry,), exitpriority=1)

@@ -39,9 +39,7 @@ from torch import Tensor
 from gradtide.transport.opening import Meeting
 
 CHUNK = 1 << 18  # bytes of a piece at the most: what is added is still in cache
-HELD = (
-    1 << 21
-)  # bytes that a Unix socket holds for its reader; TCP's grow by themselves
+HELD = 1 << 21  # bytes that a Unix socket holds for its reader; TCP finds its own
 TRACKS = 3  # work items under way at once: of two rings that end together none is left
 LOOK = 2.0  # seconds after which a socket is read that was not said to be readable
 
@@ -186,7 +184,7 @@ def _check(told: bytearray, due: tuple[int, ...], peer: int) -> None:
 
 
 class Track:
-    """The connections of every `TRACKS`th work item of a lane, see [Note: Order]."""
+    """The connections of every n-th work item of a lane, see [Note: Order]."""
 
     def __init__(self, links: Links, number: int) -> None:
         self.links, self.number = links, number
@@ -235,16 +233,21 @@ class Track:
 class Links:
     """A lane's connections to other ranks."""
 
-    def __init__(self, meeting: Meeting, lane: int, seconds: float) -> None:
-        """`seconds`: how long nothing may move while something is waited for."""
+    def __init__(
+        self, meeting: Meeting, lane: int, abreast: int, seconds: float
+    ) -> None:
+        """`abreast`: how many of the lane's items may be under way at once.
+
+        `seconds`: how long nothing may move while something is waited for.
+        """
         self._meeting = meeting
-        self._tracks = [Track(self, TRACKS * lane + i) for i in range(TRACKS)]
+        self._tracks = [Track(self, TRACKS * lane + i) for i in range(abreast)]
         self._links: dict[int, Link] = {}  # by the numbers of their sockets
         self._seconds, self._idle = seconds, 0.0
 
     def track(self, item: int) -> Track:
         """That of a work item, by its number."""
-        return self._tracks[item % TRACKS]
+        return self._tracks[item % len(self._tracks)]
 
     def add(self, transfer: Transfer, early: bool) -> None:
         """Have a transfer begin.
