@@ -201,3 +201,11 @@ class Picky:
 @pytest.mark.parametrize("size", [4, 64])
 def test_what_cannot_be_made_up_is_run_by_all_ranks(size: int) -> None:
     assert played(Picky(), 100 * size, size).acts
+
+
+def test_ranks_that_do_not_fit_into_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flows, "ROOM", 1000)
+    with pytest.raises(ValueError, match="simulate it among fewer"):
+        played(Picky(), 6400, 64)

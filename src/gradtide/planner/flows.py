@@ -28,6 +28,7 @@ from gradtide.planner.sketch import reflected, shaped, sketched
 from gradtide.testing import answer, resume
 
 LOCKSTEP = 8  # ranks up to which all flows run; of more, one with made-up answers
+ROOM = 1 << 29  # elements of all ranks' flows together: some GB
 STEPS = 3  # that are rehearsed: the first is unlike the others, which may alternate
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -103,13 +104,21 @@ class _Believe(TorchFunctionMode):
 def by_numbers(
     collective: Any, numels: Sequence[int], dtype: torch.dtype, size: int
 ) -> list[tuple[Script, ...]]:
-    """Flows on random gradients of each length: all ranks', or one rank's."""
+    """Flows on random gradients of each length: all ranks', or one rank's.
+
+    Raises ValueError where it takes all ranks, and they would not fit into memory.
+    """
     names = {f.name for f in fields(collective)}
     sharp = replace(collective, select=Sharp()) if "select" in names else collective
     if size > LOCKSTEP:
         # Not where a rank can send nothing of what is made up.
         with suppress(RuntimeError, IndexError):
             return [_by_numbers(sharp, n, dtype, size, everybody=False) for n in numels]
+        if size * max(numels) > ROOM:
+            raise ValueError(
+                f"{sharp!r} cannot be rehearsed among {size} ranks: it takes all of "
+                "them, which do not fit into memory; simulate it among fewer"
+            )
     return [_by_numbers(sharp, n, dtype, size, everybody=True) for n in numels]
 
 
