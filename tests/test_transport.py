@@ -21,6 +21,7 @@ from gradtide.core.ops import (
     Among,
     Broadcast,
     Group,
+    Mean,
     Op,
     ReduceScatter,
     Swap,
@@ -31,6 +32,7 @@ from gradtide.testing import answer
 from gradtide.transport import Transport, connect
 from gradtide.transport.comm_queue import CommQueue
 from gradtide.transport.gloo import GlooTransport
+from gradtide.transport.staged import in_place
 from tests.ranks import run_ranks
 
 
@@ -52,6 +54,9 @@ def requests(rank: int, size: int) -> list[Op]:
     into[7 * rank : 7 * rank + 7] = row(rank, 7)
     return [
         AllReduce(row(rank, 5)),
+        Mean(row(rank, 4 * size)),
+        Mean(row(rank, 400_003)),  # a ring, of uneven parts
+        Mean(row(rank, 400_000, torch.bfloat16)),
         ReduceScatter(row(rank, 4 * size)),
         ReduceScatter(row(rank, sum(uneven)), uneven),
         ReduceScatter(row(rank, 4 * size, torch.bfloat16)),
@@ -88,7 +93,10 @@ def _answers() -> None:
         asking = Job(nothing, lambda a=answers, op=mine: a.append(ask(transport, op)))
         transport.submit(asking).join()
         expected = answer([ops[i] for ops in everybodys])[rank]
-        assert torch.equal(answers[0], expected), f"request {i}: {type(mine).__name__}"
+        name = f"request {i}: {type(mine).__name__}"
+        assert torch.equal(answers[0], expected), name
+        own = in_place(mine, transport.group)
+        assert own is None or own.data_ptr() == answers[0].data_ptr(), name
     transport.close()
 
 
@@ -112,8 +120,10 @@ def _among(local: int) -> None:
             )
             transport.submit(asking).join()
             expected = answer([ops[i] for ops in everybodys])[own]
-            name = type(mine).__name__
-            assert torch.equal(answers[0], expected), f"request {i}: {name}"
+            name = f"request {i}: {type(mine).__name__}"
+            assert torch.equal(answers[0], expected), name
+            memory = in_place(asked, transport.group)
+            assert memory is None or memory.data_ptr() == answers[0].data_ptr(), name
     transport.close()
 
 

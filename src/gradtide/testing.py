@@ -85,6 +85,9 @@ def answer(row: Sequence[Any], traffic: Counter[str] | None = None) -> list[Any]
         case ops.AllReduce():
             total = torch.stack([op.tensor for op in row]).sum(0)
             return [op.tensor.copy_(total) for op in row]
+        case ops.Mean():
+            mean = torch.stack([op.tensor for op in row]).sum(0).div_(size)
+            return [op.tensor.copy_(mean) for op in row]
         case ops.ReduceScatter():
             return _reduce_scatter(row)
         case ops.AllGather(into=None, sizes=sizes):

@@ -20,7 +20,7 @@ from gradtide.collectives.momentum_correction import (
 )
 from gradtide.collectives.topk import TopK
 from gradtide.collectives.warmup import Warmup
-from gradtide.core.ops import Cut, Group
+from gradtide.core.ops import Cut, Group, in_halves
 from gradtide.core.payload import Collective, Payload
 from gradtide.selectors import Exact
 from gradtide.testing import lockstep
@@ -231,7 +231,7 @@ def test_a_skipped_step_leaves_a_state_to_continue_from(inner: Collective) -> No
     collective = MomentumCorrection(inner).with_momentum(0.9, 1.0)
     lockstep(
         [
-            held(collective.reduce(payload, Group(r, 2)))
+            held(in_halves(collective.reduce(payload, Group(r, 2)), Group(r, 2)))
             for r, payload in enumerate(ranks.loads)
         ]
     )

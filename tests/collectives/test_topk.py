@@ -91,7 +91,7 @@ def test_traffic_and_when_the_bucket_is_dense() -> None:
             TopK(density, Exact()), size, numel=n, steps=1, dtype=torch.float32,
             tolerance=1e-5,
         )  # fmt: skip
-        assert ("ReduceScatter" in traffic) == dense
+        assert ("Mean" in traffic) == dense
     assert not pays(0, 10, 1, FLOATS)
     half = codec_of("bf16", torch.float32)
     assert pays(7 * length(124, 1000, half), 1000, 8, half)

@@ -17,6 +17,7 @@ from gradtide.core.ops import (
     Broadcast,
     Flow,
     Group,
+    Mean,
     Op,
     ReduceScatter,
 )
@@ -55,6 +56,7 @@ REQUESTS: dict[str, Ask] = {
         numbers(rank, LONG), into=torch.empty(size * LONG, dtype=torch.float64)
     ),
     "broadcast": lambda rank, size: Broadcast(numbers(rank, LONG), size - 2),
+    "mean": lambda rank, size: Mean(numbers(rank, LONG + 3)),
     "short": lambda rank, size: AllReduce(numbers(rank, 8)),
 }
 

@@ -20,7 +20,14 @@ from gradtide.core.ops import Group
 from gradtide.transport import links as streams
 from gradtide.transport import ring, rotation
 from gradtide.transport.addresses import Chosen
-from gradtide.transport.links import Links, LostError, Piece, Transfer, memory_of
+from gradtide.transport.links import (
+    Links,
+    LostError,
+    Peers,
+    Transfer,
+    arrival,
+    memory_of,
+)
 from gradtide.transport.opening import HELLO, Door, Meeting
 
 SIZES = [2, 3, 4, 5, 7, 8, 16]
@@ -76,20 +83,25 @@ def test_rings_and_single_hops_sum_and_gather_everything(
     with connected(size, inside=inside) as links:
 
         def work(rank: int) -> None:
-            group, everybody = Group(rank, size), range(size)
+            everybody = range(size)
             for turn, lengths in enumerate(shapes(size)):
                 total = sum(values(r, sum(lengths), dtype) for r in everybody)
                 for way in (ring, rotation):
                     x = values(rank, sum(lengths), dtype)
                     parts = x.split_with_sizes(lengths)
-                    asked: Any = group, links[rank].track(turn), everybody
+                    asked = Peers(Group(rank, size), links[rank].track(turn), everybody)
                     more = (1,) if way is rotation else ()
                     for begin in (way.reduce_scatter, way.all_gather):
-                        transfer = begin(parts, *asked, *more)
+                        transfer = begin(parts, asked, *more)
                         links[rank].add(transfer, early=False)
                         transfer.finish(nothing)
                         more = ()
                     assert torch.equal(x, total), (way.__name__, lengths)
+                x = values(rank, sum(lengths), dtype)
+                transfer = ring.all_reduce(x.split_with_sizes(lengths), asked)
+                links[rank].add(transfer, early=False)
+                transfer.finish(nothing)
+                assert torch.equal(x, total), lengths
 
         together(work, size)
 
@@ -99,13 +111,13 @@ def test_a_ring_and_a_single_hop_have_the_same_bits(size: int) -> None:
     with connected(size) as links:
 
         def work(rank: int) -> list[Tensor]:
-            asked: Any = Group(rank, size), links[rank].track(0), range(size)
+            asked = Peers(Group(rank, size), links[rank].track(0), range(size))
             rng = torch.Generator().manual_seed(rank)
             x = torch.randn(1000 * size, generator=rng)
             found = []
             for way, more in ((ring, ()), (rotation, (1,))):
                 parts = x.clone().tensor_split(size)
-                transfer = way.reduce_scatter(parts, *asked, *more)
+                transfer = way.reduce_scatter(parts, asked, *more)
                 links[rank].add(transfer, early=False)
                 transfer.finish(nothing)
                 found.append(parts[rank])
@@ -123,11 +135,11 @@ def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
         def work(rank: int) -> None:
             own, begun = links[rank], {}
 
-            def begin(item: int, early: bool) -> tuple[Tensor, Any, Transfer]:
+            def begin(item: int, early: bool) -> tuple[Tensor, Peers, Transfer]:
                 x = torch.full((size * (item % 7 + 1),), float(item))
-                asked: Any = Group(rank, size), own.track(item), range(size)
+                asked = Peers(Group(rank, size), own.track(item), range(size))
                 way, more = (ring, ()) if item % 3 else (rotation, (1,))
-                transfer = way.reduce_scatter(x.tensor_split(size), *asked, *more)
+                transfer = way.reduce_scatter(x.tensor_split(size), asked, *more)
                 own.add(transfer, early)
                 return x, asked, transfer
 
@@ -136,7 +148,7 @@ def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
                 if (item + rank) % 2:
                     begun[item + 1] = begin(item + 1, early=True)
                 transfer.finish(nothing)
-                transfer = ring.all_gather(x.tensor_split(size), *asked)
+                transfer = ring.all_gather(x.tensor_split(size), asked)
                 own.add(transfer, early=False)
                 transfer.finish(nothing)
                 assert x.unique().tolist() == [size * item]
@@ -149,7 +161,7 @@ def send(links: Links, peer: int, x: Tensor) -> Transfer:
 
 
 def receive(links: Links, peer: int, x: Tensor) -> Transfer:
-    return Transfer(links.track(0), deque(), {peer: [Piece(memory_of(x))]})
+    return Transfer(links.track(0), deque(), {peer: arrival(x)})
 
 
 def run(links: Links, transfer: Transfer) -> None:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradtide.core.levels import Steps as Steps
 from gradtide.core.ops import AllGather, AllToAll, Group, ToHost
+from gradtide.core.ops import Steps as Steps
 from gradtide.core.payload import Traits
 from gradtide.selectors import Selector, Threshold
 from gradtide.selectors.kernels import index_dtype

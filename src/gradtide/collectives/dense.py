@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives._entries import Steps, check
-from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, ReduceScatter
+from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, Mean
 from gradtide.core.payload import Payload, Traits
 from gradtide.wire import NARROW, Codec, Wire, codec_of, round_off
 
@@ -56,10 +56,10 @@ class Dense(Traits):
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         x = payload.flat
-        if group.size == 1:
-            yield Cut(x)
-            return x
         codec = codec_of(self.wire, x.dtype)
+        if codec.exact or group.size == 1:
+            yield Mean(x)
+            return x
         mean = x
         if codec.keeps:
             payload.num_sent += len(x)
@@ -87,9 +87,6 @@ def first_half(
     non-finite guard is told of what is sent. The payload lends memory for messages.
     Direct messages, instead of a ring, which would round partial sums at every hop.
     """
-    if codec.exact:
-        whole: Tensor = yield ReduceScatter(x)
-        return whole.div_(group.size)
     rows, span = x.view(group.size, -1), x.numel() // group.size
     own, part = rows[group.rank], mean.view(group.size, -1)[group.rank]
     # Where all that is rounded off is kept, what stays here is not rounded.
@@ -148,9 +145,12 @@ def averaged(
     """
     length = -(-max(len(values), 1) // group.size) * group.size
     x = torch.nn.functional.pad(values, (0, length - len(values)))
-    mean = x if codec.exact else torch.empty_like(x)
+    if codec.exact:
+        yield Mean(x)
+        return x[: len(values)]
+    mean = torch.empty_like(x)
     part = yield from first_half(x, mean, codec, payload, group)
-    if where is not None and mean is not x:
+    if where is not None:
         payload.add_residual(where, x[: len(values)])
     yield Cut(part)
     mean = yield from second_half(mean, part, codec, payload, group)

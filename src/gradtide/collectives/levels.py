@@ -18,8 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtide.core.levels import Hosts, Levels, Steps, levels_of
-from gradtide.core.ops import AllGather, Flow, Group, Handover, ReduceScatter, ToHost
+from gradtide.core.levels import Hosts, Levels, levels_of
+from gradtide.core.ops import (
+    AllGather,
+    Flow,
+    Group,
+    Handover,
+    ReduceScatter,
+    Steps,
+    ToHost,
+)
 from gradtide.core.payload import Collective, Payload, Traits, settled, traits
 from gradtide.wire import codec_of
 

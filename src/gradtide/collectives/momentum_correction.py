@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.core.ops import Cut, Flow, Group
+from gradtide.core.ops import Cut, Flow, Group, Mean
 from gradtide.core.payload import Collective, Payload, Traits, layers, traits
 from gradtide.selectors.kernels import above
 
@@ -83,11 +83,13 @@ class MomentumCorrection(Traits):
         self._offer(payload, group.size, momentum, share)
         before = payload.num_sent
         flow = self.collective.reduce(payload, group)
-        answer, result = None, None  # the result: as far as it is known
+        answer, result = None, None  # the result, or where it is
         try:
             while True:
                 asked = flow.send(answer)
-                result = asked.part if isinstance(asked, Cut) else result
+                match asked:
+                    case Cut(part=found) | Mean(tensor=found):
+                        result = found
                 answer = yield asked
         except StopIteration as stop:
             result = stop.value

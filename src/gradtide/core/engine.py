@@ -86,6 +86,8 @@ class Engine:
         or, with `settled`, only when all of that is at its cut or its end. A flow that
         `hands_over` links has three stages, see [Note: Two links].
         """
+        if hold:
+            flow = ops.in_halves(flow, self.group)
         flight = InFlight(name, flow, hold, hands_over)
         begin = partial(self._resume, flight)
         # A flow that is held has its last stage when it is released: if it has no

@@ -12,19 +12,18 @@ SHORT bytes goes to every rank directly: an estimate, see benchmarks/README.md, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradtide.core import ops
-from gradtide.core.ops import Among, Flow, Group, Message, Op
+from gradtide.core.ops import Among, Flow, Group, Message, Op, Steps
 
 # How many ranks each host has, numbered host by host; or which, for every host alike.
 Members: TypeAlias = tuple[tuple[int, ...], ...]  # the ranks of every host
 Hosts: TypeAlias = int | Members
-Steps: TypeAlias = Generator[Any, Any, Any]  # part of a flow, and what it comes to
 SHORT = 1 << 10  # bytes, of all that is summed or gathered
 
 
@@ -55,11 +54,11 @@ class Levels:
 
     def between(self, flow: Flow) -> Flow:
         """Drive a flow that is made for the hosts (`outer`)."""
-        return _driven(flow, self._outward)
+        return ops.driven(flow, self._outward)
 
     def carried(self, flow: Flow) -> Flow:
         """Drive a flow that is made for all ranks, see [Note: Host by host]."""
-        return _driven(flow, self._by_hosts)
+        return ops.driven(flow, self._by_hosts)
 
     # - Requests -----------------------------------------------------------------------
 
@@ -85,6 +84,8 @@ class Levels:
                 pass
             case ops.AllReduce(tensor=x):
                 return (yield from self._all_reduce(x))
+            case ops.Mean():
+                return (yield from self.carried(ops.halves(asked, self.group)))
             case ops.ReduceScatter():
                 return (yield from self._reduce_scatter(asked))
             case ops.AllGather():
@@ -192,19 +193,6 @@ def _whole(op: Op, group: Group) -> float:
     """Bytes of all that is asked for; none of what is no business of all ranks."""
     if isinstance(op, ops.AllGather):
         return sum(ops.part_sizes(op, group)) * op.tensor.element_size()
-    if isinstance(op, ops.AllReduce | ops.ReduceScatter | ops.Broadcast):
+    if isinstance(op, ops.AllReduce | ops.Mean | ops.ReduceScatter | ops.Broadcast):
         return op.tensor.nbytes
     return 0
-
-
-def _driven(flow: Flow, carry: Callable[[Any], Steps]) -> Flow:
-    """A flow each of whose requests is carried out by another one."""
-    answer: Any = None
-    try:
-        while True:
-            answer = yield from carry(flow.send(answer))
-    except StopIteration as stop:
-        result: Tensor = stop.value
-        return result
-    finally:
-        flow.close()

@@ -10,8 +10,8 @@ Requests own the tensors that they carry until they are answered.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -27,6 +27,18 @@ class Group(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AllReduce:
     """Answer: `tensor`, summed in place over all ranks."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Answer: `tensor` (1-D), averaged in place over all ranks.
+
+    This is a `ReduceScatter`, of which each rank divides its part, and an `AllGather`:
+    whoever drives the flow may ask for these in its place, and wait at the `Cut`
+    between them (`halves`).
+    """
 
     tensor: Tensor
 
@@ -127,9 +139,12 @@ class Among:
     inside: bool = False
 
 
-Message: TypeAlias = AllReduce | ReduceScatter | AllGather | AllToAll | Swap | Broadcast
+Message: TypeAlias = (
+    AllReduce | Mean | ReduceScatter | AllGather | AllToAll | Swap | Broadcast
+)
 Op: TypeAlias = Message | Among | ToHost | Cut | Handover
 Flow: TypeAlias = Generator[Op | tuple[Op, ...], Any, Tensor]
+Steps: TypeAlias = Generator[Any, Any, Any]  # part of a flow, and what it comes to
 
 
 def message_of(op: Op) -> Message | ToHost | Cut | Handover:
@@ -164,11 +179,13 @@ def crossing(op: Op, group: Group) -> int:
     return 0 if op.inside else group.size // len(op.ranks)
 
 
-def part_sizes(op: ReduceScatter | AllGather, group: Group) -> list[int]:
+def part_sizes(op: Mean | ReduceScatter | AllGather, group: Group) -> list[int]:
     """Lengths of the parts of a request, in rank order: stated or even."""
+    length, size = op.tensor.numel(), group.size
+    if isinstance(op, Mean):
+        return [length // size + (rank < length % size) for rank in range(size)]
     if op.sizes is not None:
         return list(op.sizes)
-    length, size = op.tensor.numel(), group.size
     if isinstance(op, AllGather):
         return [length] * size
     assert length % size == 0, f"{length} elements in {size} parts"
@@ -186,7 +203,7 @@ def payload_bytes(op: Op, group: Group) -> int:
     match op:
         case Among():
             return crossing(op, group) * payload_bytes(op.op, subgroup(op, group))
-        case AllReduce(tensor=x):
+        case AllReduce(tensor=x) | Mean(tensor=x):
             return 2 * (size - 1) * x.nbytes // size
         case ReduceScatter(tensor=x):
             return (x.numel() - part_sizes(op, group)[rank]) * x.element_size()
@@ -201,3 +218,37 @@ def payload_bytes(op: Op, group: Group) -> int:
             return x.nbytes if rank == source and size > 1 else 0
         case _:
             return 0
+
+
+def driven(flow: Flow, carry: Callable[[Any], Steps]) -> Flow:
+    """A flow each of whose requests is carried out by another one."""
+    answer: Any = None
+    try:
+        while True:
+            answer = yield from carry(flow.send(answer))
+    except StopIteration as stop:
+        result: Tensor = stop.value
+        return result
+    finally:
+        flow.close()
+
+
+def in_halves(flow: Flow, group: Group) -> Flow:
+    """A flow that can be held at the cut of a `Mean`."""
+    return driven(flow, lambda asked: halves(asked, group))
+
+
+def halves(asked: Any, group: Group) -> Steps:
+    """What is asked, or, if that is a `Mean`, its two halves and a `Cut` between."""
+
+    def ask(op: Message) -> Op:
+        return replace(asked, op=op) if isinstance(asked, Among) else op
+
+    mean = None if isinstance(asked, tuple) else message_of(asked)
+    if not isinstance(mean, Mean):
+        return (yield asked)
+    group = subgroup(asked, group) if isinstance(asked, Among) else group
+    x, sizes = mean.tensor, part_sizes(mean, group)
+    part = yield ask(ReduceScatter(x, sizes))
+    yield Cut(part.div_(group.size))
+    return (yield ask(AllGather(part, sizes, into=x)))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.core.levels import Levels, Steps
+from gradtide.core.levels import Levels
 from gradtide.core.ops import (
     AllGather,
     AllReduce,
@@ -26,6 +26,7 @@ from gradtide.core.ops import (
     Group,
     Op,
     ReduceScatter,
+    Steps,
 )
 
 

@@ -29,11 +29,12 @@ def seconds(op: Op, group: Group, network: Network) -> float:
         return 0.0
     few = group.size <= network.one_hop_ranks
     match op:
-        case ops.ReduceScatter(tensor=x) | ops.AllGather(tensor=x):
-            sizes = [n * x.element_size() for n in ops.part_sizes(op, group)]
+        case ops.Mean() | ops.ReduceScatter() | ops.AllGather():
+            width, halves = op.tensor.element_size(), 1 + isinstance(op, ops.Mean)
+            sizes = [n * width for n in ops.part_sizes(op, group)]
             if few and max(sizes) <= network.one_hop_bytes:
-                return direct([max(sizes)] * group.size, 0, network)
-            return ring(sizes, network)
+                return halves * direct([max(sizes)] * group.size, 0, network)
+            return halves * ring(sizes, network)
         case ops.AllReduce(tensor=x):
             if few and x.nbytes <= network.small_bytes:
                 return direct([x.nbytes] * group.size, 0, network)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradtide.core.ops import Flow, Group, Op, ToHost, payload_bytes
+from gradtide.core.ops import (
+    Flow,
+    Group,
+    Mean,
+    Op,
+    Steps,
+    ToHost,
+    driven,
+    payload_bytes,
+)
 from gradtide.core.payload import Payload, traits
 from gradtide.planner.labour import Counter, Work
 from gradtide.planner.sketch import reflected, shaped, sketched
@@ -165,6 +174,7 @@ def _noted(
 
     `answers` are those to what all flows ask for at once.
     """
+    flows = [driven(flow, partial(_dividing, size=size)) for flow in flows]
     counter = Counter()
     counting: AbstractContextManager[Any] = counter if step else nullcontext()
     acts: list[Act] = []
@@ -183,6 +193,14 @@ def _noted(
             work = Work()
         rows = zip(*map(answers, columns), strict=True)
         told = [row if together else row[0] for row in rows]
+
+
+def _dividing(asked: Any, size: int) -> Steps:
+    """What is asked; of a mean the owner of a part divides it, on the way."""
+    answer = yield asked
+    if isinstance(asked, Mean):
+        answer[: len(answer) // size].div_(1)
+    return answer
 
 
 def _busiest(ops: Sequence[Op], size: int) -> Op:

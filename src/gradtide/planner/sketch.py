@@ -130,8 +130,8 @@ def shaped(op: Op, group: Group) -> Any:
             return x.new_empty((sum(recv), *x.shape[1:]))
         case ops.Swap(tensor=x):
             return torch.empty_like(x)
-        case ops.AllReduce(tensor=x) | ops.Broadcast(tensor=x) | ops.ToHost(tensor=x):
-            return x
+        case ops.AllReduce() | ops.Mean() | ops.Broadcast() | ops.ToHost():
+            return op.tensor
     return None
 
 

@@ -316,7 +316,8 @@ class VirtualTransport:
         start, op = self.clock(), pending.op
         if isinstance(op, ops.Swap | ops.AllReduce):
             return Window(start, ends, ends)
-        tail = (ends - start) / (pending.circle.group.size - 1)
+        hops = (1 + isinstance(op, ops.Mean)) * (pending.circle.group.size - 1)
+        tail = (ends - start) / hops
         return Window(ends - tail, ends, ends)
 
     def _is_small(self, op: ops.AllReduce, size: int) -> bool:

@@ -22,9 +22,10 @@ from gradtide.transport.inquiry import Inquiry, end
 from gradtide.transport.links import (
     TRACKS,
     Links,
-    Piece,
+    Peers,
     Track,
     Transfer,
+    arrival,
     memory_of,
 )
 from gradtide.transport.opening import Meeting
@@ -95,7 +96,10 @@ class GlooTransport:
             case ops.AllReduce(tensor=x) if self._is_small(x):
                 return x, self._exchange(x, asked)
             case ops.AllReduce(tensor=x) if asked.some:
-                return x, self._sum(x, asked)
+                parts = x.view(-1).tensor_split(asked.group.size)
+                return x, asked.begin(ring.all_reduce(parts, asked.peers))
+            case ops.Mean():
+                return self._mean(asked.op, asked)
             case ops.Broadcast(tensor=x, source=source) if asked.some:
                 return x, _spread(x, source, asked)
         assert isinstance(asked.op, ops.AllReduce | ops.Broadcast)
@@ -157,9 +161,9 @@ class GlooTransport:
     ) -> tuple[Tensor, Finish]:
         parts = op.tensor.split_with_sizes(ops.part_sizes(op, asked.group))
         if self._in_one_hop(parts, asked.inside):
-            begun = rotation.reduce_scatter(parts, *asked.among, asked.number)
+            begun = rotation.reduce_scatter(parts, asked.peers, asked.number)
         else:
-            begun = ring.reduce_scatter(parts, *asked.among)
+            begun = ring.reduce_scatter(parts, asked.peers)
         return parts[asked.group.rank], asked.begin(begun)
 
     def _all_gather(self, op: ops.AllGather, asked: _Asked) -> tuple[Tensor, Finish]:
@@ -170,7 +174,7 @@ class GlooTransport:
         if own.data_ptr() != op.tensor.data_ptr():
             own.copy_(op.tensor.flatten())
         way = rotation if self._in_one_hop(parts, asked.inside) else ring
-        begun = way.all_gather(parts, *asked.among)
+        begun = way.all_gather(parts, asked.peers)
         if op.into is None and op.sizes is None:
             out = out.view(asked.group.size, *op.tensor.shape)
         return out, asked.begin(begun)
@@ -181,8 +185,7 @@ class GlooTransport:
             return x.clone(), None
         out, other = torch.empty_like(x), asked.ranks[peer]
         leaving = deque([(other, memory_of(x.contiguous()))])
-        arriving = {other: [Piece(memory_of(out))]}
-        return out, asked.begin(Transfer(asked.track, leaving, arriving))
+        return out, asked.begin(Transfer(asked.track, leaving, {other: arrival(out)}))
 
     def _all_to_all(self, op: ops.AllToAll, asked: _Asked) -> tuple[Tensor, Finish]:
         rank, x = asked.group.rank, op.tensor.contiguous()
@@ -190,19 +193,22 @@ class GlooTransport:
         leaving = torch.split(x, list(op.send))
         arriving = torch.split(out, list(op.recv))
         arriving[rank].copy_(leaving[rank])
-        begun = rotation.all_to_all(leaving, arriving, *asked.among)
+        begun = rotation.all_to_all(leaving, arriving, asked.peers)
         return out, asked.begin(begun)
 
-    def _sum(self, x: Tensor, asked: _Asked) -> Finish:
-        """Sum a large tensor among some ranks, of which Gloo has no group."""
-        parts = x.view(-1).tensor_split(asked.group.size)
-        first = asked.begin(ring.reduce_scatter(parts, *asked.among))
+    def _mean(self, op: ops.Mean, asked: _Asked) -> tuple[Tensor, Finish]:
+        x, (rank, size) = op.tensor, asked.group
+        parts = x.split_with_sizes(ops.part_sizes(op, asked.group))
+        if not self._in_one_hop(parts, asked.inside):
+            return x, asked.begin(ring.all_reduce(parts, asked.peers, size))
+        first = asked.begin(rotation.reduce_scatter(parts, asked.peers, asked.number))
 
         def finish(drained: Callable[[], None]) -> None:
             first(lambda: None)
-            asked.begin(ring.all_gather(parts, *asked.among))(drained)
+            parts[rank].div_(size)
+            asked.begin(rotation.all_gather(parts, asked.peers))(drained)
 
-        return finish
+        return x, finish
 
     def _in_one_hop(self, parts: Sequence[Tensor], inside: bool) -> bool:
         """Whether waiting P - 1 times would take longer than the bytes do.
@@ -226,7 +232,7 @@ class GlooTransport:
         begun = rotation.all_to_all(
             [rows[rank]] * size,
             rows.unbind(),
-            *asked.among,
+            asked.peers,
             lambda: x.copy_(rows.sum(0)),
         )
         return asked.begin(begun)
@@ -249,7 +255,7 @@ class _Asked:
         if isinstance(op, ops.Among):
             group, ranks, op = ops.subgroup(op, group), op.ranks, op.op
         self.op, self.group, self.track, self.ranks = op, group, track, ranks
-        self.among = group, track, ranks
+        self.peers = Peers(group, track, ranks)
         self.number, self._early = item.requests, item.early
 
     def begin(self, transfer: Transfer) -> Finish:
@@ -286,7 +292,7 @@ def _spread(x: Tensor, source: int, asked: _Asked) -> Finish:
     nothing = x.new_empty(0)
     leaving = [x if rank == source else nothing] * size
     arriving = [x if other == source else nothing for other in range(size)]
-    return asked.begin(rotation.all_to_all(leaving, arriving, *asked.among))
+    return asked.begin(rotation.all_to_all(leaving, arriving, asked.peers))
 
 
 def _alone(op: Op) -> Any:

@@ -18,7 +18,10 @@ otherwise take one's bytes for the other's.
 transfer has ended may go on while its peers still read what it sent.
 
 [Note: Wakes] A thread is woken when a whole piece has arrived, as far as the system
-allows (SO_RCVLOWAT).
+allows (SO_RCVLOWAT), and sends a whole piece at once: sockets hold several. TCP's own
+measure is what is under way, often less than a piece, and then a thread is woken once
+more to send the rest. But it would hold more than a system's limit for those that ask
+(net.core.wmem_max, often 208 KB), so that where this is low it is left alone.
 """
 
 from __future__ import annotations
@@ -28,18 +31,20 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from gradtide.core.ops import Group
 from gradtide.transport.opening import Meeting
 
 CHUNK = 1 << 18  # bytes of a piece at the most: what is added is still in cache
-HELD = 1 << 21  # bytes that a Unix socket holds for its reader; TCP finds its own
+HELD = 1 << 21  # bytes that a socket holds for its reader, see [Note: Wakes]
 TRACKS = 3  # work items under way at once: of two rings that end together none is left
 LOOK = 2.0  # seconds after which a socket is read that was not said to be readable
 
@@ -49,12 +54,22 @@ MORE = getattr(socket, "MSG_MORE", 0)
 Memory: TypeAlias = memoryview
 
 
-class Piece(NamedTuple):
-    """Memory that is filled by what arrives, and what is done then."""
+class Arrival(NamedTuple):
+    """What is to come from a rank, for one request.
 
-    memory: Memory
-    then: Callable[[], object] | None = None
-    is_mark: bool = False
+    Of `memories`, none of them empty, the next one is asked for when one is full.
+    """
+
+    nbytes: int
+    memories: Iterator[Memory]
+
+
+class _Coming(NamedTuple):
+    """What is to be read from a link for a transfer, its mark first."""
+
+    transfer: Transfer
+    memories: Iterator[Memory]
+    enough: int  # bytes of the mark, and of what is filled first
 
 
 class LostError(RuntimeError):
@@ -70,13 +85,16 @@ class Link:
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         connection.setblocking(False)
-        if connection.family == getattr(socket, "AF_UNIX", None):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HELD)
-        else:
+        is_unix = connection.family == getattr(socket, "AF_UNIX", None)
+        if not is_unix:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if is_unix or _most_held() >= HELD:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HELD)
         self.peer, self.connection = peer, connection
         self.number = connection.fileno()
-        self.coming: deque[tuple[Transfer, Piece]] = deque()
+        self.coming: deque[_Coming] = deque()
+        self.events = 0  # that are polled for
+        self._due: Memory | None = None  # what is to be filled of the first
         self._enough = 1
 
     def send(self, memory: Memory, more: bool) -> int:
@@ -91,28 +109,31 @@ class Link:
     def read(self) -> None:
         """Read what is there."""
         while self.coming:
-            transfer, piece = self.coming[0]
+            transfer, memories, _ = self.coming[0]
+            is_mark = self._due is None
+            due = self._due = self._due or next(memories)
             try:
-                count = self.connection.recv_into(piece.memory)
+                count = self.connection.recv_into(due)
             except BlockingIOError:
                 return
             except OSError as error:
                 raise LostError(self.peer, error) from None
             if not count:
                 raise LostError(self.peer, "Connection closed by peer")
-            if count < len(piece.memory):
-                self.coming[0] = transfer, piece._replace(memory=piece.memory[count:])
+            if count < len(due):
+                self._due = due[count:]
                 return
-            self.coming.popleft()
-            transfer.unread -= 1
-            if piece.then is not None:
-                piece.then()
+            self._due = next(memories, None)
+            if self._due is None:
+                self.coming.popleft()
+                transfer.unread -= 1
+            elif not is_mark:  # the next piece wakes this thread when all of it is here
+                return
 
     def await_more(self) -> None:
         """Have this thread be woken by a piece, or by as much of a long one."""
-        first = self.coming[0][1]
-        follows = len(self.coming[1][1].memory) if first.is_mark else 0
-        enough = min(len(first.memory) + follows, CHUNK)
+        due = self._due
+        enough = min(self.coming[0].enough if due is None else len(due), CHUNK)
         if enough != self._enough and sys.platform == "linux":
             self._enough = enough
             with suppress(OSError):  # the next read tells what is the matter
@@ -125,31 +146,32 @@ class Transfer:
     """What leaves for other ranks, and what arrives from them, for one request.
 
     `finish` is called once, in the order of making. `unsent` counts bytes, also those
-    that join `leaving` only when they have arrived; `unread` counts pieces.
+    that join `leaving` only when they have arrived; `unread` counts ranks.
     """
 
     def __init__(
         self,
         track: Track,
         leaving: deque[tuple[int, Memory]],
-        arriving: Mapping[int, Iterable[Piece]],
+        arriving: Mapping[int, Arrival],
         unsent: int | None = None,
         after: Callable[[], object] = lambda: None,
     ) -> None:
         self.track, self._after = track, after
         self.leaving = leaving
-        self.arriving = {
-            peer: [piece for piece in pieces if piece.memory]
-            for peer, pieces in arriving.items()
-        }
-        self.peers = {peer for peer, _ in leaving} | self.arriving.keys()
+        self.peers = {peer for peer, _ in leaving} | arriving.keys()
         sending = sum(len(memory) for _, memory in leaving)
         self.unsent = sending if unsent is None else unsent
+        self.coming = {
+            peer: self._due(peer, *arrival)
+            for peer, arrival in arriving.items()
+            if arrival.nbytes
+        }
+        self.unread = len(self.coming)
         self._mark()
-        self.unread = sum(map(len, self.arriving.values()))
 
     def _mark(self) -> None:
-        """Have what is for, or from, a rank begin with its mark, see [Note: Marks]."""
+        """Have what is for a rank begin with its mark, see [Note: Marks]."""
         leaving = [*self.leaving] if self.unsent else []
         self.leaving.clear()
         alone = len(leaving) == 1  # more may follow it
@@ -158,12 +180,11 @@ class Transfer:
             mark = memoryview(MARK.pack(*self.track.asked, nbytes))
             self.leaving.extend(((peer, mark), (peer, memory)))
         self.unsent += MARK.size * len(leaving)
-        for peer, pieces in self.arriving.items():
-            if pieces:
-                nbytes = sum(len(piece.memory) for piece in pieces)
-                told, due = bytearray(MARK.size), (*self.track.asked, nbytes)
-                check = partial(_check, told, due, peer)
-                pieces.insert(0, Piece(memoryview(told), check, is_mark=True))
+
+    def _due(self, peer: int, nbytes: int, memories: Iterator[Memory]) -> _Coming:
+        first, due = next(memories), (*self.track.asked, nbytes)
+        marked = _marked(first, memories, due, peer)
+        return _Coming(self, marked, MARK.size + len(first))
 
     def finish(self, drained: Callable[[], None]) -> None:
         """Wait for all of it; `drained` is called once all has left."""
@@ -171,7 +192,12 @@ class Transfer:
         self._after()
 
 
-def _check(told: bytearray, due: tuple[int, ...], peer: int) -> None:
+def _marked(
+    first: Memory, memories: Iterator[Memory], due: tuple[int, ...], peer: int
+) -> Iterator[Memory]:
+    """What is filled, behind the mark that is `due`."""
+    told = bytearray(MARK.size)
+    yield memoryview(told)
     sent = MARK.unpack(told)
     if sent != due:
         raise LostError(
@@ -181,6 +207,8 @@ def _check(told: bytearray, due: tuple[int, ...], peer: int) -> None:
                 peer, *sent, *due
             ),
         )
+    yield first
+    yield from memories
 
 
 class Track:
@@ -230,6 +258,14 @@ class Track:
         return self.to[self.sending[0].leaving[0][0]]
 
 
+class Peers(NamedTuple):
+    """The ranks that a request is asked of, and the connections that it takes."""
+
+    group: Group
+    track: Track
+    ranks: Sequence[int]  # the group's, by their numbers in the transport's
+
+
 class Links:
     """A lane's connections to other ranks."""
 
@@ -243,6 +279,7 @@ class Links:
         self._meeting = meeting
         self._tracks = [Track(self, TRACKS * lane + i) for i in range(abreast)]
         self._links: dict[int, Link] = {}  # by the numbers of their sockets
+        self._poll = select.poll()
         self._seconds, self._idle = seconds, 0.0
 
     def track(self, item: int) -> Track:
@@ -283,8 +320,8 @@ class Links:
             self._connect(peer, track)
         if transfer.unsent:
             track.sending.append(transfer)
-        for peer, pieces in transfer.arriving.items():
-            track.to[peer].coming.extend((transfer, piece) for piece in pieces)
+        for peer, coming in transfer.coming.items():
+            track.to[peer].coming.append(coming)
 
     def _connect(self, peer: int, track: Track) -> None:
         meet = self._meeting.call if peer > self._meeting.rank else self._meeting.answer
@@ -297,15 +334,18 @@ class Links:
     def _wait(self) -> None:
         """Wait until something can be sent or read, and read it."""
         blocked = {track.blocked for track in self._tracks}
-        poll = select.poll()
         for number, link in self._links.items():
             events = select.POLLOUT if link in blocked else 0
             if link.coming:
                 link.await_more()
                 events |= select.POLLIN
-            if events:
-                poll.register(number, events)
-        ready = {number for number, _ in poll.poll(1e3 * LOOK)}
+            if events != link.events:
+                link.events = events
+                if events:
+                    self._poll.register(number, events)
+                else:  # also of one that is closed nobody wants to know
+                    self._poll.unregister(number)
+        ready = [number for number, _ in self._poll.poll(1e3 * LOOK)]
         self._idle = 0.0 if ready else self._idle + LOOK
         if self._idle > self._seconds:
             raise self._late()
@@ -319,6 +359,19 @@ class Links:
         waiting += [link.peer for track in self._tracks if (link := track.blocked)]
         self._meeting.hang_up()
         return LostError(waiting[0], f"Timed out after {self._seconds:g} s")
+
+
+@cache
+def _most_held() -> int:
+    """Bytes that a system lets a socket hold for its reader, if it tells."""
+    with suppress(OSError, ValueError):
+        return int(Path("/proc/sys/net/core/wmem_max").read_text())
+    return 0
+
+
+def arrival(x: Tensor) -> Arrival:
+    """A tensor that is to come as a whole."""
+    return Arrival(x.nbytes, iter([memory_of(x)]))
 
 
 def memory_of(x: Tensor) -> Memory:

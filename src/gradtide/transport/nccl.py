@@ -73,6 +73,9 @@ class NcclTransport:
         match asked:
             case ops.AllReduce(tensor=x):
                 return x, dist.all_reduce(x, group=pg, async_op=True)
+            case ops.Mean(tensor=x):
+                average = dist.ReduceOp.AVG
+                return x, dist.all_reduce(x, average, group=pg, async_op=True)
             case ops.ReduceScatter():
                 return _scatter(asked, group, pg)
             case ops.AllGather():

@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import chain
-from operator import iadd
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradtide.core.ops import Group
 from gradtide.transport.links import (
     CHUNK,
+    Arrival,
     Memory,
-    Piece,
-    Track,
+    Peers,
     Transfer,
     memory_of,
 )
@@ -40,88 +36,75 @@ FINE = 1 << 15  # bytes of a piece of such a part, at the least
 HOPS = 2  # of its pieces, so many for each rank
 BY_NUMPY = {torch.float32, torch.float64}  # it adds as fast, and is called sooner
 
-PassOn: TypeAlias = Callable[[Memory], object]
-Cut: TypeAlias = Callable[[Tensor, PassOn | None, int], Iterator[Piece]]
 
-
-def reduce_scatter(
-    parts: Sequence[Tensor], group: Group, track: Track, ranks: Sequence[int]
-) -> Transfer:
+def reduce_scatter(parts: Sequence[Tensor], peers: Peers) -> Transfer:
     """Begin to sum the ranks' `parts` (1-D, one per rank), each in its owner's memory.
 
-    The parts of others are used up. `ranks` are the group's, by their numbers in the
-    transport's group.
+    The parts of others are used up.
     """
-    dtype, width = parts[0].dtype, parts[0].element_size()
-    scratch = track.scratch(ranks[group.rank - 1], CHUNK)
-    arrival, numbers = memory_of(scratch), scratch.view(dtype)
-    array = Tensor.numpy if dtype in BY_NUMPY else Tensor.detach
-    new: Any = array(numbers)
-
-    def cut(part: Tensor, pass_on: PassOn | None, count: int) -> Iterator[Piece]:
-        own: Any = array(part)
-        memory, most = memory_of(part), max(1, -(-part.numel() // count))
-        for start in range(0, part.numel(), most):
-            target = own[start : start + most]
-            then = partial(iadd, target, new[: len(target)])
-            piece = memory[start * width : (start + most) * width]
-            if pass_on is not None:
-                then = partial(_both, then, partial(pass_on, piece))
-            yield Piece(arrival[: len(piece)], then)
-
-    return _around(parts, group, track, ranks, group.rank - 1, cut)
+    return _around(parts, peers, add=True)
 
 
-def all_gather(
-    parts: Sequence[Tensor], group: Group, track: Track, ranks: Sequence[int]
-) -> Transfer:
+def all_gather(parts: Sequence[Tensor], peers: Peers) -> Transfer:
     """Begin to fill everybody's `parts` (1-D, one per rank) from their owners."""
-
-    def cut(part: Tensor, pass_on: PassOn | None, count: int) -> Iterator[Piece]:
-        memory = memory_of(part)
-        if pass_on is None:
-            yield Piece(memory)
-            return
-        most = max(1, -(-len(memory) // count))
-        for start in range(0, len(memory), most):
-            piece = memory[start : start + most]
-            yield Piece(piece, partial(pass_on, piece))
-
-    return _around(parts, group, track, ranks, group.rank, cut)
+    return _around(parts, peers, fill=True)
 
 
-def _both(first: Callable[[], object], then: Callable[[], object]) -> None:
-    first()
-    then()
+def all_reduce(parts: Sequence[Tensor], peers: Peers, divisor: int = 1) -> Transfer:
+    """Begin to sum `parts` (1-D, one per rank) everywhere; owners divide their sums.
+
+    That is both of the above; a piece of a sum leaves as soon as its owner has it.
+    """
+    return _around(parts, peers, add=True, fill=True, divisor=divisor)
 
 
 def _around(
     parts: Sequence[Tensor],
-    group: Group,
-    track: Track,
-    ranks: Sequence[int],
-    begin: int,
-    cut: Cut,
+    peers: Peers,
+    add: bool = False,
+    fill: bool = False,
+    divisor: int = 1,
 ) -> Transfer:
-    """Send part number `begin` unasked, and pass on all that arrive but the last."""
-    rank, size = group
-    mean = sum(part.nbytes for part in parts) / size
-    first, *hops = (parts[(begin - hop) % size] for hop in range(size))
+    """Send one part unasked, and pass on all that arrive but the last.
+
+    First what arrives is to `add`, up to this rank's own part; then it is to `fill`.
+    """
+    (rank, size), track, ranks = peers
+    dtype, width = parts[0].dtype, parts[0].element_size()
+    adding = size - 1 if add else 0
+    begin, hops = rank - add, adding + (size - 1 if fill else 0)
+    first, *coming = (parts[(begin - hop) % size] for hop in range(hops + 1))
     following, source = ranks[(rank + 1) % size], ranks[rank - 1]
     leaving = deque([(following, memory_of(first))])
+    mean = sum(part.nbytes for part in parts) / size
+    scratch = track.scratch(source, CHUNK if add else 0)
+    arrived, numbers = memory_of(scratch), scratch.view(dtype)
+    array = Tensor.numpy if dtype in BY_NUMPY else Tensor.detach
+    new: Any = array(numbers)
 
-    def pass_on(memory: Memory) -> None:
-        leaving.append((following, memory))
+    def pieces() -> Iterator[Memory]:
+        for hop, part in enumerate(coming, 1):
+            own: Any = array(part)
+            memory, numel, last = memory_of(part), part.numel(), hop == hops
+            uneven = part.nbytes > UNEVEN * mean
+            count = num_pieces(part.nbytes, size, uneven)
+            most = max(1, numel if last and fill else -(-numel // count))
+            for start in range(0, numel, most):
+                piece = memory[start * width : (start + most) * width]
+                if hop > adding:
+                    yield piece
+                else:
+                    yield arrived[: len(piece)]
+                    target = own[start : start + most]
+                    target += new[: len(target)]
+                    if hop == adding and divisor != 1:
+                        target /= divisor
+                if not last:
+                    leaving.append((following, piece))
 
-    def pieces(part: Tensor, pass_on: PassOn | None) -> Iterator[Piece]:
-        uneven = part.nbytes > UNEVEN * mean
-        return cut(part, pass_on, num_pieces(part.nbytes, size, uneven))
-
-    last = hops.pop()
-    passing = chain.from_iterable(pieces(part, pass_on) for part in hops)
-    unsent = sum(part.nbytes for part in (first, *hops))
-    arriving = {source: chain(passing, pieces(last, None))}
-    return Transfer(track, leaving, arriving, unsent)
+    unsent = sum(part.nbytes for part in (first, *coming[:-1]))
+    arrival = Arrival(sum(part.nbytes for part in coming), pieces())
+    return Transfer(track, leaving, {source: arrival}, unsent)
 
 
 def carried(total: float, largest: float, smallest: float, size: int) -> float:

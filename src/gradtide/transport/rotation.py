@@ -13,46 +13,38 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from gradtide.core.ops import Group
-from gradtide.transport.links import Piece, Track, Transfer, memory_of
+from gradtide.transport.links import Peers, Transfer, arrival, memory_of
 
 
 def all_to_all(
     leaving: Sequence[Tensor],
     arriving: Sequence[Tensor],
-    group: Group,
-    track: Track,
-    ranks: Sequence[int],
+    peers: Peers,
     after: Callable[[], object] = lambda: None,
 ) -> Transfer:
     """Begin to send to every rank, and to fill what is to come from it.
 
     `leaving` and `arriving` hold a contiguous tensor for and from every rank, some of
-    them empty; this rank's own are left alone. `ranks` are the group's, by their
-    numbers in the transport's group.
+    them empty; this rank's own are left alone.
     """
-    rank, size = group
+    (rank, size), track, ranks = peers
     targets = [(rank + i) % size for i in range(1, size)]
     out = deque(
         (ranks[peer], memory_of(leaving[peer]))
         for peer in targets
         if leaving[peer].numel()
     )
-    into = {ranks[peer]: [Piece(memory_of(arriving[peer]))] for peer in targets}
+    into = {ranks[peer]: arrival(arriving[peer]) for peer in targets}
     return Transfer(track, out, into, after=after)
 
 
-def reduce_scatter(
-    parts: Sequence[Tensor],
-    group: Group,
-    track: Track,
-    ranks: Sequence[int],
-    number: int,
-) -> Transfer:
+def reduce_scatter(parts: Sequence[Tensor], peers: Peers, number: int) -> Transfer:
     """As `ring.reduce_scatter`, bit for bit; `number` is that of the item's request."""
-    rank, size = group
+    rank, size = peers.group
     own = parts[rank]
-    scratch = track.scratch(("request", number), size * own.nbytes).view(own.dtype)
+    scratch = peers.track.scratch(("request", number), size * own.nbytes).view(
+        own.dtype
+    )
     arriving = scratch.view(size, own.numel()).unbind()
 
     def add() -> None:
@@ -62,11 +54,10 @@ def reduce_scatter(
             first.add_(row)
         own.add_(first)
 
-    return all_to_all(parts, arriving, group, track, ranks, add)
+    return all_to_all(parts, arriving, peers, add)
 
 
-def all_gather(
-    parts: Sequence[Tensor], group: Group, track: Track, ranks: Sequence[int]
-) -> Transfer:
+def all_gather(parts: Sequence[Tensor], peers: Peers) -> Transfer:
     """As `ring.all_gather`."""
-    return all_to_all([parts[group.rank]] * group.size, parts, group, track, ranks)
+    rank, size = peers.group
+    return all_to_all([parts[rank]] * size, parts, peers)

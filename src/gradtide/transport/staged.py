@@ -9,7 +9,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradtide.core.ops import AllGather, Among, Op, ToHost, message_of
+from gradtide.core.ops import (
+    AllGather,
+    AllReduce,
+    Among,
+    Broadcast,
+    Group,
+    Mean,
+    Op,
+    ReduceScatter,
+    ToHost,
+    message_of,
+    part_sizes,
+    subgroup,
+)
 from gradtide.core.transport import Job, Ticket
 from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
@@ -79,7 +92,7 @@ class StagedTransport:
         there: Any = replace(asked, **staged)
         if isinstance(op, Among):
             there = replace(op, op=there)
-        return asked, self._host.issue(there)
+        return op, self._host.issue(there)
 
     def wait(self, pending: Any) -> Any:
         op, inner = pending
@@ -87,7 +100,7 @@ class StagedTransport:
             self._stream.synchronize()
             return op.tensor.cpu()
         answer: Tensor = self._host.wait(inner)
-        target = op.into if isinstance(op, AllGather) else None
+        target = in_place(op, self.group)
         if target is None:
             return answer.to(self._device, non_blocking=True)
         return target.copy_(answer, non_blocking=True)
@@ -95,6 +108,20 @@ class StagedTransport:
     def _to_host(self, x: Tensor) -> Tensor:
         pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         return pinned.copy_(x, non_blocking=True)
+
+
+def in_place(op: Op, group: Group) -> Tensor | None:
+    """The memory of who asks that holds the answer, if one may rely on that."""
+    asked = message_of(op)
+    group = subgroup(op, group) if isinstance(op, Among) else group
+    match asked:
+        case ReduceScatter(tensor=x):
+            return x.split_with_sizes(part_sizes(asked, group))[group.rank]
+        case AllReduce(tensor=x) | Mean(tensor=x) | Broadcast(tensor=x):
+            return x
+        case AllGather(into=into):
+            return into
+    return None
 
 
 def refuse_capture() -> None:

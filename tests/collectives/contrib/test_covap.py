@@ -64,7 +64,7 @@ def test_bytes_are_a_share_of_the_dense_ones_and_planned() -> None:
 
 def test_one_step_is_dense_and_others_are_refused() -> None:
     traffic = check_law(COVAP(1), 2, numel=200, steps=1)
-    assert traffic["AllGather"] == 200 * 8
+    assert traffic["Mean"] == 2 * 200 * 8
     check_law(Warmup(COVAP(3), 2), 3, steps=6)
     assert parse("covap(8, warmup=10)").collective == Warmup(COVAP(8), 10)
     with pytest.raises(ValueError, match="COVAP"):
