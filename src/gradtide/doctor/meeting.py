@@ -77,9 +77,9 @@ class Meeting:
                     raise Unmet(f"rank {ROOT} came, and then went silent: see its host")
                 time.sleep(NAP)
             return json.loads(self.store.get(key))
+        except Unmet:
+            raise
         except RuntimeError as error:
-            if isinstance(error, Unmet):
-                raise
             raise Unmet(f"the process that hosts the store is gone ({error})") from None
 
     def part(self) -> None:

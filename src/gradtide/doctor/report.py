@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gradtide.doctor.facts import ranks_of
-from gradtide.doctor.run import Found
+from gradtide.doctor.run import Found, between
 from gradtide.lab import tables
 from gradtide.planner import document
 from gradtide.planner.network import Network
@@ -22,7 +22,7 @@ LINK = "one TCP stream, all hosts at once; a fabric that only NCCL uses is not m
 def show(found: Found) -> Group:
     """The report; ends with the verdict."""
     lines: list[RenderableType] = [Text(_head(found)), _hosts(found)]
-    if found.round_trips or found.inside:
+    if found.round_trips:
         lines.append(_links(found))
     lines += [Text(line) for line in _rest(found)]
     for finding in found.findings:
@@ -77,17 +77,17 @@ def _links(found: Found) -> RenderableType:
     grid = tables.grid(
         tables.name("link"), *map(tables.number, ("round trip ms", "Mbit/s", "clock s"))
     )
-    pairs = sorted(found.round_trips, key=lambda pair: -found.round_trips[pair])
-    slowest = sorted(found.rates, key=lambda pair: found.rates[pair])
+    trips, rates = between(found.round_trips), between(found.rates)
+    pairs = sorted(trips, key=lambda pair: -trips[pair])
+    slowest = sorted(rates, key=lambda pair: rates[pair])
     shown = dict.fromkeys([*slowest[: MOST // 2], *pairs])
-    for pair in sorted(list(shown)[:MOST]):
-        trip, rate = found.round_trips.get(pair), found.rates.get(pair)
-        known = pair[1] == 0 and pair[0] in found.clocks
-        clock = f"{found.clocks[pair[0]]:+.3f}" if known else ""
-        name = f"host {pair[0]} to host {pair[1]}"
-        grid.add_row(name, _milliseconds(trip), _megabits(rate), clock)
-    for number, (trip, rate) in sorted(found.inside.items())[:MOST]:
-        grid.add_row(f"within host {number}", _milliseconds(trip), _megabits(rate), "")
+    inside = sorted(found.round_trips.keys() - trips.keys())
+    for one, other in [*sorted(list(shown)[:MOST]), *inside[:MOST]]:
+        trip, rate = found.round_trips.get((one, other)), found.rates.get((one, other))
+        known = other == 0 and one in found.clocks
+        name = f"host {one} to host {other}" if one != other else f"within host {one}"
+        cells = f"{1e3 * trip:.3g}" if trip is not None else "", _megabits(rate)
+        grid.add_row(name, *cells, f"{found.clocks[one]:+.3f}" if known else "")
     grid.caption = LINK
     return grid
 
@@ -101,8 +101,7 @@ def _rest(found: Found) -> list[str]:
         f"OMP_NUM_THREADS {own.omp or 'not set'}; {own.files or 'any number of'} files"
         for own in found.everybody[:1]
     ]
-    if found.rates:
-        rates = list(found.rates.values())
+    if rates := between(found.rates).values():
         lines.append(
             f"between hosts: {_megabits(min(rates))} Mbit/s on the slowest of "
             f"{len(rates)} links, {_megabits(median(rates))} on the typical one"
@@ -131,10 +130,6 @@ def _network(network: Network) -> str:
     return f"over Gloo {where}: {rate}, {1e3 * ring.alpha:.3g} ms to start a message"
 
 
-def _milliseconds(value: float | None) -> str:
-    return "" if value is None else f"{1e3 * value:.3g}"
-
-
 def _megabits(value: float | None) -> str:
     return f"{value / 1e6:.4g}" if value else ""
 
@@ -155,11 +150,12 @@ def dumps(found: Found) -> str:
                 "round_trip": trip,
                 "rate": found.rates.get((sender, receiver)),
             }
-            for (sender, receiver), trip in sorted(found.round_trips.items())
+            for (sender, receiver), trip in sorted(between(found.round_trips).items())
         ],
         "within_hosts": [
-            {"host": number, "round_trip": trip, "rate": rate or None}
-            for number, (trip, rate) in sorted(found.inside.items())
+            {"host": pair[0], "round_trip": trip, "rate": found.rates.get(pair) or None}
+            for pair, trip in sorted(found.round_trips.items())
+            if pair[0] == pair[1]
         ],
         "clocks": {str(number): off for number, off in sorted(found.clocks.items())},
         "gloo": found.tried

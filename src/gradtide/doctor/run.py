@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -49,10 +49,10 @@ class Found:
     everybody: list[Facts] = field(default_factory=list)
     hosts: list[Host] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    round_trips: dict[tuple[int, int], float] = field(default_factory=dict)  # hosts'
-    clocks: dict[int, float] = field(default_factory=dict)  # of hosts, beside host 0's
+    # Of pairs of hosts; what is within a host is of it and itself.
+    round_trips: dict[tuple[int, int], float] = field(default_factory=dict)
     rates: dict[tuple[int, int], float] = field(default_factory=dict)  # bits/s
-    inside: dict[int, tuple[float, float]] = field(default_factory=dict)
+    clocks: dict[int, float] = field(default_factory=dict)  # of hosts, beside host 0's
     tried: Tried | None = None
     predicted_steps: dict[str, float] | None = None  # seconds, by scheme
     advice: str = ""
@@ -60,6 +60,11 @@ class Found:
     @property
     def failed(self) -> bool:
         return any(finding.level == "failure" for finding in self.findings)
+
+
+def between(of_pairs: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Without what is within a host."""
+    return {pair: value for pair, value in of_pairs.items() if pair[0] != pair[1]}
 
 
 def alone() -> Found:
@@ -128,8 +133,8 @@ class Examined:
         self.own = facts(self.meeting.place)
         came = self.meeting.gather(asdict(self.own))
         everybody = [Facts(**each) for each in self.meeting.tell(list(came.values()))]
-        self.found.everybody, self.hosts = everybody, hosts(everybody)
-        self.found.hosts = self.hosts
+        self.hosts = hosts(everybody)
+        self.found.everybody, self.found.hosts = everybody, self.hosts
         self.number = {rank: host.number for host in self.hosts for rank in host.ranks}
         if self.rank == ROOT and self._all_came(list(came), "the meeting"):
             self.found.findings += checks.together(everybody)
@@ -164,22 +169,17 @@ class Examined:
         found.findings += checks.reached(found.hosts, heard)
         for asker, answers in heard.items():
             for other, told in answers.items():
-                if told.error:
-                    continue
-                pair = self.number[asker], self.number[other]
-                if pair[0] != pair[1]:
+                if not told.error:
+                    pair = self.number[asker], self.number[other]
                     found.round_trips[pair] = told.round_trip
-                    if pair[1] == 0:
+                    if pair[1] == 0 != pair[0]:
                         found.clocks[pair[0]] = -told.clock
-                else:
-                    found.inside[pair[0]] = told.round_trip, 0.0
 
     def _transferred(self) -> None:
         """In turn, each host sends to the next but so many; and within each host."""
         self.stage("transferring")
         count, inside = len(self.hosts), any(len(h.ranks) > 1 for h in self.hosts)
-        shifts = list(range(1, count))
-        shifts = shifts[:: -(-len(shifts) // ROUNDS)] if shifts else []
+        shifts = range(1, count, -(-(count - 1) // ROUNDS) or 1)
         rounds = [*shifts, *([0] if inside else [])]
         each = min(ROUND, SHARE * self.asked.seconds / max(len(rounds), 1))
         for shift in rounds:
@@ -191,9 +191,13 @@ class Examined:
                 pairs.send(self.listener, self.doors[other], other, each)
             self.meeting.gather(None, each + 3 * pairs.PATIENCE)
             self.meeting.tell(None, each + 3 * pairs.PATIENCE)
-            self._note_rates(self.meeting.gather(list(self.listener.rates.items())))
+            got = self.meeting.gather(list(self.listener.rates.items()))
+            for receiver, rates in got.items():  # only ROOT has gathered any
+                for sender, rate in rates:
+                    pair = self.number[sender], self.number[receiver]
+                    self.found.rates[pair] = rate
             self.meeting.tell()
-        self.found.findings += checks.slow(self.found.hosts, self.found.rates)
+        self.found.findings += checks.slow(self.hosts, between(self.found.rates))
 
     def _receiver(self, shift: int) -> int | None:
         """To whom this rank sends: from head to head, or from the second of a host."""
@@ -203,17 +207,6 @@ class Examined:
             return self.hosts[(self.host.number + shift) % len(self.hosts)].head
         second = self.host.ranks[1:2] == (self.rank,)
         return self.host.head if second else None
-
-    def _note_rates(self, got: dict[int, list[list[float]]]) -> None:
-        """What each rank has received, by hosts; only ROOT has gathered any."""
-        for receiver, rates in got.items():
-            for sender, rate in rates:
-                pair = self.number[int(sender)], self.number[receiver]
-                if pair[0] != pair[1]:
-                    self.found.rates[pair] = rate
-                else:
-                    trip, _ = self.found.inside.get(pair[0], (0.0, 0.0))
-                    self.found.inside[pair[0]] = trip, rate
 
     def _trained(self) -> bool:
         """Whether Gloo fails where plain connections did not; measures on it."""
