@@ -64,8 +64,7 @@ def with_overhead(network: Network, tell: Tell, turns: int = TURNS) -> Network:
     busiest = network.occupancy
     for name in SCHEMES:
         tell(f"training a made-up model by {name}")
-        trained = _trained(name, subject, traces, network)
-        if trained is not None:
+        if trained := _trained(name, subject, traces, network):
             factor, busy = trained
             kind = type(parse(name).collective).__name__
             found[kind] = min(max(factor, LEAST), MOST)

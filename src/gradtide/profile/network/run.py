@@ -86,21 +86,21 @@ def among(plan: Plan, tell: Tell = silent) -> Found | None:
 def measure(plan: Plan, tell: Tell = silent) -> Found:
     """What the ranks of the default process group find; a collective call."""
     hosts, local = plan.hosts, plan.ranks_per_host
+    # The ranks of a single host are so many hosts: the network is what joins them.
+    if hosts == 1:
+        hosts, local = local, 1
     device, budget = _device(plan), SHARES[0] * plan.seconds
     rows: dict[str, list[Row]] = {}
     network = Network(hosts, local, FREE, rate=plan.rate)
-    if local > 1 and hosts > 1:
+    if local > 1:
         everyone = [list(range(h * local, (h + 1) * local)) for h in range(hosts)]
         like = Network(1, local, FREE, intra=FREE)
         intra, rows["intra"] = _between(
             everyone, like, WITHIN * budget, device, lambda what: tell(f"intra: {what}")
         )
         network, budget = replace(network, intra=intra), (1 - WITHIN) * budget
-    heads = [list(range(0, hosts * local, local if hosts > 1 else 1))]
-    # The ranks of a single host are so many hosts: the network is what joins them.
-    if hosts == 1:
-        network = replace(network, hosts=local, ranks_per_host=1)
-    like = Network(len(heads[0]), 1, FREE, rate=plan.rate)
+    heads = [list(range(0, hosts * local, local))]
+    like = Network(hosts, 1, FREE, rate=plan.rate)
     inter, rows["inter"] = _between(heads, like, budget, device, tell)
     transport = connect(None, device)
     network = replace(network, inter=inter)

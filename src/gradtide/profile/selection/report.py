@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
+from gradtide.core.grouped import grouped
 from gradtide.lab import tables
 from gradtide.lab.chart import COLOURS, finish, panels
 from gradtide.lab.rate import format_rate
@@ -39,8 +40,8 @@ def table(results: Sequence[Result], dense: Sequence[DenseTime]) -> Group:
     headings = ("ms", "CPU ms", "x copy", "x topk", "realised", "break-even")
     names = map(tables.name, ("density", "selector"))
     grid = tables.grid(*names, *map(tables.number, headings), padding=(0, 1, 0, 0))
-    for density in dict.fromkeys(row.density for row in results):
-        block = {row.name: row for row in results if row.density == density}
+    for density, rows in grouped(results, lambda row: row.density).items():
+        block = {row.name: row for row in rows}
         for i, row in enumerate(block.values()):
             cells = _cells(row, block[COPY].seconds, block[TOPK].seconds)
             grid.add_row("" if i else f"{density:g}", row.name, *cells)
@@ -55,8 +56,7 @@ def table(results: Sequence[Result], dense: Sequence[DenseTime]) -> Group:
 
 def show(record: Record) -> Group:
     """All tables, one size below the other."""
-    sizes = dict.fromkeys(row.n for row in record.results)
-    blocks = [[row for row in record.results if row.n == n] for n in sizes]
+    blocks = grouped(record.results, lambda row: row.n).values()
     head = Text(preface(record.device, record.threads, record.ranks))
     return Group(head, *(table(rows, record.dense) for rows in blocks))
 
@@ -76,11 +76,11 @@ def draw(record: Record, path: Path) -> None:
     Below a grey line, which is the dense gradient on the wire at one rate, there is
     time for the sparse message.
     """
-    densities = list(dict.fromkeys(row.density for row in record.results))
-    titles, size = [f"density {d:g}" for d in densities], (2 + 3.6 * len(densities), 5)
+    blocks = grouped(record.results, lambda row: row.density)
+    titles, size = [f"density {d:g}" for d in blocks], (2 + 3.6 * len(blocks), 5)
     found = panels(titles, size, "elements")
-    for density, axes in zip(densities, found, strict=True):
-        _lines(axes, record, density)
+    for rows, axes in zip(blocks.values(), found, strict=True):
+        _lines(axes, rows)
         _wire(axes, record)
     heading = (
         f"accumulate + select + take out on {record.device}, threads: {record.threads};"
@@ -89,9 +89,9 @@ def draw(record: Record, path: Path) -> None:
     finish(found[0], [heading], 6, path)
 
 
-def _lines(axes: Any, record: Record, density: float) -> None:
-    for place, name in enumerate(dict.fromkeys(row.name for row in record.results)):
-        rows = [r for r in record.results if (r.name, r.density) == (name, density)]
+def _lines(axes: Any, results: Sequence[Result]) -> None:
+    by_name = grouped(results, lambda row: row.name)
+    for place, (name, rows) in enumerate(by_name.items()):
         yardstick = name in (TOPK, COPY)
         sizes, times = [row.n for row in rows], [row.seconds * 1e3 for row in rows]
         style = {"linestyle": {TOPK: "--", COPY: ":"}.get(name, "-"), "label": name}
@@ -101,8 +101,8 @@ def _lines(axes: Any, record: Record, density: float) -> None:
 
 
 def _wire(axes: Any, record: Record) -> None:
-    for rate in dict.fromkeys(each.rate_bits_per_s for each in record.dense):
-        each = [time for time in record.dense if time.rate_bits_per_s == rate]
+    by_rate = grouped(record.dense, lambda time: time.rate_bits_per_s)
+    for rate, each in by_rate.items():
         sizes, times = [t.n for t in each], [t.seconds * 1e3 for t in each]
         axes.plot(sizes, times, color="0.6", linewidth=0.8)
         axes.annotate(format_rate(rate), (sizes[-1], times[-1]), fontsize=7, ha="right")

@@ -161,9 +161,16 @@ class Plan:
 def run(plan: Plan, argv: Sequence[str], progress: Progress) -> Record:
     """Measure everything; `progress` is called with the results of each size."""
     results, dense = [], dense_times(plan.sizes, plan.rates, plan.ranks)
+    selectors = {selector.__name__: selector() for selector in SELECTORS}
+    effort = selectors, plan.repeats, plan.seconds
     with threads(plan.threads):
         for n in plan.sizes:
-            found = _size(plan, n)
+            gradients = Gradients(n, torch.device(plan.device))
+            found = [
+                row(name, n, density, plan.ranks, timing)
+                for density in plan.densities
+                for name, timing in measure(gradients, density, *effort).items()
+            ]
             progress(found, dense)
             results += found
     kind, device = torch.device(plan.device), plan.device
@@ -175,17 +182,6 @@ def run(plan: Plan, argv: Sequence[str], progress: Progress) -> Record:
         dense=dense,
         results=results,
     )
-
-
-def _size(plan: Plan, n: int) -> list[Result]:
-    selectors = {selector.__name__: selector() for selector in SELECTORS}
-    effort = plan.repeats, plan.seconds
-    gradients = Gradients(n, torch.device(plan.device))
-    return [
-        row(name, n, density, plan.ranks, timing)
-        for density in plan.densities
-        for name, timing in measure(gradients, density, selectors, *effort).items()
-    ]
 
 
 def _check_memory(n: int, device: str) -> None:

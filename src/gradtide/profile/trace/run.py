@@ -10,7 +10,6 @@ begin that together, too, and the slowest counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -68,8 +67,10 @@ def trace(subject: Subject, effort: Effort) -> StepTrace:
             worked.append(time.process_time() - begin)
     finally:
         watch.remove()
-    optimizer = median(_slowest(watch.updates()))
-    found = watch.trace(subject.name).optimized(optimizer)
+    updates = watch.updates()
+    if dist.is_initialized():  # the slowest of all ranks counts
+        updates = [max(each) for each in zip(*from_everybody(updates), strict=True)]
+    found = watch.trace(subject.name).optimized(median(updates))
     layers = _factors(subject, effort.steps)
     processor = median(worked[effort.warmup :])
     return replace(found, replayed=subject.replayed, layers=layers, processor=processor)
@@ -79,13 +80,6 @@ def _together() -> None:
     """Return when all ranks have come here."""
     if dist.is_initialized():
         dist.barrier()
-
-
-def _slowest(seconds: Sequence[float]) -> Sequence[float]:
-    """Of each number, the greatest of all ranks."""
-    if not dist.is_initialized():
-        return seconds
-    return [max(each) for each in zip(*from_everybody(seconds), strict=True)]
 
 
 def _factors(subject: Subject, steps: int) -> tuple[Factors, ...]:
