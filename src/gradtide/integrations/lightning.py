@@ -189,9 +189,6 @@ def _trains(state: Any) -> bool:
     )
 
 
-StrategyRegistry.register(
-    "gradtide", GradtideStrategy, description="DDPStrategy by gradtide's schemes"
-)
-STRATEGY_REGISTRY.register(
-    "gradtide", GradtideFabricStrategy, description="DDPStrategy by gradtide's schemes"
-)
+_WHAT = "DDPStrategy by gradtide's schemes"
+StrategyRegistry.register("gradtide", GradtideStrategy, description=_WHAT)
+STRATEGY_REGISTRY.register("gradtide", GradtideFabricStrategy, description=_WHAT)

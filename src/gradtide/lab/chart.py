@@ -13,8 +13,8 @@ from gradtide.lab.record import Result, milliseconds
 
 # Of Okabe and Ito, told apart by colour-blind readers.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-# The hatch marks what the comparison is about even in grey.
-_PARTS = (
+# Of a step. The hatch marks what the comparison is about even in grey.
+PARTS = (
     ("forward", "forward", "#56B4E9", ""),
     ("backward", "backward", "#0072B2", ""),
     ("select", "select", "#CC79A7", ""),
@@ -54,7 +54,7 @@ def draw(rows: Sequence[Result], heading: Sequence[str], path: Path) -> None:
     figure = Figure(figsize=(9, 2.3 + 0.5 * len(rows)), layout="constrained")
     axes = figure.subplots()
     ends = np.zeros(len(rows))
-    for part, label, colour, hatch in _PARTS:
+    for part, label, colour, hatch in PARTS:
         values = np.array([1e3 * (getattr(r, f"{part}_seconds") or 0.0) for r in rows])
         if values.any():
             style: dict[str, Any] = {"color": colour, "hatch": hatch, "label": label}

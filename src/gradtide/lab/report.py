@@ -17,7 +17,7 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
-from gradtide.lab.chart import draw
+from gradtide.lab.chart import PARTS, draw
 from gradtide.lab.contest import bar, hold
 from gradtide.lab.job import Tell
 from gradtide.lab.rate import format_rate
@@ -131,11 +131,7 @@ _COLUMNS = (
     Column("x ddp", attrgetter("speedup_over_ddp"), "{:.2f}".format),
     Column("limit ms", attrgetter("limit_seconds"), milliseconds),
     Column("over it", distance, "{:+.0%}".format),
-    Column("forward", attrgetter("forward_seconds"), milliseconds),
-    Column("backward", attrgetter("backward_seconds"), milliseconds),
-    Column("select", attrgetter("select_seconds"), milliseconds),
-    Column("exposed", attrgetter("exposed_seconds"), milliseconds),
-    Column("apply", attrgetter("apply_seconds"), milliseconds),
+    *(Column(p, attrgetter(f"{p}_seconds"), milliseconds) for p, *_ in PARTS),
     Column("sent MB", attrgetter("payload_bytes"), _megabytes),
     Column("link MB", attrgetter("interface_bytes"), _megabytes),
     Column("CPU s", attrgetter("cpu_seconds"), "{:.3f}".format),
