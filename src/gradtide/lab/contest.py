@@ -66,6 +66,7 @@ def hold(
                     cluster, measure, spec, passed_on, tell=tell, show=show
                 )
         if found is not None:
+            out.mkdir(parents=True, exist_ok=True)
             conclude(spec, found, out, argv, console)
 
     if cluster is None:

@@ -131,8 +131,7 @@ def casting(dtype: torch.dtype) -> Callable[[Any, Any], Future[Tensor]]:
     Under another name: DDP refuses the one for bf16 by its name, although Gloo adds
     bf16 well.
     """
-    hook = _HOOKS[dtype]
-    return lambda group, bucket: hook(group, bucket)
+    return lambda group, bucket: _HOOKS[dtype](group, bucket)
 
 
 def ring_bytes(workload: Workload, size: int, dtype: torch.dtype | None) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -24,7 +23,7 @@ from typing import TypeAlias, TypeVar
 import torch.distributed as dist
 
 from gradtide.lab.cluster import Cluster, LabError
-from gradtide.lab.launch import launch, line_printer
+from gradtide.lab.launch import launch, line_printer, outliving
 
 PROGRESS = "gradtide-progress "  # before words that a rank passes on
 # With `-m`, as with `-c`, modules in the current folder come before all others, until
@@ -33,8 +32,7 @@ _START = """import sys
 sys.path[:] = filter(None, sys.path)
 from gradtide.lab.job import main
 main(*sys.argv[1:])"""
-# Outlives even SIGKILL of the launcher, as the guard of `launch` does: when its input
-# ends it removes the folder.
+# When its input ends it removes the folder.
 _SWEEP = 'cat; rm -rf -- "$1"'
 
 T = TypeVar("T")
@@ -94,13 +92,7 @@ def on_every_rank(
 def _scratch() -> Iterator[Path]:
     """A folder that is gone afterwards, however this process ends."""
     with tempfile.TemporaryDirectory(prefix="gradtide-") as folder:
-        words = ["sh", "-c", _SWEEP, "sh", folder]
-        sweeper = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        sweeper = outliving(_SWEEP, folder)
         try:
             yield Path(folder)
         finally:

@@ -30,9 +30,9 @@ _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _TAIL = 100  # lines of each rank that are kept for the report of a failure
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-# The guard outlives even SIGKILL of the launcher: when its input ends it kills the
-# process groups that it was told of.
-_GUARD = 'while read -r group; do all="$all -$group"; done; kill -s KILL -- $all'
+# When its input ends the guard kills the process groups that it was told of.
+_GUARD = """while read -r group; do all="$all -$group"; done
+kill -s KILL -- $all 2> /dev/null"""
 
 
 class _Rank(NamedTuple):
@@ -86,6 +86,17 @@ def launch(
         raise LabError(f"rank {rank} {ending}", rank, code, _last_words(tails[rank]))
 
 
+def outliving(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A shell that outlives even SIGKILL of this process, when its input ends."""
+    return subprocess.Popen(
+        ["sh", "-c", script, "sh", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def line_printer() -> Callable[[int, str], None]:
     """Prints lines as `[rank 3] text`, each rank in its colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
@@ -110,13 +121,7 @@ def _ranks(
     Invariant: no rank is reaped before the guard has killed the groups; until then
     nothing else can have got a group's id.
     """
-    guard = subprocess.Popen(
-        ["sh", "-c", _GUARD],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    guard = outliving(_GUARD)
     ranks: list[_Rank] = []
     try:
         for rank, variables in enumerate(_environments(cluster, env)):

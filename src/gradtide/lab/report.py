@@ -44,7 +44,6 @@ def _conclude(
 ) -> None:
     record = Record(origin(argv), spec, *found)
     console.print(table(record, console.width))
-    out.mkdir(parents=True, exist_ok=True)
     write(out, record)
     console.print(f"record.json, table.txt, chart.png, trace.json are in {out}")
 

@@ -60,7 +60,6 @@ def _conclude(
     courses = {name: everybody[name] for name in spec.schemes} | everybody
     record = RaceRecord(origin(argv), spec, standings(courses, spec.leader))
     console.print(table(record))
-    out.mkdir(parents=True, exist_ok=True)
     write(out, record)
     console.print(f"record.json, table.txt, race.png are in {out}")
 
@@ -222,8 +221,7 @@ def draw(record: RaceRecord, path: Path) -> None:
         axes.axhline(record.target, color="0.4", linewidth=1, linestyle=":")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="0.92")
-        axes.set_xlim(left=0)
-        axes.set_xlabel(xlabel)
+        axes.set(xlabel=xlabel, xlim=(0, None))
     panels[0].set(ylabel="held-out loss", ylim=_limits(record))
     finish(panels[0], preface(record), 2, path)
 
