@@ -59,7 +59,6 @@ class Facts:
 def facts(place: Place | None) -> Facts:
     """This process's; as the one rank there is, where no launcher has started it."""
     there = interfaces()
-    own = chosen(there)
     shared, cores = machine()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Facts(
@@ -70,7 +69,7 @@ def facts(place: Place | None) -> Facts:
         network=network(),
         machine=shared,
         name=socket.gethostname(),
-        **vars(own),
+        **vars(chosen(there)),
         interfaces=there,
         versions=versions(),
         cores=cores,

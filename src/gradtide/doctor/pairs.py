@@ -49,8 +49,7 @@ class Listener:
     rates: dict[int, float] = field(default_factory=dict)  # bits/s, by who sent
 
     def __post_init__(self) -> None:
-        six = ":" in self.address
-        family = socket.AF_INET6 if six else socket.AF_INET
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         self._door = socket.create_server((self.address, 0), family=family, backlog=256)
         self.port: int = self._door.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -93,8 +92,7 @@ def _ask(listener: Listener, door: tuple[str, int], other: int) -> Heard:
             pings = [_ping(end, answers) for _ in range(PINGS)]
     except OSError as error:
         return Heard(_words(error))
-    best = min(pings)
-    return Heard("", median(trip for trip, _ in pings), best[1])
+    return Heard("", median(trip for trip, _ in pings), min(pings)[1])
 
 
 def _connected(

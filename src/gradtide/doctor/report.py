@@ -107,7 +107,8 @@ def _rest(found: Found) -> list[str]:
             f"{len(rates)} links, {_megabits(median(rates))} on the typical one"
         )
     if found.tried is not None and not found.tried.error:
-        lines.append(f"Gloo works: an all-reduce among all ranks{_levels(found)}")
+        levels = _levels(found.tried.levels, len(found.hosts))
+        lines.append(f"Gloo works: an all-reduce among all ranks{levels}")
         if found.tried.network is not None:
             lines.append(_network(found.tried.network))
     elif found.failed and found.place is not None and found.tried is None:
@@ -115,12 +116,10 @@ def _rest(found: Found) -> list[str]:
     return lines
 
 
-def _levels(found: Found) -> str:
-    assert found.tried is not None
-    levels = found.tried.levels
-    if levels > 1 and len(found.hosts) > 1:
+def _levels(levels: int, num_hosts: int) -> str:
+    if levels > 1 and num_hosts > 1:
         return f"; the {levels} ranks of a host average among themselves first"
-    return "" if len(found.hosts) == 1 else "; all average with all, without levels"
+    return "" if num_hosts == 1 else "; all average with all, without levels"
 
 
 def _network(network: Network) -> str:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 
 from gradtide.doctor import checks, pairs
 from gradtide.doctor.advice import gain, rule
-from gradtide.doctor.checks import Finding
+from gradtide.doctor.checks import Finding, failure
 from gradtide.doctor.facts import Facts, Host, facts, hosts
 from gradtide.doctor.meeting import ROOT, Meeting
 from gradtide.doctor.pairs import Heard, Listener
@@ -114,18 +114,16 @@ class Examined:
         """Whether rank 0 found nothing that ends the examination; on every rank."""
         return bool(self.meeting.tell(not self.found.failed, extra))
 
-    def _fail(self, words: str) -> None:
-        self.found.findings.append(Finding("failure", words))
-
     def _all_came(self, came: Sequence[int], doing: str) -> bool:
         missing = sorted(set(range(self.meeting.place.size)) - set(came))
         if missing:
             names = ", ".join(map(str, missing))
-            self._fail(
+            words = (
                 f"rank {names} did not come within {self.asked.wait:g} seconds to "
                 f"{doing}: was it started, and with the same MASTER_ADDR and "
                 "MASTER_PORT?"
             )
+            self.found.findings.append(failure(words))
         return not missing
 
     def _compared(self) -> bool:
@@ -201,12 +199,9 @@ class Examined:
 
     def _receiver(self, shift: int) -> int | None:
         """To whom this rank sends: from head to head, or from the second of a host."""
-        if shift:
-            if self.rank != self.host.head:
-                return None
-            return self.hosts[(self.host.number + shift) % len(self.hosts)].head
-        second = self.host.ranks[1:2] == (self.rank,)
-        return self.host.head if second else None
+        senders = self.host.ranks[:1] if shift else self.host.ranks[1:2]
+        other = self.hosts[(self.host.number + shift) % len(self.hosts)]
+        return other.head if self.rank in senders else None
 
     def _trained(self) -> bool:
         """Whether Gloo fails where plain connections did not; measures on it."""
@@ -219,10 +214,9 @@ class Examined:
         if self.rank == ROOT:
             self.found.tried = own
             self._all_came(list(told), "finish an exchange over Gloo")
-            for rank, error in told.items():
-                if error:
-                    self._fail(f"Gloo fails on rank {rank}: {error}")
-                    break
+            failed = [f"rank {rank}: {error}" for rank, error in told.items() if error]
+            if failed:
+                self.found.findings.append(failure(f"Gloo fails on {failed[0]}"))
             self._advise(own)
         return not self._goes_on(2 * BEYOND)
 

@@ -28,10 +28,7 @@ def introduce(
     found when it steps, but it is too late then to load what ranks have saved.
     """
     for model, optimizer in product(models, optimizers):
-        if model.replica.waiting and _trains(optimizer, model):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = {id(p) for p in model.parameters() if p.requires_grad}
+        if model.replica.waiting and trained <= held:
             model.attach(optimizer)
-
-
-def _trains(optimizer: Optimizer, model: DistributedDataParallel) -> bool:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return all(id(p) in held for p in model.parameters() if p.requires_grad)
