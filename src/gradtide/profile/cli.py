@@ -23,10 +23,6 @@ QUICK = 10**6  # elements
 PICTURES = (".png", ".pdf", ".svg")
 
 
-@app.callback()
-def _main() -> None: ...
-
-
 @app.command()
 def selection(
     sizes: Annotated[

@@ -89,8 +89,7 @@ def measure(
 
     At most `repeats` rounds, about `seconds` for each.
     """
-    n = gradients.n
-    k = max(1, round(density * n))
+    k = max(1, round(density * gradients.n))
     start = gradients.residual(density)
     rounds = {name: _at_work(s, k, start.clone()) for name, s in selectors.items()}
     rounds[TOPK] = lambda x: len(torch.topk(x.abs(), k, sorted=False).indices)

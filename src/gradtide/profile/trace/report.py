@@ -24,13 +24,12 @@ def table(trace: StepTrace, rows: int = 20) -> Table:
     read = {unit: place for place, unit in enumerate(trace.forward_order)}
     times = [(unit.forward, unit.backward, unit.optimizer) for unit in trace.units]
     most = sorted(range(len(times)), key=lambda i: -sum(times[i]))
-    shown = sorted(most[:rows])
     grid = tables.grid(
         *map(tables.number, ("ready", "read")),
         Column("parameter", overflow="fold"),
         *map(tables.number, ("elements", "forward ms", "backward ms", "optimizer ms")),
     )
-    for i in shown:
+    for i in sorted(most[:rows]):
         unit = trace.units[i]
         cells = str(i), str(read[i]), unit.name, f"{unit.numel:,}"
         grid.add_row(*cells, *map(milliseconds, times[i]))
