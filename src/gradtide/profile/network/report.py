@@ -109,10 +109,8 @@ def draw(found: Found, path: Path) -> None:
                 style["fillstyle"] = "none" if point in row.dropped else "full"
                 axes.plot(point.nbytes, point.seconds * 1e3, markersize=4, **style)
             for request, points in _requests(row).items():
-                line = sorted(
-                    {(p.nbytes, 1e3 * row.fit(p.carried, p.starts)) for p in points}
-                )
-                xs, ys = zip(*line, strict=True)
+                line = {(p.nbytes, 1e3 * row.fit(p.carried, p.starts)) for p in points}
+                xs, ys = zip(*sorted(line), strict=True)
                 axes.plot(xs, ys, color=colours[request], linewidth=1, label=request)
         axes.legend(frameon=False, fontsize=8)
     links[0].figure.savefig(path, dpi=150)

@@ -124,14 +124,12 @@ def _between(
     """Rank 0's group's link, while all groups measure theirs; on every rank."""
     found: list[tuple[Link, list[Row]] | None] = [None]
     # All groups are made before one measures: making one is a meeting of all ranks.
-    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
-    for ranks, group in made:
-        if dist.get_rank() not in ranks:
-            continue
-        assert isinstance(group, dist.ProcessGroup)
-        transport = connect(group, device)
-        found = [measure_link(Bench(transport, device, tell), like, budget)]
-        transport.close()
+    made = [dist.new_group(list(ranks)) for ranks in groups]
+    for group in made:
+        if isinstance(group, dist.ProcessGroup):  # one that this rank is in
+            transport = connect(group, device)
+            found = [measure_link(Bench(transport, device, tell), like, budget)]
+            transport.close()
     dist.broadcast_object_list(found, src=0)
     assert found[0] is not None
     return found[0]
@@ -165,8 +163,7 @@ def _product(device: torch.device, rows: int) -> float:
 
 def _device(plan: Plan) -> torch.device:
     device = torch.device(plan.device)
-    if device.type == "cpu":
-        return device
-    device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-    torch.accelerator.set_device_index(device)
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device)
     return device

@@ -102,11 +102,10 @@ def _factory(wanted: Wanted) -> Callable[[], Any]:
             f"there is no module {missing} here ({wanted.what}): start gradtide in the "
             "folder that holds it, or install it"
         ) from None
-    factory = getattr(module, attribute, None)
+    factory: Callable[[], Any] | None = getattr(module, attribute, None)
     if not callable(factory):
         raise ValueError(f"{name} has no function {attribute!r}: {USAGE}")
-    found: Callable[[], Any] = factory
-    return found
+    return factory
 
 
 def _made(path: str, factory: Callable[[], Any]) -> Subject:
