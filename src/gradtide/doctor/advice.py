@@ -65,9 +65,8 @@ def gain(trace: StepTrace, network: Network) -> tuple[str, dict[str, float]]:
     plain, best = steps["wfbp"], found.recommended
     words = f"for {trace.name}: {found.verdict}"
     if best.name != "wfbp":
-        times = plain / best.step
         words += f"; wfbp, which exchanges as DDP does, takes {advice.ms(plain)}"
-        words += f" ({times:.2f} times as long)"
+        words += f" ({plain / best.step:.2f} times as long)"
     return words, steps
 
 

@@ -140,11 +140,10 @@ def _layout(everybody: Sequence[Facts]) -> Iterator[Finding]:
     for each in everybody:
         own = next(host for host in there if each.rank in host.ranks)
         if each.local_size not in (None, len(own.ranks)):
-            words = (
+            yield warning(
                 f"LOCAL_WORLD_SIZE is {each.local_size} on rank {each.rank}, but "
                 f"{own} has {len(own.ranks)} ranks"
             )
-            yield warning(words)
             return
 
 
@@ -192,9 +191,8 @@ def reached(
                 found.append(failure(words))
             elif other == there[0].head and own[asker] is not there[0]:
                 ahead[own[asker].number] = -told.clock
-    late = {number: off for number, off in ahead.items() if abs(off) > LATE}
-    if late:
-        number, off = max(late.items(), key=lambda item: abs(item[1]))
+    number, off = max(ahead.items(), key=lambda item: abs(item[1]), default=(0, 0.0))
+    if abs(off) > LATE:
         words = f"the clock of {there[number]} is {off:+.1f} s off that of host 0"
         found.append(warning(f"{words}: training does not mind, but logs and TLS do"))
     return found

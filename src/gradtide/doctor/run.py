@@ -137,9 +137,8 @@ class Examined:
         if self.rank == ROOT and self._all_came(list(came), "the meeting"):
             self.found.findings += checks.together(everybody)
         # Who cannot be reached is still worth knowing where versions differ.
-        doors = {each.rank: each.address for each in everybody}
-        usable = all(doors.values()) and len(doors) == self.meeting.place.size
-        return bool(self.meeting.tell(usable))
+        usable = [each.rank for each in everybody if each.address]
+        return bool(self.meeting.tell(len(usable) == self.meeting.place.size))
 
     def _reached(self) -> bool:
         self.stage("reaching others")
