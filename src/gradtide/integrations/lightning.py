@@ -142,8 +142,7 @@ class GradtideFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
     def save_checkpoint(self, path: Any, state: dict[str, Any], **options: Any) -> None:
         """Write rank 0's checkpoint, and every rank's own state beside it."""
         if _trains(state):
-            steps = states.save_all(self.replicas, _beside(path))
-            state = {**state, _STEPS: steps}
+            state = {**state, _STEPS: states.save_all(self.replicas, _beside(path))}
         super().save_checkpoint(path, state, **options)
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> Any:

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from rich.console import Console
@@ -29,7 +28,6 @@ from gradtide.lab.namespaces import Enter, networks
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _TAIL = 100  # lines of each rank that are kept for the report of a failure
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 # When its input ends the guard kills the process groups that it was told of.
 _GUARD = """while read -r group; do all="$all -$group"; done
 kill -s KILL -- $all 2> /dev/null"""
@@ -49,7 +47,7 @@ def launch(
     cluster: Cluster,
     command: Sequence[str],
     *,
-    env: Mapping[str, str] = _NOTHING,
+    env: Mapping[str, str] | None = None,
     on_line: Callable[[int, str], None] | None = None,
     timeout: float | None = None,
 ) -> None:
@@ -60,6 +58,7 @@ def launch(
     the calling thread; by default lines are printed. Whatever happens, no process and
     no network outlives the call, nor the caller.
     """
+    env = env or {}
     if not command or not shutil.which(command[0], path=env.get("PATH")):
         raise ValueError(f"{' '.join(command[:1])!r} is no command: put one after --")
     show = on_line or line_printer()

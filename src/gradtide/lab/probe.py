@@ -33,8 +33,7 @@ def probe(cluster: Cluster, seconds: float = 1.0) -> dict[str, float]:
         on_line=lambda rank, line: lines.append(line),
         timeout=60 + 12 * seconds,
     )
-    found = json.loads(lines[-1])
-    return {str(name): float(value) for name, value in found.items()}
+    return {str(name): float(value) for name, value in json.loads(lines[-1]).items()}
 
 
 def table(cluster: Cluster, found: dict[str, float]) -> Table:

@@ -91,10 +91,6 @@ class Column(NamedTuple):
     value: Callable[[Result], Any]
     text: Callable[[Any], str]
 
-    def cell(self, row: Result) -> str:
-        value = self.value(row)
-        return "-" if value is None else self.text(value)
-
 
 def distance(row: Result) -> float | None:
     """How far the step is from its limit: 0.1 is ten percent longer."""
@@ -175,7 +171,8 @@ def _grid(rows: Sequence[Result], columns: Sequence[Column]) -> Table:
     names = folded("scheme", [row.scheme for row in rows])
     table = grid(names, *(number(column.heading) for column in columns))
     for row in rows:
-        table.add_row(row.scheme, *(column.cell(row) for column in columns))
+        found = [(column.value(row), column.text) for column in columns]
+        table.add_row(row.scheme, *("-" if x is None else text(x) for x, text in found))
     return table
 
 
