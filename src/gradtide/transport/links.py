@@ -68,6 +68,7 @@ class _Coming(NamedTuple):
     """What is to be read from a link for a transfer, its mark first."""
 
     transfer: Transfer
+    mark: Memory
     memories: Iterator[Memory]
     enough: int  # bytes of the mark, and of what is filled first
 
@@ -94,7 +95,7 @@ class Link:
         self.number = connection.fileno()
         self.coming: deque[_Coming] = deque()
         self.events = 0  # that are polled for
-        self._due: Memory | None = None  # what is to be filled of the first
+        self._due: Memory | None = None  # of the first, what is being filled
         self._enough = 1
 
     def send(self, memory: Memory, more: bool) -> int:
@@ -109,9 +110,9 @@ class Link:
     def read(self) -> None:
         """Read what is there."""
         while self.coming:
-            transfer, memories, _ = self.coming[0]
+            transfer, mark, memories, _ = self.coming[0]
             is_mark = self._due is None
-            due = self._due = self._due or next(memories)
+            due = self._due or mark
             try:
                 count = self.connection.recv_into(due)
             except BlockingIOError:
@@ -182,9 +183,10 @@ class Transfer:
         self.unsent += MARK.size * len(leaving)
 
     def _due(self, peer: int, nbytes: int, memories: Iterator[Memory]) -> _Coming:
-        first, due = next(memories), (*self.track.asked, nbytes)
-        marked = _marked(first, memories, due, peer)
-        return _Coming(self, marked, MARK.size + len(first))
+        told, first = memoryview(bytearray(MARK.size)), next(memories)
+        due = *self.track.asked, nbytes
+        behind = _behind(told, due, peer, first, memories)
+        return _Coming(self, told, behind, MARK.size + len(first))
 
     def finish(self, drained: Callable[[], None]) -> None:
         """Wait for all of it; `drained` is called once all has left."""
@@ -192,12 +194,14 @@ class Transfer:
         self._after()
 
 
-def _marked(
-    first: Memory, memories: Iterator[Memory], due: tuple[int, ...], peer: int
+def _behind(
+    told: Memory,
+    due: tuple[int, ...],
+    peer: int,
+    first: Memory,
+    memories: Iterator[Memory],
 ) -> Iterator[Memory]:
-    """What is filled, behind the mark that is `due`."""
-    told = bytearray(MARK.size)
-    yield memoryview(told)
+    """What is filled behind a mark, if it is the one that is `due`."""
     sent = MARK.unpack(told)
     if sent != due:
         raise LostError(
