@@ -80,27 +80,16 @@ def _cut(
     return flat, dict(zip(lengths, parts, strict=True))
 
 
-def lay_out(
-    kind: Kind,
-    layers: Sequence[Layer],
-    config: KFAC,
-    owners: Mapping[Factor, int],
-    size: int,
-    messages: Mapping[Factor, int],
-    arrived: Callable[[Sequence[Layer]], None],
-) -> list[FactorBucket]:
-    """Buckets for the factors of one kind, in the order in which they get ready.
+def runs(
+    kind: Kind, layers: Sequence[Layer], config: KFAC, messages: Mapping[Factor, int]
+) -> list[list[Layer]]:
+    """Whose factors of one kind travel together, in the order of getting ready.
 
-    Neighbours of the same message travel together; without `messages`, as the
-    configuration's fusion says.
+    Neighbours of the same message do; without `messages`, as the configuration's
+    fusion says.
     """
     if messages:
-        runs = [list(run) for _, run in groupby(layers, lambda la: messages[la, kind])]
-    else:
-        trace = Trace([4 * layer.numel(kind) for layer in layers])
-        cuts = (config.fusion or UNPLANNED)(trace, lambda _: 0.0)
-        runs = [list(layers[cut]) for cut in cuts]
-    return [
-        FactorBucket(f"kfac.{kind}{i}", kind, run, config, owners, size, arrived)
-        for i, run in enumerate(runs)
-    ]
+        return [list(run) for _, run in groupby(layers, lambda la: messages[la, kind])]
+    trace = Trace([4 * layer.numel(kind) for layer in layers])
+    cuts = (config.fusion or UNPLANNED)(trace, lambda _: 0.0)
+    return [list(layers[cut]) for cut in cuts]

@@ -37,7 +37,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.step import Stage
 from gradtide.kfac import costs
 from gradtide.kfac.assign import EVERYWHERE, Assignment
-from gradtide.kfac.buckets import FactorBucket, lay_out
+from gradtide.kfac.buckets import FactorBucket, runs
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.costs import Costs
 from gradtide.kfac.curvature import Curvature
@@ -134,8 +134,9 @@ class Preconditioner:
             factors, messages = sequence(self.layers), self.placed.messages
             together = dict(zip(factors, messages, strict=True)) if messages else {}
             buckets = self.factors = [
-                *lay_out("A", ready[::-1], *how, together, self._average),
-                *lay_out("G", ready, *how, together, self._average),
+                FactorBucket(f"kfac.{kind}{i}", kind, run, *how, self._average)
+                for kind, layers in zip(KINDS, (ready[::-1], ready), strict=True)
+                for i, run in enumerate(runs(kind, layers, self.config, together))
             ]
         self._buckets = {
             (la, bucket.kind): bucket for bucket in buckets for la in bucket.views
