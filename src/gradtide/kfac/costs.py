@@ -81,24 +81,19 @@ class InverseTime:
         seconds = np.array([times[int(d)] for d in dims])
         if len(dims) == 1:
             return cls(0.0, float(seconds[0] / dims[0] ** 3), 3.0)
-        fits = [cls._fixed(dims, seconds, power) for power in np.linspace(1, 3.5, 51)]
+        fits = []
+        for power in np.linspace(1, 3.5, 51):
+            grown = (dims / dims[-1]) ** power  # of one size with the times
+            columns = np.stack([np.ones_like(dims), grown], 1) / seconds[:, None]
+            start, slope = np.linalg.lstsq(columns, np.ones_like(dims), rcond=None)[0]
+            if start < 0:
+                start, slope = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
+            if slope < 0:
+                start, slope = columns[:, 0].sum() / (columns[:, 0] ** 2).sum(), 0.0
+            errors = columns @ [start, slope] - 1
+            model = cls(float(start), float(slope / dims[-1] ** power), float(power))
+            fits.append((float(errors @ errors), model))
         return min(fits, key=lambda pair: pair[0])[1]
-
-    @classmethod
-    def _fixed(
-        cls, dims: np.ndarray, seconds: np.ndarray, power: float
-    ) -> tuple[float, InverseTime]:
-        """(squares, model) with a given power."""
-        grown = (dims / dims[-1]) ** power  # of one size with the times
-        columns = np.stack([np.ones_like(dims), grown], 1) / seconds[:, None]
-        start, slope = np.linalg.lstsq(columns, np.ones_like(dims), rcond=None)[0]
-        if start < 0:
-            start, slope = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
-        if slope < 0:
-            start, slope = columns[:, 0].sum() / (columns[:, 0] ** 2).sum(), 0.0
-        errors = columns @ [start, slope] - 1
-        model = cls(float(start), float(slope / dims[-1] ** power), float(power))
-        return float(errors @ errors), model
 
 
 # Round numbers of the right order, the same in every run.

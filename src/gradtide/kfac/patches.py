@@ -40,20 +40,14 @@ def patches(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
         if dense and last.is_contiguous():  # a 1x1 convolution's rows are there already
             yield last.view(1, -1, inputs)
             continue
-        windows = _windows(module, piece, size)
+        # A view [channels, *kernel, samples, *positions]: each offset's inputs.
+        sample, channel, *steps = piece.stride()
+        dilated = [n * step for n, step in zip(module.dilation, steps, strict=True)]
+        strided = [n * step for n, step in zip(module.stride, steps, strict=True)]
+        shape = (piece.shape[1], *kernel, piece.shape[0], *size)
+        windows = piece.as_strided(shape, (channel, *dilated, sample, *strided))
         columns = windows.reshape(module.groups, inputs // module.groups, -1)
         yield columns.transpose(1, 2)
-
-
-def _windows(module: Convolution, x: Tensor, size: list[int]) -> Tensor:
-    """A view [channels, *kernel, batch, *positions]: each offset's inputs."""
-    batch, channels, *steps = x.stride()
-    dilated = [n * step for n, step in zip(module.dilation, steps, strict=True)]
-    strided = [n * step for n, step in zip(module.stride, steps, strict=True)]
-    kernel: Any = module.kernel_size
-    return x.as_strided(
-        (x.shape[1], *kernel, x.shape[0], *size), (channels, *dilated, batch, *strided)
-    )
 
 
 def _padded(module: Convolution, x: Tensor) -> Tensor:

@@ -208,7 +208,9 @@ class Statistics:
             old, part.weight = part.weight, part.weight + weight
             alpha, beta = 1 / part.weight, old / part.weight
         else:
-            alpha, beta = weight / self._loss_scale() ** 2, weight / (part.weight or 1)
+            if self._scale is None:
+                self._scale = 1.0 if self._ask_scale is None else self._ask_scale()
+            alpha, beta = weight / self._scale**2, weight / (part.weight or 1)
             part.weight = weight
         device, start = layer.weight.device, time.perf_counter()
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -250,8 +252,3 @@ class Statistics:
                 "grad_scaler=scaler), for float16 without one with "
                 "torch.amp.GradScaler(enabled=False)"
             )
-
-    def _loss_scale(self) -> float:
-        if self._scale is None:
-            self._scale = 1.0 if self._ask_scale is None else self._ask_scale()
-        return self._scale
