@@ -18,17 +18,13 @@ from gradtide.scheme.recipes import RECIPES, SCHEDULES, meant, recipe
 from gradtide.scheme.table import Table
 from gradtide.selectors import SELECTORS
 
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-_HERE = (*SELECTORS, Scheme, Schedule, *FUSIONS, KFAC, OuterSGD)
+_PARTS = (*SELECTORS, Scheme, Schedule, *FUSIONS, KFAC, OuterSGD)
+_HERE: dict[str, Any] = {part.__name__: part for part in _PARTS}
+_HERE |= {name.upper(): schedule for name, schedule in SCHEDULES.items()}
 NAMES: Mapping[str, Any] = Table(
     {
         **{name: partial(getattr, collectives, name) for name in collectives.PARTS},
-        **{cls.__name__: partial(_itself, cls) for cls in _HERE},
-        **{name.upper(): partial(_itself, it) for name, it in SCHEDULES.items()},
+        **{name: partial(_HERE.get, name) for name in _HERE},
     }
 )
 

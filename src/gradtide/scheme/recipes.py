@@ -150,9 +150,7 @@ def recipe(
     """
     if name not in RECIPES:
         raise ValueError(_unknown(name))
-    scheme = RECIPES[name]
-    if levels is not None:
-        scheme = replace(scheme, levels=levels)
+    scheme = replace(RECIPES[name], levels=levels)  # no recipe has levels of its own
     own: Any = scheme.preconditioner or scheme.collective
     names = [field.name for field in fields(own)]
     if schedule is not None:
@@ -183,16 +181,16 @@ def prepared(
     if momentum_correction and not hasattr(collective, "density"):
         raise ValueError(f"momentum_correction=True: {collective!r} selects nothing")
     own = getattr(collective, "density", 1.0)
-    ramp = tuple(d for d in RAMP if d > own) or (1.0,)
     steps = scheme.schedule.launch == "step"
-    if steps and scheme.schedule.rounds:
-        ramp = (1.0,)
-    elif steps:
-        sparse = [times * own for times in STEPS_RAMP if times * own < 1]
-        ramp = (*[1.0] * 2 * len(sparse), *sparse) or (1.0,)
+    ramp: tuple[float, ...] = ()
     if momentum_correction:
         collective = collectives.MomentumCorrection(collective)
-        ramp = (1.0,)
+    elif not steps:
+        ramp = tuple(d for d in RAMP if d > own)
+    elif not scheme.schedule.rounds:
+        sparse = [times * own for times in STEPS_RAMP if times * own < 1]
+        ramp = (*[1.0] * 2 * len(sparse), *sparse)
+    ramp = ramp or (1.0,)
     if warmup != 0:
         if type(warmup) is not int or warmup < len(ramp):
             raise ValueError(
