@@ -40,6 +40,7 @@ MOST = 1000  # requests in line
 LEAST_BUSY = 0.5  # below that, the ranks waited for the link
 Work = Callable[[], object]
 Join = Callable[[], None]
+Make = Callable[[Bench, int], Work]  # of work on so many elements
 
 
 def device(bench: Bench, budget: float) -> Device:
@@ -48,16 +49,14 @@ def device(bench: Bench, budget: float) -> Device:
     entries = [round(DENSITY * n) for n in SELECTED]
     own = bench.group.rank  # to whom a request does not travel
     nothing = bench.prepared(lambda: Swap(torch.zeros(1, device=bench.device), own))
+    line = partial(_line, bench, seconds=each)
     return Device(
-        take_in=_line(bench, _copy, SIZES, each),
-        select={
-            selector.__name__: _line(bench, _select(selector()), SIZES, each)
-            for selector in SELECTORS
-        },
-        scatter=_line(bench, _scatter, entries, each),
-        nearby=_line(bench, _gather, entries, each),
-        sort=_line(bench, _order, [bench.group.size * n for n in entries], each),
-        optimizer=_line(bench, _step, SIZES, each),
+        take_in=line(_copy, SIZES),
+        select={made.__name__: line(_select(made()), SIZES) for made in SELECTORS},
+        scatter=line(_scatter, entries),
+        nearby=line(_gather, entries),
+        sort=line(_order, [bench.group.size * n for n in entries]),
+        optimizer=line(_step, SIZES),
         request=bench.taken(REQUESTS, lambda: bench.ask(nothing)()),
     )
 
@@ -140,12 +139,7 @@ def _slowed(bench: Bench, seconds: float, start: Callable[[Work], list[Join]]) -
     return bench.middle(beside) / alone
 
 
-def _line(
-    bench: Bench,
-    make: Callable[[Bench, int], Work],
-    sizes: Sequence[int],
-    seconds: float,
-) -> Line:
+def _line(bench: Bench, make: Make, sizes: Sequence[int], seconds: float) -> Line:
     """A line through the mean times of work on so many elements."""
     bench.tell(f"{make.__name__.strip('_')}, on all ranks at once")
     points = []
@@ -236,7 +230,7 @@ def _order(bench: Bench, n: int) -> Work:
     return lambda: torch.unique(next(arrivals), return_inverse=True)
 
 
-def _select(selector: Selector) -> Callable[[Bench, int], Work]:
+def _select(selector: Selector) -> Make:
     def select(bench: Bench, n: int) -> Work:
         flats = _cold(torch.randn(MEMORY, device=bench.device), n)
         state: dict[str, Tensor] = {}
