@@ -17,7 +17,7 @@ from gradtide.kfac import assign, invert
 from gradtide.kfac.assign import Assignment, Send, earliest
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.costs import Carried, Costs
-from gradtide.kfac.layers import KINDS, Layer, sequence
+from gradtide.kfac.layers import Layer, sequence
 
 T = TypeVar("T")
 
@@ -107,9 +107,7 @@ def share(config: KFAC, layers: Sequence[Layer], size: int, known: Costs) -> flo
         return config.workers
     if config.distribution != "pad":
         return 1.0
-    inverses = sum(
-        invert.numel(layer, kind, config.form) for layer in layers for kind in KINDS
-    )
+    inverses = sum(invert.numel(la, kind, config.form) for la, kind in sequence(layers))
     gradients = sum(prod(layer.gradient_shape) for layer in layers)
     every = known.send(inverses) / config.inverse_every
     return 1.0 if every <= known.send(gradients) else 1 / size
