@@ -25,32 +25,13 @@ T = TypeVar("T")
 def assignment(
     config: KFAC, layers: Sequence[Layer], size: int, known: Costs, carried: Carried
 ) -> Assignment:
-    """Owners and workers for a configuration, and messages if `known.ready` is."""
-    seconds, workers = _seconds(layers, known), share(config, layers, size, known)
-    # By the costs of inversions and of their results alone.
-    if config.distribution == "dp" or workers < 1:
-        placed = assign.grid(seconds, size, workers)
-    elif config.distribution == "mpd":
-        placed = assign.round_robin(len(layers), size)
-    elif config.distribution == "spd":
-        numels = [invert.numel(la, kind, config.form) for la, kind in sequence(layers)]
-        placed = assign.balanced(seconds, numels, size, known.send)
-    else:
-        placed = assign.divided(seconds, size)
-    if known.ready:
-        return _timed(placed, config, layers, size, known, carried)
-    return placed
+    """Owners and workers for a configuration, and messages if `known.ready` is.
 
-
-def _timed(
-    placed: Assignment,
-    config: KFAC,
-    layers: Sequence[Layer],
-    size: int,
-    known: Costs,
-    carried: Carried,
-) -> Assignment:
-    """With messages, and for "pad" with owners, by when factors are ready."""
+    Then owners for "pad" are by when factors are ready, too.
+    """
+    placed = _placed(config, layers, size, known)
+    if not known.ready:
+        return placed
     count = len(layers)
     ready = [*known.ready[:count], *reversed(known.ready[count:])]
     # Messages and runs are of neighbours in time, whatever the layers' order is.
@@ -87,6 +68,21 @@ def _timed(
         owners, messages = back(found.owners), back(found.messages)
         return replace(found, owners=owners, messages=messages)
     return replace(placed, messages=back(assign.numbered(cuts)))
+
+
+def _placed(
+    config: KFAC, layers: Sequence[Layer], size: int, known: Costs
+) -> Assignment:
+    """By the costs of inversions and of their results alone."""
+    seconds, workers = _seconds(layers, known), share(config, layers, size, known)
+    if config.distribution == "dp" or workers < 1:
+        return assign.grid(seconds, size, workers)
+    if config.distribution == "mpd":
+        return assign.round_robin(len(layers), size)
+    if config.distribution == "spd":
+        numels = [invert.numel(la, kind, config.form) for la, kind in sequence(layers)]
+        return assign.balanced(seconds, numels, size, known.send)
+    return assign.divided(seconds, size)
 
 
 def _seconds(layers: Sequence[Layer], known: Costs) -> list[float]:
