@@ -168,10 +168,8 @@ def _read(kind: type[T], found: Any, where: str) -> T:
     missing = sorted(hints.keys() - LATER - found.keys())
     if missing:
         raise ValueError(f"{where}: no {' and no '.join(missing)}: record it anew")
-    own = {name: hint for name, hint in hints.items() if name in found}
-    return kind(
-        **{name: _value(hint, found, name, where) for name, hint in own.items()}
-    )
+    own = [name for name in hints if name in found]
+    return kind(**{name: _value(hints[name], found, name, where) for name in own})
 
 
 def _value(hint: Any, found: Mapping[str, Any], name: str, where: str) -> Any:
