@@ -200,7 +200,17 @@ class Bayesian(_Sizes):
         first = _spread(low, high)
         if len(tried) < len(first):
             return first[len(tried)]
-        return _expected(low, high, tried, self.seed)
+        # Where the library expects most; if it was there already, beside the best.
+        ends = math.log(low), math.log(high)
+        size = _rounded(math.exp(_suggested(*ends, tried, self.seed)))
+        known = sorted(trial.megabytes for trial in tried)
+        if size not in known:
+            return size
+        here = known.index(best(tried).megabytes)
+        beside = [*known[max(here - 1, 0) : here], *known[here + 1 : here + 2]]
+        widest = max(beside, key=lambda x: abs(math.log(x / known[here])), default=size)
+        size = _rounded(math.sqrt(widest * known[here]))
+        return None if size in known else size
 
 
 def _spread(low: float, high: float) -> list[float]:
@@ -208,21 +218,6 @@ def _spread(low: float, high: float) -> list[float]:
     begin = _rounded(min(max(FIRST, low), high))
     steps = [low * (high / low) ** (i / 4) for i in (0, 4, 2, 1, 3)]
     return list(dict.fromkeys([begin, *map(_rounded, steps)]))[:5]
-
-
-def _expected(
-    low: float, high: float, tried: Sequence[Trial], seed: int
-) -> float | None:
-    """Where the library expects most; if it was there already, beside the best."""
-    size = _rounded(math.exp(_suggested(math.log(low), math.log(high), tried, seed)))
-    known = sorted(trial.megabytes for trial in tried)
-    if size not in known:
-        return size
-    here = known.index(best(tried).megabytes)
-    beside = [*known[max(here - 1, 0) : here], *known[here + 1 : here + 2]]
-    widest = max(beside, key=lambda x: abs(math.log(x / known[here])), default=size)
-    size = _rounded(math.sqrt(widest * known[here]))
-    return None if size in known else size
 
 
 def _suggested(low: float, high: float, tried: Sequence[Trial], seed: int) -> float:
