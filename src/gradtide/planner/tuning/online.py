@@ -143,8 +143,8 @@ class Tuner:
         self._size = size
         self._adopt(self.fusion.at(size))
         self._clock.reset()
-        self._seconds: list[float] = []
-        self._left, self._skip = self.fusion.steps, SETTLE
+        self._laps: list[float] = []
+        self._left = self.fusion.steps
 
     def _tell(self, words: str) -> None:
         if self._engine.group.rank == 0:
@@ -161,17 +161,14 @@ class Tuner:
         if not self._left:  # a search that was stopped between two trials
             return 0.0, self._next(self.tried)
         lap = self._clock.lap()
-        if lap is None:
-            return math.nan, 0.0
-        if self._skip:
-            self._skip -= 1
-            return math.nan, 0.0
-        self._seconds.append(lap)
+        if lap is not None:
+            self._laps.append(lap)
+        measured = self._laps[SETTLE:]
         limit = HOPELESS * min((t.seconds for t in self.tried), default=math.inf)
-        hopeless = len(self._seconds) >= ENOUGH and min(self._seconds) > limit
-        if len(self._seconds) < self._left and not hopeless:
+        hopeless = len(measured) >= ENOUGH and min(measured) > limit
+        if len(measured) < self._left and not hopeless:
             return math.nan, 0.0
-        seconds = median(self._seconds)
+        seconds = median(measured)
         return seconds, self._next([*self.tried, Trial(self._size, seconds)])
 
     def _next(self, tried: Sequence[Trial]) -> float:
