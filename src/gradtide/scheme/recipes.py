@@ -151,7 +151,8 @@ def recipe(
     if name not in RECIPES:
         raise ValueError(_unknown(name))
     scheme = replace(RECIPES[name], levels=levels)  # no recipe has levels of its own
-    own: Any = scheme.preconditioner or scheme.collective
+    part = "collective" if scheme.preconditioner is None else "preconditioner"
+    own: Any = getattr(scheme, part)
     names = [field.name for field in fields(own)]
     if schedule is not None:
         scheme = replace(scheme, schedule=_schedule(name, schedule))
@@ -162,12 +163,9 @@ def recipe(
     if undecided := "warmup" in names:  # it is handed on to what is decided on
         named |= {"warmup": warmup, "momentum_correction": momentum_correction}
     changes = _changes(name, names, args, named)
-    if scheme.preconditioner is None:
-        scheme = replace(scheme, collective=replace(own, **changes))
-    elif args:
+    if args and scheme.preconditioner is not None:
         raise ValueError(f"{name}: K-FAC's hyper-parameters are given by name")
-    else:
-        scheme = replace(scheme, preconditioner=replace(own, **changes))
+    scheme = replace(scheme, **{part: replace(own, **changes)})
     return check(scheme if undecided else prepared(scheme, warmup, momentum_correction))
 
 
