@@ -59,6 +59,8 @@ def requests(rank: int, size: int) -> list[Op]:
         Mean(row(rank, 400_000, torch.bfloat16)),
         ReduceScatter(row(rank, 4 * size)),
         ReduceScatter(row(rank, sum(uneven)), uneven),
+        ReduceScatter(row(rank, 4 * size), mean=True),
+        ReduceScatter(row(rank, 400_000 * size), mean=True),
         ReduceScatter(row(rank, 4 * size, torch.bfloat16)),
         ReduceScatter(row(rank, 400_000 * size // size * size)),  # several segments
         ReduceScatter(row(rank, sum(lonely)), lonely),

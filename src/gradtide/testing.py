@@ -136,6 +136,8 @@ def _same(expected: object, found: object, what: str) -> None:
 def _reduce_scatter(row: Sequence[ops.ReduceScatter]) -> list[Tensor]:
     sizes = ops.part_sizes(row[0], Group(0, len(row)))
     total = torch.stack([op.tensor for op in row]).sum(0)
+    if row[0].mean:
+        total.div_(len(row))
     for op in row:
         op.tensor.fill_(float("nan"))  # used up: whoever reads it again is found out
     sums = torch.split(total, sizes)

@@ -45,6 +45,9 @@ def numbers(rank: int, numel: int) -> Tensor:
 REQUESTS: dict[str, Ask] = {
     "sum": lambda rank, size: AllReduce(numbers(rank, LONG + 3)),
     "parts": lambda rank, size: ReduceScatter(numbers(rank, size * LONG)),
+    "part of a mean": lambda rank, size: ReduceScatter(
+        numbers(rank, size * LONG), mean=True
+    ),
     "uneven parts": lambda rank, size: ReduceScatter(
         numbers(rank, sum(uneven(size))), uneven(size)
     ),

@@ -101,8 +101,7 @@ class TwoLevel(Traits):
             # The parts of others are sums before anybody selects from them.
             wire = getattr(settled(self.collective), "wire", None)
             payload.check_all_finite(codec_of(wire, flat.dtype).dtype)
-        yield levels.inside(ReduceScatter(flat))
-        own.div_(levels.local)
+        yield levels.inside(ReduceScatter(flat, mean=True))
         if residual:
             # The rest of the buffer is the business of the host's other ranks.
             begin = int(own.storage_offset() - flat.storage_offset())

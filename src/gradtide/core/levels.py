@@ -107,6 +107,8 @@ class Levels:
         x, own = self.by_place(op.tensor, sizes), torch.split(op.tensor, sizes)
         part = yield self.inside(ops.ReduceScatter(x, self.shares(sizes)))
         part = yield self.across(ops.ReduceScatter(part, self.column(sizes)))
+        if op.mean:
+            part.div_(self.group.size)
         return own[self.group.rank].copy_(part)
 
     def _all_gather(self, op: ops.AllGather) -> Flow:

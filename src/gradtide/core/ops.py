@@ -35,9 +35,8 @@ class AllReduce:
 class Mean:
     """Answer: `tensor` (1-D), averaged in place over all ranks.
 
-    This is a `ReduceScatter`, of which each rank divides its part, and an `AllGather`:
-    whoever drives the flow may ask for these in its place, and wait at the `Cut`
-    between them (`halves`).
+    This is a `ReduceScatter` and an `AllGather`: whoever drives the flow may ask for
+    these in its place, and wait at the `Cut` between them (`halves`).
     """
 
     tensor: Tensor
@@ -48,11 +47,12 @@ class ReduceScatter:
     """Answer: this rank's part of the sum, a view of `tensor` (1-D), which is used up.
 
     `sizes` are the lengths of the parts in rank order; without them the length must be
-    a multiple of the group's size.
+    a multiple of the group's size. With `mean` the sum is divided by that.
     """
 
     tensor: Tensor
     sizes: Sequence[int] | None = None
+    mean: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +249,6 @@ def halves(asked: Any, group: Group) -> Steps:
         return (yield asked)
     group = subgroup(asked, group) if isinstance(asked, Among) else group
     x, sizes = mean.tensor, part_sizes(mean, group)
-    part = yield ask(ReduceScatter(x, sizes))
-    yield Cut(part.div_(group.size))
+    part = yield ask(ReduceScatter(x, sizes, mean=True))
+    yield Cut(part)
     return (yield ask(AllGather(part, sizes, into=x)))

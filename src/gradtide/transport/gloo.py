@@ -160,10 +160,11 @@ class GlooTransport:
         self, op: ops.ReduceScatter, asked: _Asked
     ) -> tuple[Tensor, Finish]:
         parts = op.tensor.split_with_sizes(ops.part_sizes(op, asked.group))
+        divisor = asked.group.size if op.mean else 1
         if self._in_one_hop(parts, asked.inside):
-            begun = rotation.reduce_scatter(parts, asked.peers, asked.number)
+            begun = rotation.reduce_scatter(parts, asked.peers, asked.number, divisor)
         else:
-            begun = ring.reduce_scatter(parts, asked.peers)
+            begun = ring.reduce_scatter(parts, asked.peers, divisor)
         return parts[asked.group.rank], asked.begin(begun)
 
     def _all_gather(self, op: ops.AllGather, asked: _Asked) -> tuple[Tensor, Finish]:
@@ -197,16 +198,16 @@ class GlooTransport:
         return out, asked.begin(begun)
 
     def _mean(self, op: ops.Mean, asked: _Asked) -> tuple[Tensor, Finish]:
-        x, (rank, size) = op.tensor, asked.group
+        x, peers, size = op.tensor, asked.peers, asked.group.size
         parts = x.split_with_sizes(ops.part_sizes(op, asked.group))
         if not self._in_one_hop(parts, asked.inside):
-            return x, asked.begin(ring.all_reduce(parts, asked.peers, size))
-        first = asked.begin(rotation.reduce_scatter(parts, asked.peers, asked.number))
+            return x, asked.begin(ring.all_reduce(parts, peers, size))
+        half = rotation.reduce_scatter(parts, peers, asked.number, size)
+        first = asked.begin(half)
 
         def finish(drained: Callable[[], None]) -> None:
             first(lambda: None)
-            parts[rank].div_(size)
-            asked.begin(rotation.all_gather(parts, asked.peers))(drained)
+            asked.begin(rotation.all_gather(parts, peers))(drained)
 
         return x, finish
 

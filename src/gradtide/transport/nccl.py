@@ -127,9 +127,10 @@ def _scatter(
     sizes = ops.part_sizes(op, group)
     parts = list(torch.split(op.tensor, sizes))
     own = parts[group.rank]
+    way = dist.ReduceOp.AVG if op.mean else dist.ReduceOp.SUM
     if len(set(sizes)) == 1:  # in place: NCCL allows the output to be the own part
-        return own, _reduce_scatter(own, op.tensor, group=pg, async_op=True)
-    return own, dist.reduce_scatter(own, parts, group=pg, async_op=True)
+        return own, _reduce_scatter(own, op.tensor, way, group=pg, async_op=True)
+    return own, dist.reduce_scatter(own, parts, way, group=pg, async_op=True)
 
 
 def _gather(

@@ -37,12 +37,12 @@ HOPS = 2  # of its pieces, so many for each rank
 BY_NUMPY = {torch.float32, torch.float64}  # it adds as fast, and is called sooner
 
 
-def reduce_scatter(parts: Sequence[Tensor], peers: Peers) -> Transfer:
+def reduce_scatter(parts: Sequence[Tensor], peers: Peers, divisor: int = 1) -> Transfer:
     """Begin to sum the ranks' `parts` (1-D, one per rank), each in its owner's memory.
 
-    The parts of others are used up.
+    The owner divides the sum. The parts of others are used up.
     """
-    return _around(parts, peers, add=True)
+    return _around(parts, peers, add=True, divisor=divisor)
 
 
 def all_gather(parts: Sequence[Tensor], peers: Peers) -> Transfer:

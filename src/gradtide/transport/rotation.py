@@ -38,7 +38,9 @@ def all_to_all(
     return Transfer(track, out, into, after=after)
 
 
-def reduce_scatter(parts: Sequence[Tensor], peers: Peers, number: int) -> Transfer:
+def reduce_scatter(
+    parts: Sequence[Tensor], peers: Peers, number: int, divisor: int = 1
+) -> Transfer:
     """As `ring.reduce_scatter`, bit for bit; `number` is that of the item's request."""
     rank, size = peers.group
     own = parts[rank]
@@ -53,6 +55,8 @@ def reduce_scatter(parts: Sequence[Tensor], peers: Peers, number: int) -> Transf
         for row in others:
             first.add_(row)
         own.add_(first)
+        if divisor != 1:
+            own.div_(divisor)
 
     return all_to_all(parts, arriving, peers, add)
 
