@@ -115,16 +115,20 @@ def test_a_ring_and_a_single_hop_have_the_same_bits(size: int) -> None:
             rng = torch.Generator().manual_seed(rank)
             x = torch.randn(1000 * size, generator=rng)
             found = []
-            for way, more in ((ring, ()), (rotation, (1,))):
+            for begin in (
+                lambda parts: ring.reduce_scatter(parts, asked, size),
+                lambda parts: rotation.reduce_scatter(parts, asked, 1, size),
+                lambda parts: ring.all_reduce(parts, asked, size),
+            ):
                 parts = x.clone().tensor_split(size)
-                transfer = way.reduce_scatter(parts, asked, *more)
+                transfer = begin(parts)
                 links[rank].add(transfer, early=False)
                 transfer.finish(nothing)
                 found.append(parts[rank])
             return found
 
-        for first, second in together(work, size):
-            assert torch.equal(first, second)
+        for first, *others in together(work, size):
+            assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -154,6 +158,23 @@ def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
                 assert x.unique().tolist() == [size * item]
 
         together(work, size)
+
+
+@pytest.mark.parametrize("most", [0, streams.HELD])
+def test_sockets_hold_pieces_where_the_system_lets_them(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_most_held", lambda: most)
+    asked: list[int] = []
+
+    class Watched(socket.socket):
+        def setsockopt(self, level: int, option: int, value: Any) -> None:  # type: ignore[override]
+            asked.append(option)
+            super().setsockopt(level, option, value)
+
+    with Watched(socket.AF_INET) as connection:
+        streams.Link(1, connection)
+    assert (socket.SO_SNDBUF in asked) == bool(most)
 
 
 def send(links: Links, peer: int, x: Tensor) -> Transfer:
