@@ -47,7 +47,8 @@ class ReduceScatter:
     """Answer: this rank's part of the sum, a view of `tensor` (1-D), which is used up.
 
     `sizes` are the lengths of the parts in rank order; without them the length must be
-    a multiple of the group's size. With `mean` the sum is divided by that.
+    a multiple of the group's size. With `mean` the sum is divided by that
+    size.
     """
 
     tensor: Tensor
@@ -234,7 +235,7 @@ def driven(flow: Flow, carry: Callable[[Any], Steps]) -> Flow:
 
 
 def in_halves(flow: Flow, group: Group) -> Flow:
-    """A flow that can be held at the cut of a `Mean`."""
+    """The flow with two halves, and a cut between them, in the place of a `Mean`."""
     return driven(flow, lambda asked: halves(asked, group))
 
 

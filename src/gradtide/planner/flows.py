@@ -196,7 +196,7 @@ def _noted(
 
 
 def _dividing(asked: Any, size: int) -> Steps:
-    """What is asked; of a mean the owner of a part divides it, on the way."""
+    """What is asked; that a mean's part is divided is counted as work."""
     answer = yield asked
     if isinstance(asked, Mean):
         answer[: len(answer) // size].div_(1)
