@@ -1,8 +1,9 @@
 """MkDocs hooks: the repository's own pages are pages of the site, and links follow.
 
 Texts are written for the repository, where links go from file to file. Files of PAGES
-are outside of docs/ and get a page; of a file that has no page, as a record, the path
-is shown instead of a link.
+are outside of docs/ and get a page. A file that has no page, as a record, is linked to
+in the repository, if its address is known (`repo_url`), and else its path is shown. In
+the search the reference comes first, and logs last.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks-log.md",
 }
+BOOSTS = {"reference/": 4.0, "changelog.md": 0.2, "benchmarks-log.md": 0.2}
 SOURCES = {page: source for source, page in PAGES.items()}
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 
@@ -33,10 +35,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Have links go from page to page, as they went from file to file."""
     here = page.file.src_uri
     source = SOURCES.get(here, f"docs/{here}")
+    boosts = [boost for start, boost in BOOSTS.items() if here.startswith(start)]
+    page.meta["search"] = {"boost": boosts[0] if boosts else 1.0}
 
     def follow(link: re.Match[str]) -> str:
         path = os.path.normpath(Path(source).parent / link["path"])
@@ -47,6 +51,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             start = os.path.dirname(here) or "."
             target = os.path.relpath(target, start)
             return f"{link['text']}({target}{link['anchor'] or ''})"
+        if config["repo_url"]:
+            return f"{link['text']}({config['repo_url'].rstrip('/')}/blob/main/{path})"
         text = link["text"][1:-1]
         return f"`{path}`" if text == path else f"{text} (`{path}`)"
 

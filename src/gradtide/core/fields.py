@@ -74,6 +74,6 @@ def _kind(hint: Any) -> Kind:
                 and all(callable(getattr(x, n, None)) for n in own)
             ),
         )
-    if isinstance(hint, type):
+    if isinstance(hint, type) and origin is None:  # 3.10 says so of generics
         return f"a {hint.__name__}", lambda x: isinstance(x, hint)
     return "", lambda _: True
