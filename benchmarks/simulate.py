@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 
 from gradtide.scheme import parse
-from gradtide.simulate.cli import SCHEMES
 from gradtide.simulate.grid import read_network, read_trace, run
 
+SCHEMES = "wfbp,dear,wfbp(wire='bf16'),topk,gtopk,topka2a,oktopk,powersgd"
 RATES = (1e8, 1e9, 1e10, 2.5e10, 1e11, 4e11)  # bits/s
 ALLOWED = 60.0  # seconds
 

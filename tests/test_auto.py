@@ -366,21 +366,21 @@ def ranked(steps: dict[str, float]) -> Callable[..., list[Choice]]:
     return rank
 
 
-SEEN = (Seen(trace("fast", 0.1), ""), Seen(trace("slow", 0.2), ""))
-TIMES = {
-    "dear": 0.8,
-    "wfbp(wire='bf16')": 0.75,
-    "topk": 0.3,
-    "oktopk(schedule='dear')": 0.25,
-}
+SLOW = replace(trace("slow", 0.2), steps="sgd")
+SEEN = (Seen(trace("fast", 0.1), ""), Seen(SLOW, ""))
+ADAM = (SEEN[0], Seen(replace(SLOW, steps="adam"), ""))
+SPARSE = "exdyna(0.01, warmup=160)"
+STEPWISE = "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')"
+TIMES = {"dear": 0.8, "wfbp(wire='bf16')": 0.75, SPARSE: 0.25, STEPWISE: 0.3}
 
 
 @pytest.mark.parametrize(
     ("auto", "seen", "expected"),
     [
         (Auto(), SEEN, "wfbp(wire='bf16')"),
-        (Auto(lossy=True), SEEN, "oktopk(schedule='dear')"),
-        (Auto(lossy=True), (replace(SEEN[0], obstacle="no"), SEEN[1]), "topk"),
+        (Auto(lossy=True), SEEN, SPARSE),
+        # What Adam bears exchanges steps, and training has begun with gradients.
+        (Auto(lossy=True), ADAM, "wfbp(wire='bf16')"),
         (Auto(lossy=True, margin=3.0), SEEN, "wfbp(wire='bf16')"),
     ],
 )
@@ -399,10 +399,23 @@ def test_the_log_names_what_would_win_and_its_break_even(
 ) -> None:
     monkeypatch.setattr(decision, "rank", ranked(TIMES))
     _, words = decision.plan(Auto(), SEEN, Network.ideal(4, 2, 1e9))
-    assert "oktopk(schedule='dear') would take 250 ms" in words
+    assert f"{SPARSE} would take 250 ms" in words
     assert "less than 3 times the steps" in words
     assert "auto(lossy=True)" in words
     assert "\n" not in words
+    _, words = decision.plan(Auto(lossy=True), ADAM, Network.ideal(4, 2, 1e9))
+    assert f"{STEPWISE} would take 300 ms" in words
+    assert "start with it" in words
+
+
+def test_an_obstacle_to_deferred_updates_is_none_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decision, "rank", ranked({"dear": 0.2, "wfbp": 0.5}))
+    network = Network.ideal(4, 2, 1e9)
+    assert parse(decision.plan(Auto(), SEEN, network)[0]) == parse("dear")
+    seen = (replace(SEEN[0], obstacle="no"), SEEN[1])
+    assert parse(decision.plan(Auto(), seen, network)[0]) == parse("wfbp")
 
 
 def test_lossy_schemes_are_warmed_up_if_asked_to(
@@ -413,12 +426,13 @@ def test_lossy_schemes_are_warmed_up_if_asked_to(
     text, _ = decision.plan(auto, SEEN, Network.ideal(4, 2, 1e9))
     chosen = parse(text)
     assert isinstance(chosen.collective, Warmup)
-    assert chosen.collective.steps == 100
-    assert chosen.fusion == parse("oktopk(schedule='dear')").fusion
+    assert chosen == parse("exdyna(0.01, warmup=400)")
     both = replace(auto, momentum_correction=True)
-    text, _ = decision.plan(both, SEEN, Network.ideal(4, 2, 1e9))
-    asked = parse("oktopk(schedule='dear', warmup=400, momentum_correction=True)")
-    assert parse(text).collective == asked.collective
+    # With it Adam bears what is for SGD otherwise.
+    for seen in (SEEN, ADAM):
+        text, _ = decision.plan(both, seen, Network.ideal(4, 2, 1e9))
+        asked = parse("exdyna(0.01, warmup=400, momentum_correction=True)")
+        assert parse(text) == asked
 
 
 # - Its name ---------------------------------------------------------------------------

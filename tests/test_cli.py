@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 import gradtide
 from gradtide.cli import app
+from gradtide.scheme.recommended import RECOMMENDED
 
 GOOD = {
     "--schemes": "ddp,dear",
@@ -42,11 +43,21 @@ def test_help_names_every_command() -> None:
 
 
 def test_schemes_lists_recipes_as_calls_and_the_baselines() -> None:
-    shown = call("schemes").output
+    shown = call("schemes", "--all").output
     assert "Scheme(collective=Dense(" in shown
     for name in ("sequential", "wfbp", "oktopk", "ddp", "ddp(wire='fp16')"):
-        assert f"\n{name} " in shown
+        assert f"\n{name}\n" in shown
     assert "oktopk(0.01, schedule='local', wire='bf16', warmup=240)" in shown
+    shown = call("schemes").output
+    assert all(f"\n{row.recipe}\n" in shown for row in RECOMMENDED)
+    assert "sequential" not in shown
+
+
+def test_plan_alone_says_what_it_needs_and_how_to_get_it() -> None:
+    told = call("plan")
+    assert told.exit_code == 2
+    for words in ("gradtide profile trace", "--ranks 8 --rate 1gbit", "replay:"):
+        assert words in told.output
 
 
 def test_the_module_behind_the_command_line_names_the_way_in() -> None:

@@ -54,6 +54,18 @@ their density or rank first, and schedule=, warmup=, momentum_correction=:
 
 Schedules are 'sequential', 'wfbp', 'dear' and 'local'."""
 
+MORE = """\
+`gradtide plan` says how long a step of each would take with your model on your
+network; `gradtide schemes --all` lists all that have a name."""
+
+PLANNED = """\
+What is trained: --trace trace.json, which is made on one machine by
+    gradtide profile trace mypkg.train:build --out trace.json
+    or, for a first look, --trace replay:resnet50 --step-ms 300
+Where: --ranks 8 --rate 1gbit, or --network network.json, which is made by
+    torchrun ... -m gradtide profile network --out network.json
+Then: gradtide plan --trace trace.json --ranks 8 --rate 1gbit"""
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -71,23 +83,23 @@ def _main(
 
 
 @app.command()
-def schemes() -> None:
-    """List the schemes that have a name, and the baselines."""
+def schemes(
+    every: Annotated[
+        bool, Option("--all", help="All that have a name, and the baselines.")
+    ] = False,
+) -> None:
+    """List the recommended recipes: which to use when, and what each needs.
+
+    With --all every scheme that has a name, with its arguments, and the baselines.
+    """
     from rich.console import Console
-    from rich.table import Table
 
-    from gradtide.lab.contestants import BASELINES
-    from gradtide.scheme import RECIPES
+    from gradtide.lab import listing
 
-    listed = Table(box=None, pad_edge=False, header_style="bold")
-    listed.add_column("name", no_wrap=True)
-    listed.add_column("stands for", overflow="fold")
-    for name, scheme in RECIPES.items():
-        listed.add_row(name, repr(scheme))
-    for name, (meaning, _) in BASELINES.items():
-        listed.add_row(name, f"{meaning}; to compare with only")
-    Console().print(listed)
-    Console().print(f"\n{GRAMMAR}", highlight=False)
+    console = Console(highlight=False)
+    shown = listing.everything() if every else listing.recommended()
+    console.print(shown, crop=False)
+    console.print(f"\n{GRAMMAR}" if every else f"\n{MORE}")
 
 
 @app.command()
@@ -180,9 +192,9 @@ def _place(
 @app.command()
 def plan(
     trace: Annotated[
-        str,
+        str | None,
         Option(help="Made by gradtide profile trace, or a workload: replay:resnet50."),
-    ],
+    ] = None,
     network: Annotated[
         Path | None,
         Option(help="Made by gradtide profile network. Without: an ideal one."),
@@ -197,7 +209,7 @@ def plan(
     ] = None,
     schemes: Annotated[
         str | None,
-        Option(help="To rank beside the dense ones. Without: sparse recipes."),
+        Option(help="To rank beside the dense ones. Without: the recommended ones."),
     ] = None,
     margin: Annotated[
         float,
@@ -225,6 +237,8 @@ def plan(
             raise ValueError(f"--margin {margin}: a share of more steps, 0 or more")
         if json is not None:
             check_file("--json", json)
+        if trace is None:
+            raise ValueError(f"say what is trained, and where.\n{PLANNED}")
         step = read_trace(trace, step_ms)
         measured = None if network is None else load(network)
         bits = None if rate is None else parse_rate(rate)
@@ -235,7 +249,8 @@ def plan(
         if schemes is not None:
             asked = {name: parse(name) for name in split_schemes(schemes)}
         ranked = search.rank(step, there, asked)
-        found = advice.advise(ranked, there.size, margin)
-    Console().print(report.show(found, step, there), highlight=False)
+        found = advice.advise(ranked, there.size, margin, step.steps)
+    # A line to paste stays one line.
+    Console().print(report.show(found, step, there), highlight=False, crop=False)
     if json is not None:
         json.write_text(report.dumps(found, step, there), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
@@ -10,6 +11,7 @@ from gradtide.planner.advice import MARGIN, Advice, advise
 from gradtide.planner.search import Choice, in_order
 from gradtide.planner.virtual import Prediction
 from gradtide.scheme import parse
+from gradtide.scheme.recommended import RECOMMENDED, Steps
 
 COMPUTE = 0.100  # seconds of forward, backward and update
 
@@ -69,7 +71,9 @@ def test_where_overlap_hides_the_exchange_nothing_is_compressed() -> None:
     assert rule.numbers["exposed_seconds"] == pytest.approx(0.004)
     assert rule.numbers["most_gain"] == pytest.approx(0.04)
     assert "Don't compress" in found.verdict
-    assert "4 ms of 54 ms" in found.verdict
+    assert "waits 4 ms, 3.8 % of the step, with 50 ms of exchange hidden" in (
+        found.verdict
+    )
     assert "4 %" in found.verdict
 
 
@@ -121,7 +125,7 @@ def test_reasons_follow_from_the_prediction() -> None:
     told = {row.name: "; ".join(found.reasons(row)) for row in found.choices}
     assert "waits 300 ms, 75 % of the step" in told["wfbp"]
     assert "2.6 % above its limit: only fewer bytes help" in told["wfbp"]
-    assert "all but 2 ms of 52 ms" in told["dear"]
+    assert "waits 2 ms, 2 % of the step, with 50 ms of exchange" in told["dear"]
     assert "limit" not in told["dear"]
     assert "of selecting" in told["topk"]
     assert "exposes no less than dear" in told["topk"]
@@ -132,3 +136,50 @@ def test_selection_that_costs_more_than_it_saves_is_named() -> None:
     row = choice("topk", 0.02, more=0.10)
     found = advice(*dense(0.1, 0.1, 0.1, 0.1), row)
     assert "take 100 ms to save 80 ms" in "; ".join(found.reasons(row))
+
+
+def test_what_ranks_wait_for_is_never_more_than_there_is() -> None:
+    """Where they wait for processors, that was called hidden exchange."""
+    row = choice("dear", 0.004)
+    row = replace(row, prediction=replace(row.prediction, exchange=0.001))
+    found = advice(*dense(0.3, 0.3, 0.3, 0.3)[2:], choice("wfbp", 0.3), row)
+    (words,) = found.reasons(row)
+    assert words == "waits 4 ms, 3.8 % of the step"
+    assert "hidden" not in found.verdict
+
+
+# - The ladder -------------------------------------------------------------------------
+
+LADDER = {row.recipe: row for row in RECOMMENDED}
+FIRST, SECOND, SGD = (
+    "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')",
+    "exdyna(0.01, schedule='local', warmup=240, wire='e3m0')",
+    "exdyna(0.01, warmup=160)",
+)
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"), [(0.01, SECOND), (0.05, FIRST), (0.069, FIRST)]
+)
+def test_a_further_one_has_to_be_worth_the_margin(second: float, expected: str) -> None:
+    rows = dense(0.3, 0.3, 0.3, 0.3)
+    found = advice(*rows, choice(FIRST, 0.07), choice(SECOND, second))
+    assert found.recommended.name == expected
+    assert found.needs[0] == f"needs {LADDER[expected].needs}"
+
+
+def test_the_optimizer_decides_and_where_it_is_not_known_both_are_named() -> None:
+    rows = [*dense(0.3, 0.3, 0.3, 0.3), choice(FIRST, 0.07), choice(SGD, 0.01)]
+    found = advice(*rows)
+    assert found.recommended.name == FIRST
+    assert f"with SGD use {SGD}: 110 ms a step" in found.needs
+    for steps, expected in (("adam", FIRST), ("sgd", SGD)):
+        known = advise(in_order(rows), 8, MARGIN, cast(Steps, steps))
+        assert known.recommended.name == expected
+        assert len(known.needs) == 1
+
+
+def test_what_is_for_sgd_alone_is_no_reason_to_compress() -> None:
+    found = advice(*dense(0.02, 0.02, 0.02, 0.02), choice(SGD, 0.0), margin=0.1)
+    assert found.recommended.name == "wfbp"
+    assert "no margin" not in names(found)

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from gradtide.collectives import Dense
 from gradtide.fusion import BySize, Cuts, PerTensor
 from gradtide.planner import search
 from gradtide.planner.network import Network
-from gradtide.planner.search import DENSE, Choice, fusions, kind, rank, sparse_recipes
+from gradtide.planner.search import DENSE, Choice, fusions, kind, rank
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.planner.virtual import Prediction
 from gradtide.scheme import RECIPES, Scheme, parse
+from gradtide.scheme.recommended import Steps, candidates
 
 MB = 1e6
 
@@ -70,11 +72,49 @@ def test_dense_schemes_are_always_there_and_the_order_is_stable() -> None:
         assert names == ["wfbp(wire='bf16')", "dear(wire='bf16')", "wfbp", "dear"]
 
 
-def test_all_sparse_recipes_are_tried_but_not_what_decides_itself() -> None:
+def test_what_is_recommended_is_tried_but_not_what_decides_itself() -> None:
     ranked = ranked_by(Fake(), trace(), NETWORK, tune=False)
-    assert {choice.name for choice in ranked} == {*DENSE, *sparse_recipes()}
-    assert "auto" not in sparse_recipes()
-    assert {"topk", "oktopk(schedule='dear')", "deft"} <= set(sparse_recipes())
+    assert {choice.name for choice in ranked} == {*DENSE, *candidates()}
+    assert "auto" not in candidates()
+
+
+@pytest.mark.parametrize(("steps", "sgd"), [("adam", False), ("sgd", True)])
+def test_what_is_for_another_optimizer_is_refused(steps: Steps, sgd: bool) -> None:
+    ranked = ranked_by(Fake(), replace(trace(), steps=steps), NETWORK, tune=False)
+    refused = {choice.name for choice in ranked if choice.refused}
+    assert ("exdyna(0.01, warmup=160)" in refused) is not sgd
+    assert ("oktopk(0.01, schedule='local', warmup=240)" in refused) is sgd
+
+
+def test_a_choice_says_what_its_warm_up_takes() -> None:
+    asked = {"oktopk(0.01, warmup=160)": parse("oktopk(0.01, warmup=160)")}
+    fake = Fake({"Dense": 4.0, "OkTopk": 1.0, "Warmup": 1.0})
+    ranked = {c.name: c for c in ranked_by(fake, trace(), NETWORK, asked, tune=False)}
+    dense = Scheme(Dense(), asked["oktopk(0.01, warmup=160)"].fusion)
+    steps = [fake(trace(), s, NETWORK).step for s in (dense, parse("oktopk(0.25)"))]
+    mean = (steps[0] + 3 * steps[1]) / 4
+    found = ranked["oktopk(0.01, warmup=160)"].warmup
+    assert found is not None
+    assert found[0] == 160
+    assert found[1] == pytest.approx(mean)
+    assert ranked["wfbp"].warmup is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wfbp",
+        "dear(wire='bf16')",
+        "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')",
+        "Scheme(OkTopk(), BySize(25.0))",
+    ],
+)
+def test_what_is_written_for_a_choice_is_its_scheme(name: str) -> None:
+    scheme, told = parse(name), Fake()(trace(), parse("wfbp"), NETWORK)
+    assert Choice(name, scheme, told).text == name
+    tuned = Choice(name, replace(scheme, fusion=BySize(5.0)), told)
+    assert parse(tuned.text) == tuned.scheme
+    assert tuned.text.startswith(name.rstrip(")") if "Scheme" not in name else "Scheme")
 
 
 def test_a_scheme_that_saves_no_bytes_is_refused_with_its_condition() -> None:
@@ -139,6 +179,7 @@ def test_one_rank_has_nothing_to_plan() -> None:
     [
         ("dear", "lossless"),
         ("dear(wire='fp16')", "rounded"),
+        ("wfbp(wire='int8')", "lossy"),  # what rounding takes off comes later
         ("oktopk", "lossy"),
         ("oktopk(warmup=40)", "lossy"),
     ],
@@ -156,5 +197,5 @@ def test_rounds_are_lossy_and_take_no_part_unless_asked() -> None:
     assert choices["diloco"].prediction.sent_bytes == pytest.approx(
         choices["wfbp"].prediction.sent_bytes / 30, rel=0.05
     )
-    assert not {"diloco", "sparseloco", "local_sgd"} & set(sparse_recipes())
+    assert not {"diloco", "sparseloco", "local_sgd"} & set(candidates())
     assert not fusions(parse("streaming_diloco"), trace(), NETWORK)

@@ -32,9 +32,8 @@ class Auto(Traits):
             decide later.
         margin: What share of additional steps a sparse scheme has to be able to afford
             before it is chosen, 0 or more. The default asks for a quarter.
-        warmup: How many steps at higher densities a sparse scheme begins with, 0 or
-            more; needs `lossy`. The default is 0, as the length belongs to the
-            training.
+        warmup: How many steps at higher densities a sparse scheme begins with; needs
+            `lossy`. The default, 0, leaves as many as the recipe has that is chosen.
         momentum_correction: Whether a sparse scheme computes the optimizer's momentum
             before selection, see `MomentumCorrection`; needs `lossy`.
 

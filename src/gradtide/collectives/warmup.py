@@ -76,6 +76,10 @@ class Warmup(Traits):
             collective = Dense()
         return (yield from collective.reduce(payload, group))
 
+    def stages(self) -> list[Collective]:
+        """What it does at each of its densities, `steps` steps each."""
+        return [_with_density(self.collective, each) for each in self.densities]
+
     def dense_next(self, state: dict[str, Tensor]) -> bool:
         return self._density(_done(state)) == 1
 

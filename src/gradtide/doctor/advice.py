@@ -8,13 +8,7 @@ import re
 from gradtide.planner import advice, search
 from gradtide.planner.network import Network
 from gradtide.planner.trace import StepTrace, Unit
-from gradtide.scheme import parse
 
-# Of the sparse recipes those that the README recommends, at one choice of each.
-SPARSE = (
-    "topka2a(0.02, schedule='local', wire='bf16')",
-    "exdyna(0.01, schedule='local')",
-)
 MILLION = 4e6  # bytes of a million parameters' gradients
 NUMBER = r"(\d+(?:\.\d+)?(?:e\d+)?)"
 PARAMETERS = re.compile(NUMBER + r"([kmb]?)", re.IGNORECASE)
@@ -59,11 +53,10 @@ def gain(trace: StepTrace, network: Network) -> tuple[str, dict[str, float]]:
 
     In one sentence what to train with, and why; and seconds of a step of each scheme.
     """
-    asked = {text: parse(text) for text in SPARSE}
-    found = advice.advise(search.rank(trace, network, asked, tune=False), network.size)
+    found = advice.advise(search.rank(trace, network), network.size)
     steps = {c.name: c.step for c in found.choices if not c.refused}
     plain, best = steps["wfbp"], found.recommended
-    words = f"for {trace.name}: {found.verdict}"
+    words = f"for {trace.name}: {'; '.join([found.verdict, *found.needs])}"
     if best.name != "wfbp":
         words += f"; wfbp, which exchanges as DDP does, takes {advice.ms(plain)}"
         words += f" ({plain / best.step:.2f} times as long)"

@@ -7,7 +7,9 @@ is from its limit, what selection costs and what it saves.
 wire (bf16) counts as nearly lossless and has to be faster by NEARLY; one that delivers
 part of the gradient later may need more steps to the same loss, nobody knows how many
 before having tried. So it is recommended only if it would be faster even if it needed
-`margin` more steps, and its break-even is always stated.
+`margin` more steps, and its break-even is always stated. The same holds between lossy
+ones: what is further down the ladder (`scheme.recommended`) has to be worth `margin`
+more steps than what comes before. Others than those are in the order of their steps.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradtide.planner.search import DENSE, Choice, Kind, sparse_recipes
+from gradtide.core.grouped import grouped
+from gradtide.planner.search import DENSE, Choice
 from gradtide.planner.virtual import Prediction
+from gradtide.scheme.recommended import RECOMMENDED, Steps, made_for
 
 HIDDEN = 0.05  # of a step: what is exposed of the exchange, where it counts as hidden
 SAME = 1.02  # by this factor and less, two steps of a kind take equally long
@@ -51,6 +55,7 @@ class Advice:
     fastest: Choice
     rules: Sequence[Rule]
     margin: float
+    instead: Choice | None = None  # of `recommended`, where the optimizer is another
 
     def break_even(self, choice: Choice) -> float:
         """How many more steps than `dense` the choice may need before it loses.
@@ -74,17 +79,24 @@ class Advice:
         against = [rule.words for rule in self.rules if rule.name != "two ranks"]
         return f"{words}. Don't compress: {'; '.join(against)}" if against else words
 
+    @property
+    def needs(self) -> list[str]:
+        """What the recommended one asks for, and what suits another optimizer."""
+        name, other = self.recommended.name, self.instead
+        told = [f"needs {row.needs}" for row in RECOMMENDED if row.recipe == name]
+        if other is not None:
+            told.append(f"with SGD use {other.name}: {ms(other.step)} a step")
+        return told if self.recommended.kind == "lossy" else []
+
     def reasons(self, choice: Choice) -> list[str]:
         """Why a step of the choice takes as long as it does, and what it is worth."""
         if choice.refused:
             return [choice.refused]
         told = choice.prediction
-        exposed, exchange = ms(told.exposed), ms(told.exchange)
-        if _hidden(choice):
-            words = [f"all but {exposed} of {exchange} of exchange hidden"]
-        else:
-            share = percent(told.exposed / told.step)
-            words = [f"waits {exposed}, {share} of the step", _distance(told)]
+        words = [_waits(told)] if _hidden(choice) else [_waits(told), _distance(told)]
+        if choice.warmup is not None:
+            steps, mean = choice.warmup
+            words.append(f"its {steps} steps of warm-up take {ms(mean)} each")
         return words + (self._price(choice) if choice.kind == "lossy" else [])
 
     def _price(self, choice: Choice) -> list[str]:
@@ -93,7 +105,8 @@ class Advice:
         saved = dense.exposed - told.exposed
         paid = (told.step - told.exposed) - (dense.step - dense.exposed)
         gain = self.break_even(choice)
-        words = [f"sends {percent(told.sent_bytes / dense.sent_bytes)} of the bytes"]
+        share = told.sent_bytes / self.lossless.prediction.sent_bytes
+        words = [f"sends {percent(share)} of what {self.lossless.name} sends"]
         if saved <= 0:
             words.append(f"exposes no less than {name}")
         elif paid > CLOSE * saved:
@@ -106,14 +119,18 @@ class Advice:
         return words
 
 
-def advise(choices: Sequence[Choice], size: int, margin: float = MARGIN) -> Advice:
+def advise(
+    choices: Sequence[Choice], size: int, margin: float = MARGIN, steps: Steps = "any"
+) -> Advice:
     """What to train with among `size` ranks; `choices` as `rank` returns them.
 
-    A lossy scheme has to be faster even with `margin` (a share) more steps.
+    A lossy scheme has to be faster even with `margin` (a share) more steps. `steps`:
+    the kind of the optimizer; where that is not known it is taken for Adam, and what is
+    for SGD is named beside.
     """
     usable = [choice for choice in choices if not choice.refused]
-    best = {kind: _plainest(usable, kind) for kind in {c.kind for c in usable}}
-    lossless, rounded, lossy = best["lossless"], best["rounded"], best.get("lossy")
+    kinds = grouped(usable, lambda choice: choice.kind)
+    lossless, rounded = (_plainest(kinds[kind]) for kind in ("lossless", "rounded"))
     rules = []
     if _hidden(lossless):
         rules.append(_overlap("overlap suffices", lossless))
@@ -125,23 +142,46 @@ def advise(choices: Sequence[Choice], size: int, margin: float = MARGIN) -> Advi
         rules.append(Rule("two ranks", words, {"ranks": 2}))
     worth = lossless.step > (1 + NEARLY) * rounded.step
     recommended = dense = rounded if worth and not _hidden(lossless) else lossless
-    if lossy is not None:
-        gain = dense.step / lossy.step - 1
+    lossy, instead = kinds.get("lossy", []), None
+    if own := _made_for("adam" if steps == "any" else steps, lossy):
+        found = _down(dense, own, margin)
         # Whatever lies below the margin is for these rules to explain, too.
-        if gain < margin:
-            rules.append(_margin(lossy, dense, gain, margin))
+        if found is dense:
+            rules.append(_margin(_plainest(own), dense, margin))
         elif not hidden:
-            recommended = lossy
-    return Advice(choices, lossless, dense, recommended, usable[0], rules, margin)
+            recommended = found
+            other = _down(dense, _made_for("sgd", lossy), margin)
+            instead = None if other is found or steps != "any" else other
+    told = (usable[0], rules, margin, instead)
+    return Advice(choices, lossless, dense, recommended, *told)
 
 
-def _plainest(choices: Sequence[Choice], kind: Kind) -> Choice:
+_PLACES = {name: i for i, name in enumerate(DENSE)}
+_PLACES |= {row.recipe: i for i, row in enumerate(RECOMMENDED, len(DENSE))}
+
+
+def _place(choice: Choice) -> int:
+    """On the ladder; of dense schemes, the plainest first."""
+    return _PLACES.get(choice.name, len(_PLACES))
+
+
+def _made_for(steps: Steps, choices: Sequence[Choice]) -> list[Choice]:
+    return [choice for choice in choices if made_for(choice.name) in ("any", steps)]
+
+
+def _down(dense: Choice, lossy: Sequence[Choice], margin: float) -> Choice:
+    """How far down the ladder it is worth to go."""
+    found = dense
+    for choice in sorted(lossy, key=lambda c: (_place(c), c.step)):
+        if found.step / choice.step - 1 >= margin:
+            found = choice
+    return found
+
+
+def _plainest(choices: Sequence[Choice]) -> Choice:
     """The fastest of a kind, but of about equals the one that is listed first."""
-    own = [choice for choice in choices if choice.kind == kind]
-    best = min(choice.step for choice in own)
-    place = {name: i for i, name in enumerate((*DENSE, *sparse_recipes()))}
-    near = [choice for choice in own if choice.step <= SAME * best]
-    return min(near, key=lambda choice: place.get(choice.name, len(place)))
+    best = min(choice.step for choice in choices)
+    return min((c for c in choices if c.step <= SAME * best), key=_place)
 
 
 # - Rules (when compression does not help) ---------------------------------------------
@@ -156,8 +196,7 @@ def _overlap(name: str, choice: Choice) -> Rule:
     most = told.step / (told.step - told.exposed) - 1
     return Rule(
         name,
-        f"{choice.name} hides all but {ms(told.exposed)} of {ms(told.exchange)} of "
-        f"exchange: no scheme can gain more than {percent(most)}",
+        f"{choice.name} {_waits(told)}: no scheme can gain more than {percent(most)}",
         {
             "exchange_seconds": told.exchange,
             "exposed_seconds": told.exposed,
@@ -168,7 +207,8 @@ def _overlap(name: str, choice: Choice) -> Rule:
     )
 
 
-def _margin(lossy: Choice, dense: Choice, gain: float, margin: float) -> Rule:
+def _margin(lossy: Choice, dense: Choice, margin: float) -> Rule:
+    gain = dense.step / lossy.step - 1
     if gain <= 0:
         taken = f"{lossy.name} takes {ms(lossy.step)} a step"
         words = f"no lossy scheme is clearly faster: {taken}"
@@ -181,6 +221,16 @@ def _margin(lossy: Choice, dense: Choice, gain: float, margin: float) -> Rule:
 
 
 # - Words ------------------------------------------------------------------------------
+
+
+def _waits(told: Prediction) -> str:
+    """What of the exchange is exposed, and what of it is hidden.
+
+    What a step waits for is more than its exchange where ranks wait for processors.
+    """
+    words = f"waits {ms(told.exposed)}, {percent(told.exposed / told.step)} of the step"
+    hidden = told.exchange - told.exposed
+    return f"{words}, with {ms(hidden)} of exchange hidden" if hidden > 0 else words
 
 
 def _distance(told: Prediction) -> str:

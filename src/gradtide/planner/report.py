@@ -19,10 +19,11 @@ from gradtide.planner.search import Choice
 from gradtide.planner.stages import Stages
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import Prediction
+from gradtide.scheme.recommended import RECOMMENDED, candidates
 
 FORMAT = "gradtide plan"
 MOST = 6  # lossy schemes in a table
-_NUMBERS = ("step ms", "exposed", "limit", "MB sent", "buckets", "break-even")
+_NUMBERS = ("step ms", "exposed", "limit", "MB sent", "break-even")
 
 
 def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
@@ -30,7 +31,7 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
 
     At most MOST lossy ones; below, what is refused.
     """
-    grid = _grid("scheme")
+    grid = _grid("scheme", min_width=26)
     for heading in _NUMBERS:
         grid.add_column(heading, justify="right", no_wrap=True)
     # Below the table: in 80 columns they would get one of a word's width.
@@ -38,7 +39,10 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
     why.add_column(overflow="fold", max_width=28)
     why.add_column(overflow="fold")
     usable = [choice for choice in advice.choices if not choice.refused]
+    named = " ".join([advice.verdict, *advice.needs, *(r.words for r in advice.rules)])
+    # Invariant: what is named above the table is in it.
     left_out = [choice for choice in usable if choice.kind == "lossy"][MOST:]
+    left_out = [choice for choice in left_out if choice.name not in named]
     for choice in usable:
         if choice in left_out:
             continue
@@ -52,8 +56,14 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
             f"{network.ranks_per_host} ranks; predicted on the virtual clock"
         ),
         Text(advice.verdict, style="bold"),
-        *(Text(f"rule: {rule.name}: {rule.words}") for rule in advice.rules),
-        Text(f"as a scheme: {advice.recommended.scheme!r}"),
+        *map(Text, advice.needs),
+        *(
+            Text(f"{rule.name}: {rule.words}")
+            for rule in advice.rules
+            if rule.words not in advice.verdict
+        ),
+        Text(),
+        Text(line(advice.recommended), no_wrap=True, overflow="ignore"),
     ]
     curved = stages({choice.name: choice.prediction for choice in advice.choices})
     if curved is not None:
@@ -63,7 +73,20 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
         Text(f"of no use here: {', '.join(c.name for c in own)}: {why}", style="dim")
         for why, own in refused.items()
     ]
+    if candidates().keys() <= {choice.name for choice in advice.choices}:
+        useless += [
+            Text(f"not ranked: {row.recipe}: {row.left_out}", style="dim")
+            for row in RECOMMENDED
+            if row.left_out
+        ]
     return Group(*lines, grid, why, *([curved] if curved else []), *useless)
+
+
+def line(choice: Choice) -> str:
+    """What to write in a program to train with a choice."""
+    text = choice.text
+    quote = "'" if '"' in text else '"'
+    return f"gradtide.replicate(model, optimizer, {quote}{text}{quote})"
 
 
 def stages(predictions: Mapping[str, Prediction]) -> Table | None:
@@ -83,10 +106,10 @@ def stages(predictions: Mapping[str, Prediction]) -> Table | None:
     return grid
 
 
-def _grid(heading: str) -> Table:
+def _grid(heading: str, min_width: int | None = None) -> Table:
     """A table with its first column."""
     grid = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    grid.add_column(heading, overflow="fold", max_width=28)
+    grid.add_column(heading, overflow="fold", min_width=min_width, max_width=28)
     return grid
 
 
@@ -96,7 +119,6 @@ def _numbers(advice: Advice, choice: Choice) -> list[str]:
     return [
         *(f"{1e3 * value:.4g}" for value in seconds),
         f"{told.sent_bytes / 1e6:.3g}",
-        str(told.buckets),
         "-" if gain is None else percent(gain),
     ]
 
@@ -119,7 +141,7 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
         "margin": advice.margin,
         "verdict": advice.verdict,
         "recommended": advice.recommended.name,
-        "scheme": repr(advice.recommended.scheme),
+        "scheme": advice.recommended.text,
         "fastest": advice.fastest.name,
         "lossless": advice.lossless.name,
         "dense": advice.dense.name,
@@ -132,6 +154,8 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
                 "refused": choice.refused or None,
                 "prediction": asdict(choice.prediction),
                 "break_even": _break_even(advice, choice),
+                "warmup": choice.warmup
+                and {"steps": choice.warmup[0], "step_seconds": choice.warmup[1]},
                 "reasons": advice.reasons(choice),
             }
             for choice in advice.choices

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
+from gradtide.collectives import Warmup
 from gradtide.core.payload import settled, traits
 from gradtide.fusion import BySize, Cuts, Fusion, MgWfbp
 from gradtide.planner.network import MOST, Network
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import Prediction, exchange_seconds, simulate
 from gradtide.scheme import RECIPES, Scheme, parse
-from gradtide.scheme.recipes import SPARSE
+from gradtide.scheme.recommended import candidates, unsuited
 
 Kind: TypeAlias = Literal["lossless", "rounded", "lossy"]
 
@@ -43,6 +44,21 @@ class Choice:
     scheme: Scheme  # its fusion may have been tuned since
     prediction: Prediction
     refused: str = ""  # why it is of no use here; empty where it can be used
+    # Steps that it begins with at other densities, and what one of them takes: seconds.
+    warmup: tuple[int, float] | None = None
+
+    @property
+    def text(self) -> str:
+        """What to write for it, its fusion included."""
+        if parse(self.name) == self.scheme:
+            return self.name
+        told = f"fusion={self.scheme.fusion!r}"
+        own = f"{self.name[:-1]}, " if self.name.endswith(")") else f"{self.name}("
+        try:
+            same = parse(f"{own}{told})") == self.scheme
+        except ValueError:  # a constructor call, which has a fusion already
+            same = False
+        return f"{own}{told})" if same else repr(self.scheme)
 
     @property
     def kind(self) -> Kind:
@@ -59,7 +75,7 @@ def kind(scheme: Scheme) -> Kind:
 
     What exchanges steps in the place of gradients trains otherwise: it is lossy, too.
     """
-    if not traits(scheme.collective).dense or scheme.schedule.launch == "step":
+    if traits(scheme.collective).residual or scheme.schedule.launch == "step":
         return "lossy"
     return "lossless" if wire(scheme.collective) is None else "rounded"
 
@@ -68,16 +84,6 @@ def wire(collective: object) -> str | None:
     """The type on the wire, where it is not the gradients' own."""
     found: str | None = getattr(settled(collective), "wire", None)
     return found
-
-
-def sparse_recipes(names: Iterable[str] = SPARSE) -> dict[str, Scheme]:
-    """Recipes that keep a residual (all of them), at their default densities.
-
-    By their texts. Not those that exchange steps: their loss is another one, step by
-    step.
-    """
-    texts = [text for name in names for text in (name, f"{name}(schedule='dear')")]
-    return {text: parse(text) for text in texts}
 
 
 def rank(
@@ -90,16 +96,16 @@ def rank(
 ) -> list[Choice]:
     """What can be used, the fastest first, then what cannot, in the order given.
 
-    DENSE and `schemes` (by name; None: all sparse recipes). With `tune`, schemes that
-    have a recipe's fusion and come near the best of their kind are tried with others,
-    too. `refuse` says why a scheme cannot be used (empty: it can). Raises ValueError
-    for a network of one rank.
+    DENSE and `schemes` (by name; None: those that are recommended). With `tune`,
+    schemes that have a recipe's fusion and come near the best of their kind are tried
+    with others, too. `refuse` says why a scheme cannot be used (empty: it can). Raises
+    ValueError for a network of one rank.
     """
     if network.size < 2:
         raise ValueError("one rank has nobody to average with: plan for 2 or more")
     if network.size > MOST:
         raise ValueError(f"{network.size} ranks: at most {MOST} can be planned for")
-    asked = {**DENSE, **(sparse_recipes() if schemes is None else schemes)}
+    asked = {**DENSE, **(candidates() if schemes is None else schemes)}
     choices = [
         Choice(name, scheme, simulate(trace, scheme, network))
         for name, scheme in asked.items()
@@ -107,7 +113,7 @@ def rank(
     dense = {wire(DENSE[c.name].collective): c for c in choices if c.name in DENSE}
 
     def refused(choice: Choice) -> str:
-        told = refuse(choice.scheme)
+        told = refuse(choice.scheme) or unsuited(choice.name, trace.steps)
         if told or choice.name in DENSE:
             return told
         # fp16 sends what bf16 does.
@@ -117,7 +123,19 @@ def rank(
 
     choices = [replace(choice, refused=refused(choice)) for choice in choices]
     near = _near(choices) if tune else []
-    return in_order(_tuned(c, trace, network) if c in near else c for c in choices)
+    tried = (_tuned(c, trace, network) if c in near else c for c in choices)
+    return in_order(_with_warmup(choice, trace, network) for choice in tried)
+
+
+def _with_warmup(choice: Choice, trace: StepTrace, network: Network) -> Choice:
+    """The choice, with what the steps of its warm-up take, if it has one."""
+    wrapper, scheme = choice.scheme.collective, choice.scheme
+    if choice.refused or not isinstance(wrapper, Warmup):
+        return choice
+    stages = [replace(scheme, collective=c) for c in wrapper.stages()]
+    steps = {stage: simulate(trace, stage, network).step for stage in set(stages)}
+    mean = sum(steps[stage] for stage in stages) / len(stages)
+    return replace(choice, warmup=(wrapper.steps * len(stages), mean))
 
 
 def refusal(

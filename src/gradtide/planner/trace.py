@@ -23,9 +23,15 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from gradtide.fusion import Trace
 from gradtide.planner.document import Document, is_number
+from gradtide.scheme.recommended import Steps
 
 DOCUMENT = Document("trace", "gradtide step trace")
-LATER = {"layers", "processor", "shape"}  # not all files of this version have these
+LATER = {
+    "layers",
+    "processor",
+    "shape",
+    "steps",
+}  # not all files of this version have these
 # Numbers from the least to the most, and what they are.
 NUMBERS = {int: (1, 1 << 40, "a count"), float: (0, 1e6, "seconds")}
 ITEMSIZES = (2, 4, 8)  # bytes of what gradients are made of
@@ -77,6 +83,7 @@ class StepTrace:
     replayed: bool = False  # forward and backward are waits, which nothing slows
     layers: tuple[Factors, ...] = ()  # in the order of registration, if known
     processor: float = 0.0  # seconds of all threads of a rank, in a step; 0: not known
+    steps: Steps = "any"  # the kind of its optimizer; "any": not known
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -91,6 +98,9 @@ class StepTrace:
                 f"{self.name}: forward_order has to hold every index into the "
                 f"{len(self.units)} units once: record the trace anew"
             )
+        if self.steps not in get_args(Steps):
+            known = ", ".join(get_args(Steps))
+            raise ValueError(f"{self.name}: steps is {self.steps!r}, not of {known}")
         self._check_layers()
 
     def _check_layers(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from gradtide.core.autograd import Hook, before_backward
 from gradtide.planner.medians import Seconds, typical
 from gradtide.planner.trace import StepTrace
+from gradtide.runtime.probing import probe
+from gradtide.scheme.recommended import Steps
 
 
 class Clock:
@@ -75,7 +77,7 @@ class Watch:
         """Raises ValueError where there is nothing to watch."""
         if steps < 1 or warmup < 0:
             raise ValueError(f"{steps} steps after {warmup}: watch 1 or more after 0")
-        self._model = model
+        self._model, self._optimizer = model, optimizer
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         if not self._named:
             raise ValueError("no parameter of the model requires a gradient")
@@ -108,7 +110,9 @@ class Watch:
                 "no step was recorded: call backward() and then step() of the optimizer"
                 " that is watched, at least once more than there are warm-up steps"
             )
-        return typical(name, self._named, [self._seconds(p) for p in self._recorded])
+        seconds = [self._seconds(p) for p in self._recorded]
+        found = typical(name, self._named, seconds)
+        return replace(found, steps=kind_of(self._optimizer))
 
     def updates(self) -> list[float]:
         """Seconds of the optimizer in each recorded step; waits for the device."""
@@ -205,3 +209,12 @@ class Watch:
                 if p.requires_grad:
                     reads[p] = min(moment, reads.get(p, moment))
         return reads
+
+
+def kind_of(optimizer: Optimizer) -> Steps:
+    """By what a small copy of it does; "any" where that does not tell."""
+    try:
+        divides = {traits.divides for traits in probe(optimizer).values()}
+    except ValueError:
+        return "any"
+    return "any" if len(divides) != 1 else "adam" if divides.pop() else "sgd"

@@ -15,7 +15,7 @@ from gradtide.collectives import Auto
 from gradtide.core.outer import OuterSGD
 from gradtide.core.payload import Collective, traits
 from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
-from gradtide.fusion import BySize
+from gradtide.fusion import BySize, Fusion
 from gradtide.kfac import DISTRIBUTIONS, KFAC
 from gradtide.scheme.config import Scheme, check
 from gradtide.scheme.table import Table
@@ -103,6 +103,7 @@ def recipe(
     delay: int | None = None,
     fragments: int | None = None,
     outer: OuterSGD | None = None,
+    fusion: Fusion | None = None,
     **named: Any,
 ) -> Scheme:
     """Return the scheme of a recipe, with other hyper-parameters.
@@ -138,6 +139,8 @@ def recipe(
             default, leaves the recipe's own.
         outer: An `OuterSGD` for the mean of what was done. None, the default, leaves
             the recipe's own.
+        fusion: Which gradients travel in one bucket, such as `BySize(5.0)`. None, the
+            default, leaves the recipe's own.
         **named: Hyper-parameters of the recipe's collective by name, such as `density`,
             `wire` or `select`; of K-FAC recipes those of `KFAC`.
 
@@ -151,6 +154,8 @@ def recipe(
     if name not in RECIPES:
         raise ValueError(_unknown(name))
     scheme = replace(RECIPES[name], levels=levels)  # no recipe has levels of its own
+    if fusion is not None:
+        scheme = replace(scheme, fusion=fusion)
     part = "collective" if scheme.preconditioner is None else "preconditioner"
     own: Any = getattr(scheme, part)
     names = [field.name for field in fields(own)]

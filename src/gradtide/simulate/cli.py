@@ -11,8 +11,7 @@ from typer import Option
 
 from gradtide.lab.checks import check_folder, require
 from gradtide.lab.options import StepMs, numbers, told
-
-SCHEMES = "wfbp,dear,wfbp(wire='bf16'),topk,gtopk,topka2a,oktopk,powersgd"
+from gradtide.scheme.recommended import candidates
 
 
 def simulate(
@@ -34,8 +33,8 @@ def simulate(
         int | None, Option(help="Ranks on each host, if not as in the profile.")
     ] = None,
     schemes: Annotated[
-        str, Option(help="Which: `gradtide schemes` lists them.")
-    ] = SCHEMES,
+        str | None, Option(help="Which. Without: those that `gradtide schemes` lists.")
+    ] = None,
     step_ms: StepMs = None,
 ) -> None:
     """Predict steps on clusters that are not there, on a virtual clock.
@@ -58,7 +57,9 @@ def simulate(
         found = grid.run(
             grid.read_trace(trace, step_ms),
             there,
-            {name: parse(name) for name in split_schemes(schemes)},
+            {name: parse(name) for name in split_schemes(schemes)}
+            if schemes is not None
+            else candidates(),
             numbers("--ranks", ranks, int, "4,8,16"),
             tried,
         )

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 
 from gradtide.collectives import Auto
+from gradtide.core.payload import settled
 from gradtide.planner.advice import Advice, advise, more, ms
 from gradtide.planner.bench import Bench, RankError
 from gradtide.planner.measure import measure
 from gradtide.planner.network import Network
-from gradtide.planner.search import Choice, rank, sparse_recipes
+from gradtide.planner.search import Choice, rank
 from gradtide.planner.trace import StepTrace
 from gradtide.scheme import RECIPES, Scheme, parse, prepared
+from gradtide.scheme.recommended import candidates
 from gradtide.transport import Transport
 
 LOG = logging.getLogger("gradtide")
 BUDGET = 3.0  # seconds of measuring the network
-# What a lossy plan is made among: few, because all ranks wait for it.
-SPARSE = ("topk", "topka2a", "oktopk")
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,23 @@ def plan(auto: Auto, seen: Sequence[Seen], network: Network) -> tuple[str, str]:
     def refuse(scheme: Scheme) -> str:
         return obstacle if scheme.schedule.update == "forward" else ""
 
-    choices = rank(slowest, network, sparse_recipes(SPARSE), refuse=refuse)
-    advice = advise(choices, network.size, auto.margin)
-    chosen = advice.recommended if auto.lossy else advice.dense
-    scheme = chosen.scheme
-    if chosen.kind == "lossy":  # with what else `auto` was asked for
-        scheme = prepared(scheme, auto.warmup, auto.momentum_correction)
-    return repr(scheme), _words(advice, chosen, network)
+    if auto.momentum_correction:  # with it, Adam bears what is made for SGD
+        slowest = replace(slowest, steps="sgd")
+    choices = rank(slowest, network, candidates(), refuse=refuse)
+    how = network.size, auto.margin, slowest.steps
+    # What exchanges steps cannot be gone on with: training has begun otherwise.
+    own = advise([c for c in choices if c.scheme.schedule.launch != "step"], *how)
+    chosen = own.recommended if auto.lossy else own.dense
+    scheme = _prepared(chosen.scheme, auto) if chosen.kind == "lossy" else chosen.scheme
+    return repr(scheme), _words(advise(choices, *how), chosen, network)
+
+
+def _prepared(scheme: Scheme, auto: Auto) -> Scheme:
+    """With what else `auto` was asked for, in the place of the recipe's own warm-up."""
+    if not auto.warmup and not auto.momentum_correction:
+        return scheme
+    bare = replace(scheme, collective=cast(Any, settled(scheme.collective)))
+    return prepared(bare, auto.warmup, auto.momentum_correction)
 
 
 def _words(advice: Advice, chosen: Choice, network: Network) -> str:
@@ -101,9 +112,10 @@ def _words(advice: Advice, chosen: Choice, network: Network) -> str:
     words = f"{chosen.name}, {ms(chosen.step)} a step predicted on {where}: {why}"
     other = advice.recommended
     if other is not chosen:
+        steps = other.scheme.schedule.launch == "step"
         words += (
             f"; {other.name} would take {ms(other.step)}, worth it only if it needs "
             f"less than {more(advice.break_even(other))}: "
-            "auto(lossy=True) allows it"
+            + ("start with it" if steps else "auto(lossy=True) allows it")
         )
     return f"{words}; {chosen.scheme!r}"
