@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradtide
+from gradtide.core.ops import AllReduce
 from tests.ranks import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.waits
@@ -41,6 +42,87 @@ def refused(call: Callable[[], Any], *words: str) -> None:
         call()
     for word in words:
         assert word in str(caught.value), f"{word!r} is missing in: {caught.value}"
+
+
+# - Agreement ------------------------------------------------------------------------
+
+
+def test_whatever_one_rank_raises_is_told_on_all() -> None:
+    run_ranks(2, _raises_alone)
+
+
+class Odd(torch.optim.SGD):
+    """Fails where it is looked at, in a way that nobody foresaw."""
+
+    def __init__(self, params: Any, error: Exception | None) -> None:
+        super().__init__(params, lr=0.1)
+        self._error = error
+
+    @property
+    def param_groups(self) -> Any:
+        if getattr(self, "_error", None) is not None:
+            raise self._error  # type: ignore[misc]
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self._groups = groups
+
+
+def _raises_alone() -> None:
+    rank = dist.get_rank()
+    for error in (AttributeError("odd"), RuntimeError(), MemoryError("none left")):
+        model = net()
+        opt = Odd(model.parameters(), error if rank == 1 else None)
+        words = [f"rank 1 cannot take part: {type(error).__name__}", ""][rank]
+        with pytest.raises(type(error) if rank else RuntimeError) as caught:
+            gradtide.replicate(model, opt)
+        assert words in str(caught.value)
+    sync = attach(net())  # nothing is left of what was refused
+    backward(sync.model)
+    assert sync.num_exchanges == 1
+
+
+# - After remove() -------------------------------------------------------------------
+
+AFTER = {
+    "attach": lambda sync: sync.attach(sync.optimizer),
+    "no_sync": lambda sync: sync.no_sync().__enter__(),
+    "join": lambda sync: sync.join().__enter__(),
+    "send_buffers": lambda sync: sync.send_buffers(),
+    "clip_grad_norm_": lambda sync: sync.clip_grad_norm_(1.0),
+    "gather_gradients": lambda sync: sync.gather_gradients(),
+    "flush": lambda sync: sync.flush(),
+    "end_round": lambda sync: sync.end_round(),
+    "shared_parameters": lambda sync: sync.shared_parameters().__enter__(),
+    "adopt": lambda sync: sync.adopt("dear"),
+    "use_comm_hook": lambda sync: sync.use_comm_hook(None, lambda *_: None),
+    "state_dict": lambda sync: sync.state_dict(),
+    "load_state_dict": lambda sync: sync.load_state_dict({}),
+    "a request of the engine's": lambda sync: sync.engine.ask(
+        "late", AllReduce(torch.ones(1))
+    ),
+}
+
+
+def test_calls_after_remove_are_refused_at_once() -> None:
+    run_ranks(2, _after_remove)
+
+
+def _after_remove() -> None:
+    for scheme in ("wfbp", "diloco(every=4)"):
+        model = nn.Sequential(net(), nn.BatchNorm1d(2))
+        sync = attach(model, scheme)
+        backward(model)
+        sync.optimizer.step()
+        steps = sync.metrics()["step"]
+        sync.remove()
+        for call in AFTER.values():
+            refused(partial(call, sync), "sync.remove()", "replicate() again")
+        sync.remove()  # once more does nothing
+        assert sync.metrics()["step"] == steps
+        backward(model)  # a plain module
+        sync.optimizer.step()
 
 
 # - At construction --------------------------------------------------------------------

@@ -8,7 +8,6 @@ the public side; what hooks (`hooks`) tell of the program goes to `training`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -152,6 +151,7 @@ class Replica:
         check_every: int = 100,
     ) -> None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._removed = False
         self.engine = Engine(transport := connect(process_group, device))
         self.model, self._process_group = model, process_group
 
@@ -170,7 +170,7 @@ class Replica:
 
         try:
             self.scheme = check_ranks_agree(transport, prepare)
-        except (ValueError, TypeError):
+        except Exception:
             transport.close()
             raise
         self.engine.levels = levels_of(transport.group, self.scheme.levels)
@@ -193,7 +193,7 @@ class Replica:
         """Begin to train; with K-FAC, a collective call."""
         model, now, self.optimizer = self.model, self._now(self.scheme), optimizer
         self._admitted = SetupGuard(model, optimizer)
-        self._training = Training(
+        self._trained = Training(
             model, optimizer, now, self.engine, self._scale, self._check_every
         )
         self._hooks = Hooks(
@@ -215,6 +215,21 @@ class Replica:
         """What to train with until the optimizer is known, or `auto` has decided."""
         waiting = self._unknown and knows_optimizer(scheme)
         return Scheme(levels=scheme.levels) if waiting else start(scheme)
+
+    @property
+    def _training(self) -> Training:
+        """What carries out steps: all that a replica does is done by it.
+
+        Raises RuntimeError once `remove` was called. So every method does, but for
+        those that count what was (they ask `_trained`); what exchanges something past
+        this is refused by the queue.
+        """
+        if self._removed:
+            raise RuntimeError(
+                "sync.remove() was called, and the replica is of no use any more: call "
+                "replicate() again, on every rank"
+            )
+        return self._trained
 
     @property
     def waiting(self) -> bool:
@@ -438,7 +453,7 @@ class Replica:
     @property
     def num_exchanges(self) -> int:
         """How many backward passes exchanged their gradients. Local."""
-        return self._training.num_exchanges
+        return self._trained.num_exchanges
 
     def clip_grad_norm_(
         self, max_norm: float, *, error_if_nonfinite: bool = False
@@ -524,7 +539,7 @@ class Replica:
             RuntimeError: `residual` is True during backward, or between backward and
                 step under a deferred schedule.
         """
-        training, before = self._training, self._counted
+        training, before = self._trained, self._counted
         found = {"residual_norm": self._residual_norm()} if residual else {}
         self._counted = self._totals()
         new = {name: total - before[name] for name, total in self._counted.items()}
@@ -583,10 +598,10 @@ class Replica:
             RuntimeError: The call comes during backward, inside `no_sync` or `join`; or
                 some rank's parameters are infinite or NaN. It is raised on every rank.
         """
-        if not self.scheme.schedule.rounds:
-            return
-        self._refuse_moment("end_round")
-        self._training.end_round()
+        training = self._training
+        if self.scheme.schedule.rounds:
+            self._refuse_moment("end_round")
+            training.end_round()
 
     def shared_parameters(self) -> AbstractContextManager[None]:
         """Have the module compute with what all ranks agreed on last. Local.
@@ -789,7 +804,8 @@ class Replica:
             RuntimeError: The scheme still waits for the optimizer: `attach` it.
             ValueError: The state of some rank is damaged or does not fit, or states
                 are of different steps. It is raised on every rank, before anything
-                changes.
+                changes. Whatever else is raised on some rank is RuntimeError on the
+                others.
         """
         if self.waiting:
             raise RuntimeError(
@@ -806,52 +822,66 @@ class Replica:
                 found = state.read(placement, group, saved)
                 under_way = rounds.read(training, saved)
                 factors = [] if second is None else second.read(saved, group)
-                json.loads(saved.get("tuning") or "{}")
-            except state.DAMAGE as error:
+                tried = None if self.tuning is None else self.tuning.read(saved)
+            except ValueError:
+                raise
+            except Exception as error:  # of many kinds, for many kinds of damage
                 raise ValueError(
                     f"this is no whole state of gradtide's ({type(error).__name__}: "
                     f"{error}): load what sync.state_dict() returned, from a file that "
                     "was written to its end"
                 ) from error
-            return (found, factors, under_way), found.common
+            return (found, factors, under_way, tried), found.common
 
         remedy = "load what was saved at one moment, on every rank"
         transport = self.engine.transport
-        found, factors, under_way = check_ranks_agree(transport, prepare, remedy)
-        training.drop()
-        if self._auto is not None:
-            self._auto.resume(saved)
-        self.flush()
-        if self.tuning is not None and found.size == group.size:
-            self.tuning.load(saved.get("tuning"))
-        state.load(placement, self.scheme, found)
-        training.updates.reset()
-        training.num_steps = found.step or 0
-        if second is not None:
-            second.load(factors, saved, group)
-        if training.steps is not None and found.optimizer is not None:
-            groups = self.optimizer.state_dict()["param_groups"]
-            own = {"state": found.optimizer, "param_groups": groups}
-            self.optimizer.load_state_dict(own)
-        rounds.load(training, under_way)
+        read = check_ranks_agree(transport, prepare, remedy)
+        found, factors, under_way, tried = read
+
+        def change() -> tuple[None, Signature]:
+            training.drop()
+            if self._auto is not None:
+                self._auto.resume(saved)
+            self.flush()
+            if self.tuning is not None and found.size == group.size:
+                self.tuning.load(tried)
+            state.load(placement, self.scheme, found)
+            training.updates.reset()
+            training.num_steps = found.step or 0
+            if second is not None:
+                second.load(factors, saved, group)
+            if training.steps is not None and found.optimizer is not None:
+                groups = self.optimizer.state_dict()["param_groups"]
+                own = {"state": found.optimizer, "param_groups": groups}
+                self.optimizer.load_state_dict(own)
+            rounds.load(training, under_way)
+            return None, {}
+
+        # Nobody goes on, and waits, where another could not load what it has read.
+        check_ranks_agree(transport, change)
 
     def remove(self, *, end_round: bool = True) -> None:
         """Apply what is deferred, and detach from module and optimizer.
 
         This is a collective call, between two steps. Afterwards module and optimizer
-        are plain ones, and the replica is of no use. Residuals are dropped: where they
-        matter, `adopt` a dense scheme and take one more step before.
+        are plain ones, and the replica is of no use: its methods raise RuntimeError,
+        but for `metrics()`, and for this one, which does nothing then. Residuals are
+        dropped: where they matter, `adopt` a dense scheme and take one more step
+        before.
 
         Args:
             end_round: Whether a round that is under way ends first, as by `end_round`.
                 With False every rank keeps parameters of its own, and nothing is sent.
         """
+        if self._removed:
+            return
         self.gather_gradients()
         self._settle(end_round)
         self._detach()
         self.wrapper = None
         self._finder.rest()
         self.engine.transport.close()
+        self._removed = True
 
     def _settle(self, end_round: bool = True) -> None:
         """Apply what is deferred, and decide what waits to be decided."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.ranks import run_ranks
 from torch import Tensor, nn
 
 import gradtide
+from gradtide.runtime.checkpoint import packed
 
 
 def start(scheme: str) -> tuple[nn.Module, torch.optim.Optimizer, gradtide.Replica]:
@@ -68,6 +70,16 @@ def of_another_type(state: dict[str, Any], _: Any) -> Any:
     return {**state, "rank1": 3}
 
 
+def memory(piece: Any) -> Callable[[dict[str, Any], Any], Any]:
+    """Algorithms that remember something else than they should."""
+
+    def damage(state: dict[str, Any], _: Any) -> Any:
+        state["rank1"]["algorithm"] = packed(piece)
+        return state
+
+    return damage
+
+
 DAMAGES = {
     "another step": (of_another_step, "the state's step differs between ranks"),
     "reversed order": (reversed_order, "the state's order differs between ranks"),
@@ -79,6 +91,9 @@ DAMAGES = {
     "no state of its own": (without("rank1"), "the state has no 'rank1'"),
     "truncated": (truncated, "no whole state of gradtide's"),
     "not finite": (not_finite, "residual of 0.weight is not finite"),
+    "memory of another type": (memory([1, 2]), "no whole state of gradtide's"),
+    "memory of one kind": (memory({"a": {}}), "no whole state of gradtide's"),
+    "memory of numbers": (memory(({"a": {"t": 1}}, {})), "t is no tensor"),
     "another type": (of_another_type, "no whole state of gradtide's"),
 }
 
@@ -105,6 +120,29 @@ def _damaged() -> dict[str, str]:
         assert _equal(before, sync.state_dict()), name
     train(model, optimizer, range(5, 6))
     return told
+
+
+def test_whatever_fails_while_a_state_is_loaded_is_told_on_all_ranks() -> None:
+    """Also what nobody foresaw, and in the midst of a change."""
+    told = run_ranks(2, _fails_while_loading)
+    assert told[1] == "AttributeError: no such thing"
+    assert told[0] == (
+        "RuntimeError: rank 1 cannot take part: AttributeError: no such thing"
+    )
+
+
+def _fails_while_loading() -> str:
+    _, optimizer, sync = start("topk(0.05, schedule='local')")
+    state = sync.state_dict()
+
+    def fails(_: Any) -> None:
+        raise AttributeError("no such thing")
+
+    if dist.get_rank() == 1:
+        optimizer.load_state_dict = fails  # type: ignore[method-assign]
+    with pytest.raises((AttributeError, RuntimeError)) as caught:
+        sync.load_state_dict(state)
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_damaged_factors_are_refused_on_all_ranks() -> None:

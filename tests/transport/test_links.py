@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradtide.core.ops import Group
 from gradtide.transport import links as streams
-from gradtide.transport import ring, rotation
+from gradtide.transport import opening, ring, rotation
 from gradtide.transport.addresses import Chosen
 from gradtide.transport.links import (
     Links,
@@ -240,6 +240,27 @@ def test_strangers_at_the_door_are_sent_away(inside: bool) -> None:
         works.append(lambda: run(links[1], receive(links[1], 0, x)))
         together(lambda rank: works[rank](), 2)
         assert x.tolist() == [1.0] * 5
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_nobody_waits_for_a_stranger_to_speak(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "MANY", 20)
+    with connected(2, inside=inside) as links:
+        door = links[0]._meeting.doors[1]
+        strangers = [knock(door) for _ in range(60)]  # more than are listened to
+        for stranger in strangers[::2]:
+            stranger.sendall(b"half a hello")
+        x = torch.zeros(5)
+        works = [lambda: run(links[0], send(links[0], 1, torch.ones(5)))]
+        works.append(lambda: run(links[1], receive(links[1], 0, x)))
+        begin = time.monotonic()
+        together(lambda rank: works[rank](), 2)
+        assert x.tolist() == [1.0] * 5
+        assert time.monotonic() - begin < opening.WORD
         for stranger in strangers:
             stranger.close()
 

@@ -159,7 +159,7 @@ def comm_hook(
 
     try:
         chosen = check_ranks_agree(transport, prepare)
-    except (ValueError, TypeError):
+    except Exception:
         transport.close()
         raise
     return State(chosen, Engine(transport)), exchange

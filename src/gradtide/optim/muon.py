@@ -94,7 +94,7 @@ class DistributedMuon(Muon):
         self._divided = False  # this rank has the momentum of its own matrices alone
         try:
             self._assign(refused)
-        except (ValueError, TypeError):
+        except Exception:
             transport.close()
             raise
         weakref.finalize(self, transport.close).atexit = False

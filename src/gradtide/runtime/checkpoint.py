@@ -33,8 +33,6 @@ from gradtide.runtime.validation import Signature
 from gradtide.transport.shards import like, local
 
 StateDict: TypeAlias = dict[str, Any]
-# What comes of a state that is not whole.
-DAMAGE = LookupError, TypeError, AttributeError, RuntimeError
 Algorithms = dict[str, dict[str, Tensor]]  # by the names of a bucket's parameters
 
 
@@ -112,8 +110,8 @@ def blank(placement: Placement, group: Group, size: int, parts: int) -> StateDic
 def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
     """What this rank has to load of a state, whichever number of ranks saved it.
 
-    Changes nothing. Raises ValueError for a state that does not fit, and what DAMAGE
-    lists for one that is not whole.
+    Changes nothing. Raises ValueError for a state that does not fit, and whatever comes
+    of one that is not whole.
     """
     size = int(state["world_size"])
     if size < 1:
@@ -142,11 +140,24 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
         None if state.get("step") is None else int(state["step"]),
         None if state["order"] is None else list(state["order"]),
         sums,
-        unpacked(own["algorithm"]) if own else (),
+        _algorithms(own["algorithm"]) if own else (),
         unpacked(own["optimizer"]) if "optimizer" in own else None,
     )
     _check(placement, found)
     return found
+
+
+def _algorithms(piece: bytes) -> Sequence[Algorithms]:
+    """What algorithms remember on the host, and on devices."""
+    found = unpacked(piece)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError("what algorithms remember is no pair")
+    host, device = found
+    for memory in (*host.values(), *device.values()):
+        odd = [key for key, value in memory.items() if not isinstance(value, Tensor)]
+        if odd:
+            raise TypeError(f"{odd[0]} is no tensor")
+    return host, device
 
 
 def load(placement: Placement, scheme: object, saved: Saved) -> None:

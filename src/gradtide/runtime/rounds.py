@@ -80,7 +80,7 @@ def save(training: Training, saved: dict[str, Any]) -> None:
 def read(training: Training, saved: Mapping[str, Any]) -> SavedRound | None:
     """What a state says of a round; None if it says nothing. Changes nothing.
 
-    Raises what `checkpoint.DAMAGE` lists for a state that is not whole.
+    Raises whatever comes of a state that is not whole.
     """
     steps, group = training.steps, training.engine.group
     if steps is None or common_key(training) not in saved:

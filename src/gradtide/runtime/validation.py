@@ -306,22 +306,29 @@ def check_ranks_agree(
 ) -> T:
     """Run `prepare` on every rank and compare what the ranks say of themselves.
 
-    Returns the first result of `prepare`; the second is the rank's signature. Raises on
-    *every* rank, so that none waits for another: the rank's own error where `prepare`
-    failed, otherwise ValueError with the rank that failed, or with the first thing that
-    differs, the two ranks that differ in it, and the `remedy`.
+    Returns the first result of `prepare`; the second is the rank's signature. Whatever
+    `prepare` raises on some rank, *every* rank raises, so that none waits for another:
+    that rank its own error, the others ValueError with its number and its words, or
+    RuntimeError if it is of a kind that nobody foresaw. Otherwise ValueError names the
+    first thing that differs, the two ranks that differ in it, and the `remedy`.
+
+    So nothing that can fail on one rank alone belongs behind this call.
     """
     try:
         result, signature = prepare()
-    except (ValueError, TypeError) as error:
-        transport.gather_objects((str(error), {}))
+    except Exception as error:
+        foreseen = isinstance(error, ValueError | TypeError)
+        kind = type(error).__name__
+        words = str(error) or kind if foreseen else f"{kind}: {error}"
+        transport.gather_objects((words, foreseen, {}))
         raise
-    answers = transport.gather_objects((None, signature))
-    for rank, (message, _) in enumerate(answers):
-        if message is not None:
-            raise ValueError(f"rank {rank} cannot take part: {message}")
-    first = answers[0][1]
-    for rank, (_, other) in enumerate(answers):
+    answers = transport.gather_objects(("", True, signature))
+    for rank, (words, foreseen, _) in enumerate(answers):
+        if words:
+            told = f"rank {rank} cannot take part: {words}"
+            raise ValueError(told) if foreseen else RuntimeError(told)
+    first = answers[0][-1]
+    for rank, (*_, other) in enumerate(answers):
         for key in {**first, **other}:
             ours, theirs = first.get(key, "not there"), other.get(key, "not there")
             if ours != theirs:

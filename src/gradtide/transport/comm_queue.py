@@ -147,6 +147,12 @@ class CommQueue:
         return getattr(self._own, "lane", self._main)
 
     def submit(self, job: Job) -> WorkItem:
+        """Put a job in line; RuntimeError once the queue was closed: none would run."""
+        if self._closed:
+            raise RuntimeError(
+                "nothing is exchanged any more: sync.remove() was called, or what was "
+                "replicated is gone; call replicate() again, on every rank"
+            )
         self.submitted += 1
         item = WorkItem(self.submitted, job, self._late)
         if job.before is not None:

@@ -5,6 +5,10 @@ ring needs two connections of each rank, however many ranks there are. A call do
 wait for who is called. Whoever is to be called waits for the caller, as it would for
 the message.
 
+[Note: Strangers] Anybody who reaches a rank's address may call, and on its host any
+user may call its Unix socket. Who does not say the job's word is sent away. Nobody
+waits for what a caller says: all that have called are listened to at once.
+
 [Note: No network] Ranks that reach each other without a network card connect by a Unix
 socket, where there are abstract ones: it takes two thirds of TCP's processor time.
 """
@@ -28,9 +32,10 @@ from gradtide.transport.addresses import VARIABLE, chosen
 
 HELLO = struct.Struct("!32sII")  # the word of who is called, who calls, and the lane
 BACKLOG = 512  # calls that wait to be answered
-SLICE = 0.5  # seconds that one lane listens for all of them
+SLICE = 0.25  # seconds that one lane listens for all of them
 CALL = 20.0  # seconds for a call
-WORD = 3.0  # seconds for what is said then: nobody else may keep the door
+WORD = 3.0  # seconds for what is said then
+MANY = 256  # callers who have yet to say it: of more, who waits longest has to go
 
 
 class Door(NamedTuple):
@@ -42,6 +47,26 @@ class Door(NamedTuple):
     word: bytes
 
 
+class _Caller:
+    """Who has called, and has not said yet who that is."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection, self.said = connection, b""
+        self.until = time.monotonic() + WORD
+
+    def listen(self) -> bool:
+        """Hear what there is to hear; returns whether that was all."""
+        try:
+            more = self.connection.recv(HELLO.size - len(self.said))
+        except BlockingIOError:
+            return time.monotonic() > self.until
+        except OSError:
+            more = b""
+        self.said += more
+        return not more or len(self.said) == HELLO.size
+
+
 class Meeting:
     """Connects this rank to others, by their numbers in the transport's group."""
 
@@ -50,9 +75,11 @@ class Meeting:
         self.rank, self._seconds = group.rank, seconds
         self._made: list[socket.socket] = []
         self._here: dict[tuple[int, int], socket.socket] = {}  # by lane and rank
+        self._callers: dict[int, _Caller] = {}  # by the numbers of their sockets
         self._lock = threading.Lock()
         weakref.finalize(self, _close, self._made).atexit = False
         self._listening: dict[int, socket.socket] = {}  # by their numbers
+        self._poll = select.poll()  # these, and callers
         self.door = Door("", 0, "", secrets.token_bytes(32))
         if group.size > 1:
             self.door = self._listen(self.door.word)
@@ -70,8 +97,9 @@ class Meeting:
             unix.listen(BACKLOG)
             listening.append(unix)
         for each in listening:
-            each.settimeout(SLICE)
+            each.setblocking(False)
             self._listening[each.fileno()] = each
+            self._poll.register(each, select.POLLIN)
         self._made.extend(listening)
         return Door(address, tcp.getsockname()[1], name, word)
 
@@ -104,16 +132,12 @@ class Meeting:
     def answer(self, peer: int, lane: int) -> socket.socket:
         """Wait until a lower rank has called."""
         deadline = time.monotonic() + self._seconds
-        poll = select.poll()
-        for number in self._listening:
-            poll.register(number, select.POLLIN)
         while time.monotonic() < deadline:
             with self._lock:  # who holds it listens for the other lanes, too
+                if (lane, peer) not in self._here:
+                    self._attend()
                 if (lane, peer) in self._here:
                     return self._here.pop((lane, peer))
-                for number, _ in poll.poll(1e3 * SLICE):
-                    with suppress(TimeoutError):
-                        self._take(*self._listening[number].accept())
         raise TimeoutError(f"no call in {self._seconds:g} s")
 
     def hang_up(self) -> None:
@@ -126,19 +150,31 @@ class Meeting:
         """Close all connections, of which no thread makes use any more."""
         _close(self._made)
 
-    def _take(self, connection: socket.socket, _: object) -> None:
+    def _attend(self) -> None:
+        """Wait a while for calls, and for what callers say, see [Note: Strangers]."""
+        ready = {number for number, _ in self._poll.poll(1e3 * SLICE)}
+        for number in ready & self._listening.keys():
+            with suppress(OSError):  # who called is gone, or there are no more numbers
+                caller = _Caller(self._listening[number].accept()[0])
+                self._made.append(caller.connection)
+                self._callers[caller.connection.fileno()] = caller
+                self._poll.register(caller.connection, select.POLLIN)
+        for number in [number for number, one in self._callers.items() if one.listen()]:
+            self._decide(number)
+        while len(self._callers) > MANY:
+            self._decide(next(iter(self._callers)))
+
+    def _decide(self, number: int) -> None:
         """Keep a rank's call; others that find the door are sent away."""
-        connection.settimeout(WORD)
-        said = b""
-        with suppress(OSError):
-            said = connection.recv(HELLO.size, socket.MSG_WAITALL)
-        if len(said) == HELLO.size:
-            word, peer, lane = HELLO.unpack(said)
+        self._poll.unregister(number)
+        caller = self._callers.pop(number)
+        if len(caller.said) == HELLO.size:
+            word, peer, lane = HELLO.unpack(caller.said)
             if secrets.compare_digest(word, self.door.word):
-                self._here[lane, peer] = connection
-                self._made.append(connection)
+                self._here[lane, peer] = caller.connection
                 return
-        connection.close()
+        self._made.remove(caller.connection)
+        caller.connection.close()
 
 
 def _close(sockets: Iterable[socket.socket]) -> None:

@@ -12,9 +12,9 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -30,6 +30,8 @@ HOPELESS = 1.3  # times the best: a trial whose steps all take longer is cut sho
 ENOUGH = 2  # measured steps before a trial can be cut short
 CLOSE = 1.05  # times the best: what is within, and the first, is tried again at the end
 AGAIN = 3  # sizes at most that are tried a second time
+
+Tried: TypeAlias = tuple[list[Trial], bool]
 
 log = logging.getLogger(__name__)
 
@@ -100,18 +102,26 @@ class Tuner:
             {"fusion": repr(self.fusion), "tried": self.tried, "done": self.done}
         )
 
-    def load(self, saved: str | None) -> None:
-        """Go on after the trials of another run of the same search, with its best.
+    def read(self, saved: Mapping[str, Any]) -> Tried | None:
+        """The trials of another run of the same search, and whether it had ended.
 
-        A search that had not ended goes on with the next trial. Nothing is taken over
-        from a search for something else.
+        None for a search for something else, of which nothing is taken over.
         """
-        state = json.loads(saved or "{}")
+        state = json.loads(saved.get("tuning") or "{}")
         if state.get("fusion") != repr(self.fusion):
+            return None
+        tried = [Trial(float(mb), float(s)) for mb, s in state["tried"]]
+        return tried, bool(state["done"])
+
+    def load(self, found: Tried | None) -> None:
+        """Go on after what was `read`, with the best of it.
+
+        A search that had not ended goes on with the next trial.
+        """
+        if found is None:
             return
         self.settle()
-        self.tried = [Trial(*trial) for trial in state["tried"]]
-        self.done = bool(state["done"])
+        self.tried, self.done = found
         best = self.best
         self._begin(self._size if best is None else best.megabytes)
         if best is not None and not self.done:
