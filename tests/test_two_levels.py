@@ -6,7 +6,7 @@ import io
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,10 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradtide
 from gradtide.core.levels import Hosts, alike
+from gradtide.core.ops import Group
 from gradtide.core.schedule import DEAR, LOCAL, WFBP
 from gradtide.fusion import BySize
 from gradtide.integrations.ddp import comm_hook
 from gradtide.scheme import Scheme, with_levels
+from gradtide.testing import SCALES
 from gradtide.transport.hosts import Whereabouts, hosts_of, whereabouts
 from tests.conftest import Product
 from tests.ranks import run_ranks
@@ -137,6 +139,42 @@ def test_steps_can_be_exchanged() -> None:
 
     first, *others = run_ranks(4, run)
     assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("collective", "schedule", "data"),
+    [
+        (gradtide.OkTopk(0.05), DEAR, "experts"),
+        (gradtide.TopkDSA(0.05), WFBP, "a half without gradient"),
+    ],
+)
+def test_places_of_a_host_ask_for_what_their_own_data_need(
+    collective: Any, schedule: Any, data: str
+) -> None:
+    """In one half of a bucket regions are cut anew, or there is nothing to tell."""
+
+    def run() -> tuple[list[float], int]:
+        rank, scale = dist.get_rank(), SCALES[data]
+        halves = nn.ParameterList(torch.zeros(600) for _ in range(2))
+        optimizer = torch.optim.SGD(halves.parameters(), lr=0.1)
+        wanted = Scheme(collective, BySize(1.0), schedule, levels=2)
+        sync = gradtide.replicate(halves, optimizer, wanted)
+        for step in range(24):
+            rng = torch.Generator().manual_seed(100 * step + rank)
+            active = torch.as_tensor(scale(step, Group(rank, 6), 1200))
+            gradients = torch.randn(1200, generator=rng).mul_(active).view(2, 600)
+            loss = sum((p * g).sum() for p, g in zip(halves, gradients, strict=True))
+            cast(Tensor, loss).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        sync.flush()
+        asked = len(sync.engine.telemetry.records)
+        sync.remove()
+        return weights(halves), asked
+
+    found = run_ranks(6, run)
+    assert all(found[0][0] == other for other, _ in found)
+    assert found[0][1] != found[1][1], "the data do not part a host's places"
 
 
 def test_the_norm_of_every_parameter_is_known() -> None:

@@ -130,9 +130,10 @@ class Handover:
 class Among:
     """Answer: that of `op`, asked among some `ranks` of the group alone.
 
-    All ranks of the group ask at the same time, each among ranks of which it is one;
-    ranks in `op`, as a peer or a source, are places in `ranks`. `inside` says that
-    these ranks share a host, so that nothing crosses its link.
+    All of these ask for it, as the next thing that they ask among themselves; what
+    other ranks ask for is no business of theirs. Ranks in `op`, as a peer or a source,
+    are places in `ranks`. `inside` says that these ranks share a host, so that nothing
+    crosses its link.
     """
 
     op: Message

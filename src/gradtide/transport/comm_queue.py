@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from gradtide.core.transport import Job
@@ -34,7 +34,8 @@ class WorkItem:
     number: int
     job: Job
     late: Callable[[], float]
-    requests: int = 0  # that it has issued so far
+    # How many it has issued so far, by the ranks that they were asked of.
+    requests: Counter[Sequence[int]] = field(default_factory=Counter)
     begun: bool = False
     early: bool = False  # begun, while the one before it works
     error: BaseException | None = None

@@ -64,11 +64,9 @@ class GlooTransport:
         """Start a request without waiting for anything."""
         if self.group.size == 1:
             return _alone(op), None, ""
-        # Also one that needs no messages here: it may elsewhere (a swap with itself).
         item = self._queue.current
-        item.requests += 1
         track = self._links[self._queue.lane].track(item.number)
-        track.asked = item.number, item.requests
+        track.asked = item.number, _numbered(op, item)
         asked = _Asked(op, self.group, track, item)
         # What crosses a link is asked for by one thread, what does not by others, too.
         if not asked.inside:
@@ -257,11 +255,22 @@ class _Asked:
             group, ranks, op = ops.subgroup(op, group), op.ranks, op.op
         self.op, self.group, self.track, self.ranks = op, group, track, ranks
         self.peers = Peers(group, track, ranks)
-        self.number, self._early = item.requests, item.early
+        self.number, self._early = item.requests.total(), item.early
 
     def begin(self, transfer: Transfer) -> Finish:
         self.track.links.add(transfer, self._early)
         return transfer.finish
+
+
+def _numbered(op: Op, item: WorkItem) -> int:
+    """The number of a request among those that an item asks of the same ranks.
+
+    Others may have been asked for something else in between. Also one counts that needs
+    no messages here: it may elsewhere (a swap with itself).
+    """
+    ranks = tuple(op.ranks) if isinstance(op, ops.Among) else ()
+    item.requests[ranks] += 1
+    return item.requests[ranks]
 
 
 def _later(

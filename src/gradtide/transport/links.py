@@ -12,7 +12,8 @@ whole before the next one.
 
 [Note: Marks] What a transfer sends to a rank begins with the numbers of its item and
 request, and its length. Ranks that ask for different things are told so: they would
-otherwise take one's bytes for the other's.
+otherwise take one's bytes for the other's. Requests are numbered for each group of
+ranks by itself, as only these agree on what they ask for.
 
 [Note: Nothing blocks] Sockets hold what has been sent and not been read. A rank whose
 transfer has ended may go on while its peers still read what it sent.
