@@ -23,6 +23,7 @@ from gradtide.core.fields import refuse
 from gradtide.core.levels import levels_of
 from gradtide.core.payload import traits
 from gradtide.fusion import BySize, Search
+from gradtide.runtime import ahead
 from gradtide.runtime import checkpoint as state
 from gradtide.runtime.broadcast import synchronize
 from gradtide.runtime.checkpoint import StateDict, packed
@@ -166,6 +167,7 @@ class Replica:
                 from gradtide.kfac.costs import admitted
 
                 admitted(model, chosen.preconditioner)
+            ahead.prepare(dict(averaged(model)).values(), chosen)
             return chosen, describe(model, chosen, check_every)
 
         try:
@@ -648,6 +650,7 @@ class Replica:
             chosen = with_levels(as_scheme(scheme), self.engine.transport.hosts)
             validate_scheme(self.model, chosen)
             if self._unknown:
+                ahead.prepare(dict(averaged(self.model)).values(), chosen)
                 return chosen, {"scheme": repr(chosen)}
             if undecided(chosen) is not None:
                 raise ValueError("adopt() takes a decided scheme: replicate with auto")
@@ -665,6 +668,7 @@ class Replica:
                 ),
             }
             refuse(wrong)
+            ahead.prepare(dict(averaged(self.model)).values(), chosen)
             return chosen, {"scheme": repr(chosen)}
 
         if self.tuning is not None:

@@ -20,12 +20,12 @@ def tool(request, monkeypatch):
         pytest.importorskip("numba")
     else:
         monkeypatch.setitem(sys.modules, "gradtide.selectors.fast", None)
-    kernels._compact.cache_clear()
+    kernels.KERNELS.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kernels._compact()
     yield request.param
-    kernels._compact.cache_clear()
+    kernels.KERNELS.forget()
 
 
 def reference(x: torch.Tensor, threshold: float) -> list[int]:
@@ -87,9 +87,9 @@ def test_threshold_is_compared_in_the_dtype_of_x(tool) -> None:
 
 def test_without_numba_it_works_and_says_so_once(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "gradtide.selectors.fast", None)
-    kernels._compact.cache_clear()
+    kernels.KERNELS.forget()
     x = torch.tensor([1.0, -3.0, 2.0])
     with pytest.warns(UserWarning, match=r"gradtide\[fast\]"):
         assert kernels.above(x, 1.5, 3).tolist() == [1, 2]
     assert kernels.above(x, 1.5, 3).tolist() == [1, 2]  # a warning would be an error
-    kernels._compact.cache_clear()
+    kernels.KERNELS.forget()

@@ -170,14 +170,14 @@ def test_without_numba_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(sys.modules, "gradtide.wire.fast", None)
     monkeypatch.delattr("gradtide.wire.fast", raising=False)
-    module._kernels.cache_clear()
+    module.KERNELS.forget()
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             coded(codec_of("int8", torch.float32), torch.ones(10))
         assert "gradtide[fast]" in str(said[0].message)
     finally:
-        module._kernels.cache_clear()
+        module.KERNELS.forget()
 
 
 def test_shapes_without_memory_have_messages() -> None:

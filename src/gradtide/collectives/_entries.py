@@ -78,6 +78,10 @@ class Selecting(Traits):
     def __post_init__(self) -> None:
         check(self)
 
+    @property
+    def scans(self) -> bool:
+        return getattr(self.select, "scans", False)
+
 
 def kept(density: float, n: int) -> int:
     """How many of n entries a density stands for: at least one."""

@@ -50,6 +50,7 @@ class Auto(Traits):
     momentum_correction: bool = False
 
     undecided = True
+    scans = True  # where sparse schemes are rehearsed, whatever is chosen then
 
     def __post_init__(self) -> None:
         if self.steps < FEWEST:

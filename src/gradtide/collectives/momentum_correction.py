@@ -58,6 +58,7 @@ class MomentumCorrection(Traits):
 
     uses_optimizer_momentum = True
     transparent = True
+    scans = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.momentum, tuple):

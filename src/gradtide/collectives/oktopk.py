@@ -62,6 +62,7 @@ class OkTopk(Selecting):
     refresh: int = 32  # steps between rankings of everything
 
     alike = False  # indices are relative to regions, some of which are shorter
+    scans = True
 
     def __post_init__(self) -> None:
         _entries.check(self, rebalance="steps", refresh="steps")

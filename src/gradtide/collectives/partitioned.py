@@ -62,6 +62,7 @@ class PartitionedTopK(Traits):
     wire: Wire = None
 
     searches_part = True
+    scans = True
 
     def __post_init__(self) -> None:
         check(self)

@@ -180,6 +180,11 @@ class Traits:
     small = 0  # bytes up to which values travel in another way
     divisible = True  # works on any slice of a bucket as well as on the whole
 
+    @property
+    def scans(self) -> bool:
+        """Whether entries are found by `selectors.kernels`."""
+        return False
+
     def hands_over(self, size: int) -> bool:
         """Whether its flows ask for a `Handover` among so many ranks."""
         return False

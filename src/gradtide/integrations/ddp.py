@@ -23,6 +23,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.fields import refuse
 from gradtide.core.payload import traits
 from gradtide.fusion import BySize
+from gradtide.runtime import ahead
 from gradtide.runtime.buckets import GradientBucket, Place
 from gradtide.runtime.placement import lay_out
 from gradtide.runtime.validation import check_ranks_agree
@@ -155,6 +156,7 @@ def comm_hook(
             for name, (why, true) in reasons.items()
         }
         refuse(wrong)
+        ahead.prepare([torch.empty(0, device=device)], chosen)
         return chosen, {"scheme": repr(chosen)}
 
     try:

@@ -5,17 +5,22 @@ Selectors know nothing of devices: a kernel for another one is a branch of `abov
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradtide.core.kernels import Kernels
+
 CHUNK = 1 << 16  # elements whose temporaries stay in a core's cache
 BITS: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.float64: np.int64}
+KERNELS = Kernels(
+    "gradtide.selectors.fast",
+    "selection of entries",
+    "entries are selected by numpy, which takes three to four times as long",
+)
 
 
 def index_dtype(n: int) -> torch.dtype:
@@ -125,15 +130,25 @@ def _nonzero(x: Tensor, threshold: float) -> Tensor:
     return (x.abs() <= threshold).logical_not_().nonzero().squeeze(1)
 
 
-@cache
 def _compact() -> Callable[..., int] | None:
-    try:
-        from gradtide.selectors.fast import compact
-    except ImportError:
-        warnings.warn(
-            "numba is not installed: entries are selected by numpy, which takes three "
-            'to four times as long. pip install "gradtide[fast]"',
-            stacklevel=2,
-        )
-        return None
-    return cast(Callable[..., int], compact)
+    module = KERNELS.module()
+    return None if module is None else module.compact
+
+
+def prepare(dtype: torch.dtype, device: torch.device) -> None:
+    """Have ready what finds entries of such tensors."""
+    if device.type == "cuda":
+        from gradtide.selectors import triton_kernels  # noqa: F401
+    if device.type != "cpu":
+        return
+    # Scores of half precision are single (Payload.selection_scores).
+    integer = BITS.get(torch.promote_types(dtype, torch.float32))
+    if integer is None:
+        return
+    bits, out = np.zeros(2, integer), np.empty(1, np.int32)
+
+    def both(module: Any) -> None:
+        module.compact(bits, integer(1), out, None)
+        module.compact(bits, integer(1), out, bits.copy())
+
+    KERNELS.prepare(integer, both)

@@ -32,6 +32,8 @@ class Exact:
     remembers nothing.
     """
 
+    scans = False  # by `kernels`
+
     def __call__(self, x: Tensor, k: int, state: dict[str, Tensor]) -> Tensor:
         """Find the k largest entries.
 
@@ -74,6 +76,8 @@ class Threshold:
 
     gain: float = 0.5  # share of an error that the next threshold makes good
     sample: int = 256  # sampled entries above the threshold: more, and a truer start
+
+    scans = True
 
     def __post_init__(self) -> None:
         if not 0 < self.gain <= 1:

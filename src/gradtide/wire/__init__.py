@@ -126,3 +126,13 @@ def codec_of(wire: Wire, dtype: torch.dtype) -> Codec:
 
         found = Blockwise(FORMATS[wire])
     return found if found.width < own.width else own
+
+
+def prepare(wire: Wire, dtype: torch.dtype, device: torch.device) -> None:
+    """Have ready what lets such tensors travel by a wire."""
+    if wire in NARROW:
+        from gradtide.wire import blocks
+
+        codec = codec_of(wire, dtype)
+        if isinstance(codec, blocks.Blockwise):
+            blocks.prepare(codec, dtype, device)

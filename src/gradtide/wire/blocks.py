@@ -8,20 +8,24 @@ shorter one, at the end of a message, as many shorter ones.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradtide.core.kernels import Kernels
 from gradtide.wire.formats import BLOCK, TINY, Format
 
 CHUNK = 512  # blocks whose temporaries stay in a core's cache
 ALIGN = 4  # bytes: levels may be viewed wherever a message begins
 COMPILED = (torch.float32, torch.float64)
+KERNELS = Kernels(
+    "gradtide.wire.fast",
+    "encoding of narrow wires",
+    "values are encoded by torch, which takes some twenty times as long",
+)
 
 
 @dataclass(frozen=True)
@@ -183,15 +187,20 @@ def _compiled(x: Tensor) -> Any:
     return _kernels() if x.device.type == "cpu" and x.dtype in COMPILED else None
 
 
-@cache
 def _kernels() -> Any:
-    try:
-        from gradtide.wire import fast
-    except ImportError:
-        warnings.warn(
-            "numba is not installed: values are encoded by torch, which takes some "
-            'twenty times as long. pip install "gradtide[fast]"',
-            stacklevel=2,
-        )
-        return None
-    return fast
+    return KERNELS.module()
+
+
+def prepare(codec: Blockwise, dtype: torch.dtype, device: torch.device) -> None:
+    """Have ready what encodes and adds up such tensors."""
+    wide = torch.promote_types(dtype, torch.float32)
+    if device.type != "cpu" or wide not in COMPILED:
+        return
+    values = torch.zeros(BLOCK, dtype=wide)
+    message = torch.zeros(codec.nbytes(BLOCK), dtype=torch.uint8)
+
+    def both(_: Any) -> None:
+        codec.encode(values, message)
+        codec.decode(message, values)
+
+    KERNELS.prepare(wide, both)

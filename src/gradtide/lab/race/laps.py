@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -31,7 +30,6 @@ from gradtide.lab.race.standings import Point
 from gradtide.lab.spec import RaceSpec
 from gradtide.lab.trial import Runner
 from gradtide.lab.workloads import Workload
-from gradtide.selectors import Threshold
 
 WARM_UP_STEPS = 20  # of the learning rate
 
@@ -43,8 +41,6 @@ def run(spec: RaceSpec, tell: Tell) -> dict[str, list[Point]] | None:
     how many seconds all have.
     """
     with joined() as (rank, size):
-        # What is compiled once on a machine is no part of anybody's time.
-        Threshold()(torch.randn(4096), 40, {})
         # Rank 0 alone may have the record of who has trained before.
         missing = [spec.missing]
         dist.broadcast_object_list(missing)

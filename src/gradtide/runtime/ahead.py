@@ -1,0 +1,44 @@
+"""What takes long to load or to compile: made ready when a scheme is admitted.
+
+Nothing is imported or compiled for the first time in a step that could have been
+before (guard: tests/runtime/test_ahead.py). It would be counted as training, and fail
+in the midst of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from gradtide import wire
+from gradtide.core.payload import layers, traits
+from gradtide.scheme import Scheme
+from gradtide.selectors import kernels
+
+
+def prepare(params: Iterable[Tensor], scheme: Scheme) -> None:
+    """Have ready what a scheme needs in its steps for such gradients. Local.
+
+    Of the processes of a machine one compiles, and the others wait for it.
+    """
+    _load(scheme)
+    kinds = {(p.dtype, p.device) for p in params}
+    for part in layers(scheme.collective):
+        for dtype, device in kinds:
+            if traits(part).scans:
+                kernels.prepare(dtype, device)
+            wire.prepare(getattr(part, "wire", None), dtype, device)
+
+
+def _load(scheme: Scheme) -> None:
+    """Load what is needed when an optimizer is known, which may be found in a step."""
+    schedule = scheme.schedule
+    local, deferred = schedule.launch == "step", schedule.update == "forward"
+    if local:
+        from gradtide.runtime import local_steps  # noqa: F401
+    if local or deferred:
+        from gradtide.runtime import probing  # noqa: F401
+    if scheme.preconditioner is not None:
+        from gradtide.kfac import preconditioner  # noqa: F401
+        from gradtide.runtime import preconditioning  # noqa: F401
