@@ -9,7 +9,6 @@ bits, and one warning.
 from __future__ import annotations
 
 import builtins
-import importlib
 import logging
 import os
 import tempfile
@@ -29,13 +28,13 @@ class Kernels:
     """The functions of a module that numba compiles.
 
     Args:
-        module: The module's name. It is imported here only.
+        load: Imports the module, and returns it.
         purpose: What the functions do, for who is told that they are compiled.
         slower: What is done without them, and how long that takes.
     """
 
-    def __init__(self, module: str, purpose: str, slower: str) -> None:
-        self._name, self._purpose, self._slower = module, purpose, slower
+    def __init__(self, load: Callable[[], Any], purpose: str, slower: str) -> None:
+        self._import, self._purpose, self._slower = load, purpose, slower
         self.forget()
 
     def forget(self) -> None:
@@ -65,7 +64,7 @@ class Kernels:
         self._attempt(compiled)
 
     def _load(self) -> None:
-        self._module = importlib.import_module(self._name)
+        self._module = self._import()
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Go without the module from now on, and say so, if anything is raised."""

@@ -16,8 +16,16 @@ from gradtide.core.kernels import Kernels
 
 CHUNK = 1 << 16  # elements whose temporaries stay in a core's cache
 BITS: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.float64: np.int64}
+
+
+def _load() -> Any:
+    import gradtide.selectors.fast as fast
+
+    return fast
+
+
 KERNELS = Kernels(
-    "gradtide.selectors.fast",
+    _load,
     "selection of entries",
     "entries are selected by numpy, which takes three to four times as long",
 )

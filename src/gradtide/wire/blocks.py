@@ -21,8 +21,16 @@ from gradtide.wire.formats import BLOCK, TINY, Format
 CHUNK = 512  # blocks whose temporaries stay in a core's cache
 ALIGN = 4  # bytes: levels may be viewed wherever a message begins
 COMPILED = (torch.float32, torch.float64)
+
+
+def _load() -> Any:
+    import gradtide.wire.fast as fast
+
+    return fast
+
+
 KERNELS = Kernels(
-    "gradtide.wire.fast",
+    _load,
     "encoding of narrow wires",
     "values are encoded by torch, which takes some twenty times as long",
 )

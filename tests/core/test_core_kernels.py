@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import logging
 import os
 import sys
@@ -26,7 +27,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         name = f"kernels_of_{tmp_path.name}"
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
-        return Kernels(name, "sums", SLOWER)
+        return Kernels(lambda: importlib.import_module(name), "sums", SLOWER)
 
     return make
 
