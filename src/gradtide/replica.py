@@ -26,6 +26,7 @@ from gradtide.fusion import BySize, Search
 from gradtide.runtime import ahead
 from gradtide.runtime import checkpoint as state
 from gradtide.runtime.broadcast import synchronize
+from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import StateDict, packed
 from gradtide.runtime.finder import Finder
 from gradtide.runtime.hooks import Hooks
@@ -168,7 +169,7 @@ class Replica:
 
                 admitted(model, chosen.preconditioner)
             ahead.prepare(dict(averaged(model)).values(), chosen)
-            return chosen, describe(model, chosen, check_every)
+            return chosen, describe(model, chosen, check_every, buffers)
 
         try:
             self.scheme = check_ranks_agree(transport, prepare)
@@ -177,6 +178,7 @@ class Replica:
             raise
         self.engine.levels = levels_of(transport.group, self.scheme.levels)
         synchronize(self.engine, alike)  # tensors that become rank 0's
+        self._shared_buffers = SharedBuffers(model, self.engine)
         self.wrapper: Callable[[], object] | None = None
         self._buffers = buffers == "broadcast"
         self.shares_buffers = self._buffers  # in training forwards, whoever begins them
@@ -196,7 +198,13 @@ class Replica:
         model, now, self.optimizer = self.model, self._now(self.scheme), optimizer
         self._admitted = SetupGuard(model, optimizer)
         self._trained = Training(
-            model, optimizer, now, self.engine, self._scale, self._check_every
+            model,
+            optimizer,
+            now,
+            self.engine,
+            self._scale,
+            self._check_every,
+            self._shared_buffers,
         )
         self._hooks = Hooks(
             self._training,
@@ -412,10 +420,7 @@ class Replica:
         words = self.engine
         if also:
             words = Engine(connect(self._process_group, torch.device("cpu")))
-        members = [
-            (one._training, one._hooks.buffers if one.shares_buffers else list)
-            for one in replicas
-        ]
+        members = [(one._training, one.shares_buffers) for one in replicas]
         joining = Join(words, members, throw, over_all)
         try:
             yield

@@ -120,12 +120,12 @@ class Actions:
 
     def collect(self) -> None:
         if self.local:  # all ranks hear of alarms at once
-            self.engine.ask("finite", _flags(self.transport.group.size + 1))()
+            self.engine.ask("finite", _flags(self.transport.group.size + 2))()
         else:
             self.steps.collect()
 
     def conclude(self, hold: bool) -> None:
-        numel = len(self.trace.units) + self._ranks + 1
+        numel = len(self.trace.units) + self._ranks + 2
         norms = hold and self.second is not None  # see `runtime.tally`
         if norms:
             numel += len(self.trace.units) + 2 * len(self.buckets)

@@ -7,12 +7,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from gradtide.core.engine import Engine
 from gradtide.core.grouped import alike
 from gradtide.core.ops import Broadcast
 from gradtide.transport.shards import local
 
+# What quantised values are, in memory.
+INTEGERS = {
+    torch.qint8: torch.int8,
+    torch.quint8: torch.uint8,
+    torch.qint32: torch.int32,
+}
 MESSAGE_BYTES = 25_000_000  # more => a larger copy, fewer start-ups
 
 
@@ -31,26 +38,61 @@ def synchronize(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> N
 
 def digest(tensor: Tensor) -> bytes:
     """16 bytes that tell a tensor's bits from any others."""
-    held = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    held = integers(tensor.detach()).resolve_conj().resolve_neg().cpu()
+    held = _aside(held.reshape(-1).view(torch.uint8))
     return hashlib.blake2b(held.numpy().data, digest_size=16).digest()
+
+
+def integers(tensor: Tensor) -> Tensor:
+    """A tensor, or if it is quantised the same memory as the integers that it holds.
+
+    Few of torch's functions take anything else of these.
+    """
+    if not tensor.is_quantized:
+        return tensor
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    held = torch.empty(0, dtype=INTEGERS[tensor.dtype], device=tensor.device)
+    return held.set_(tensor.untyped_storage(), *place)
 
 
 def broadcast(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> None:
     """Overwrite tensors with rank `source`'s, many small ones of a kind at once.
 
-    No message is longer than MESSAGE_BYTES, and no tensor that alone is longer is
-    copied if it is contiguous.
+    They travel as bytes: not every transport knows every dtype. No message is longer
+    than MESSAGE_BYTES, and no tensor that alone is longer is copied if it is
+    contiguous.
     """
-    for kind in alike(tensor.detach() for tensor in tensors):
+    for kind in alike(integers(tensor).detach() for tensor in tensors):
         for together in _batches(kind):
             flats = [tensor.reshape(-1) for tensor in together]
             flat = flats[0] if len(flats) == 1 else torch.cat(flats)
-            for message in torch.split(flat, MESSAGE_BYTES // flat.element_size()):
+            flat = flat.resolve_conj().resolve_neg()
+            data = flat.view(torch.uint8)
+            data = data if len(flats) > 1 else _aside(data)
+            for message in torch.split(data, MESSAGE_BYTES):
                 engine.ask("broadcast", Broadcast(message, source))()
             if engine.transport.group.rank != source:
                 pieces = torch.split(flat, [tensor.numel() for tensor in together])
                 for tensor, piece in zip(together, pieces, strict=True):
-                    tensor.copy_(piece.view(tensor.shape))
+                    _write(tensor, piece.view(tensor.shape))
+
+
+def _aside(flat: Tensor) -> Tensor:
+    """The same memory as another storage: whoever makes an array of it marks that.
+
+    What a user's tensor has for a storage could never be resized again.
+    """
+    alone = flat.device.type == "cpu"
+    return from_dlpack(flat) if alone else flat
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """Copy; what is expanded has many places that are one in memory."""
+    strides = tensor.stride()
+    if 0 in strides:
+        where = tuple(slice(None if stride else 1) for stride in strides)
+        tensor, values = tensor[where], values[where]
+    tensor.copy_(values)
 
 
 def _batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -10,15 +10,13 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradtide.core.autograd import Hook, before_backward, in_backward
 from gradtide.core.compilation import Compilations, leave_out, untraced
 from gradtide.core.step import Event, Stage
-from gradtide.runtime.broadcast import broadcast
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
 from gradtide.runtime.deferred_step import closes
-from gradtide.runtime.parameters import shared_buffers
 from gradtide.runtime.training import Training
 from gradtide.transport.shards import is_sharded, local, settle
 
@@ -40,7 +38,6 @@ class Hooks:
         model, optimizer = training.model, training.optimizer
         self._model, self._optimizer, self._training = model, optimizer, training
         self._buffers, self._stepped, self._owner = buffers, stepped, owner
-        self._buffered = _buffered(model)
         self._compilations = Compilations(self._before_compilation)
         self._handles: list[Any] = []
         self._update_handles: list[Any] = []  # of what depends on the schedule
@@ -162,7 +159,7 @@ class Hooks:
             return (
                 "K-FAC counts forwards: call the model from code that is not compiled"
             )
-        if self._buffers and self._buffered:
+        if self._buffers and self._training.buffers:
             return (
                 "gradtide sends buffers before every forward: compile the model by "
                 "model.compile(), or before replicate() and pass what was compiled, or "
@@ -191,19 +188,17 @@ class Hooks:
         training = self._training
         in_round = training.local and training.step.schedule.rounds
         due, training.buffers_due = training.buffers_due or not in_round, False
-        if due and self._buffered:
+        if not due:
+            return
+        training.tally.learn()  # whether some rank has other buffers now
+        if training.buffers:
             # Before anything is sent: on other ranks they may have been read already.
             with torch.no_grad():
                 training.answers.deliver()
             training.announce(Event.FORWARD)
             joining = training.joining
             source = 0 if joining is None else joining.join.source
-            broadcast(training.engine, self.buffers(), source)
-
-    def buffers(self) -> list[Tensor]:
-        """The buffers that all ranks have of one of them."""
-        own = [m._buffers[name] for m, names in self._buffered for name in names]
-        return [buffer for buffer in own if buffer is not None]
+            training.buffers.send(source)
 
     def stepping(self, args: Any, kwargs: Any) -> Any:
         """An optimizer's step begins; `args` begin with the optimizer.
@@ -273,18 +268,6 @@ class _Before:
     def remove(self) -> None:
         self._attributes.pop(self._name, None)
         self._attributes.update(self._own)
-
-
-def _buffered(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
-    """Whose buffers to send; to look for them anew in every forward takes longer.
-
-    Their names, and not the buffers: modules may replace these.
-    """
-    found: dict[nn.Module, list[str]] = {}
-    for name, _ in shared_buffers(model):
-        path, _, own = name.rpartition(".")
-        found.setdefault(model.get_submodule(path), []).append(own)
-    return list(found.items())
 
 
 def _take_again(bucket: GradientBucket, slot: Slot) -> None:

@@ -22,7 +22,7 @@ not wait for the first member before the second has begun.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,14 +37,12 @@ from gradtide.runtime.parameters import shared_parameters
 if TYPE_CHECKING:
     from gradtide.runtime.training import Training
 
-Buffers: TypeAlias = Callable[[], Sequence[Tensor]]
-
 
 class Join:
     """What a rank knows of the others inside `join()`; see [Note: words].
 
     `members` are the replicas that train inside, the same ones in the same order on
-    every rank; of each also the buffers that all ranks have of one of them.
+    every rank; of each also whether all ranks have the buffers of one of them.
     """
 
     inside: ClassVar[int] = 0  # how many are under way: ranks would wait in both
@@ -52,7 +50,7 @@ class Join:
     def __init__(
         self,
         engine: Engine,
-        members: Sequence[tuple[Training, Buffers]],
+        members: Sequence[tuple[Training, bool]],
         throw: bool,
         over_all: bool,
     ) -> None:
@@ -159,9 +157,10 @@ class Member:
     """A replica that trains inside `join()`; see [Note: members]."""
 
     def __init__(
-        self, join: Join, number: int, training: Training, buffers: Buffers
+        self, join: Join, number: int, training: Training, shares_buffers: bool
     ) -> None:
-        self.join, self._number, self._buffers = join, number, buffers
+        self.join, self._number = join, number
+        self._shares_buffers = shares_buffers
         self._engine: Engine = training.engine
         self.follow(training)
 
@@ -197,7 +196,8 @@ class Member:
             training.step.position = int(told)
         match event:
             case Event.FORWARD:
-                broadcast(self._engine, self._buffers(), self.join.source)
+                training.tally.learn()
+                training.buffers.send(self.join.source)
             case Event.BACKWARD:
                 self._forget_gradients()
                 if training.step.schedule.update == "forward":  # as where it is called
@@ -233,7 +233,8 @@ class Member:
         if not self.join.uneven:
             return
         source = self.join.source
-        synchronize(engine, [*self._parameters(), *self._buffers()], source)
+        buffers = training.buffers.tensors() if self._shares_buffers else []
+        synchronize(engine, [*self._parameters(), *buffers], source)
         optimizer, piece = training.optimizer, b""
         if training.steps is None and engine.group.rank == source:
             piece = packed(optimizer.state_dict())

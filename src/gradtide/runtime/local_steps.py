@@ -66,6 +66,7 @@ from gradtide.core.outer import OuterSGD
 from gradtide.core.payload import traits
 from gradtide.runtime.broadcast import digest
 from gradtide.runtime.buckets import GradientBucket, Slot, lives_in
+from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checksum import compare
 from gradtide.runtime.nonfinite import NonFiniteGuard, is_finite
 from gradtide.runtime.placement import Placement
@@ -94,9 +95,11 @@ class LocalSteps:
         guard: NonFiniteGuard,
         optimizer: Optimizer,
         scheme: Scheme,
+        buffers: SharedBuffers,
     ) -> None:
         self._engine, self._placement = engine, placement
         self._guard, self._optimizer = guard, optimizer
+        self._buffers = buffers
         self._traits = probe(optimizer)
         self.on = False  # steps are exchanged; not in the dense steps of a warm-up
         self.closing = False  # a round ends before its time, on all ranks
@@ -164,7 +167,7 @@ class LocalSteps:
         culprit = not_finite(grads)
         rank, size = self._engine.group
         self._passes += 1
-        flags = torch.zeros(size + 1, dtype=torch.int32)
+        flags = torch.zeros(size + 2, dtype=torch.int32)
         flags[rank] = culprit is not None
         self._guard.update(self._agree(flags), culprit)
         if self._guard.ranks and culprit is None:
@@ -194,15 +197,19 @@ class LocalSteps:
 
     def check_round(self) -> None:
         """Before a round ends early: RuntimeError, on every rank, for what is NaN."""
-        self._agree(torch.zeros(1, dtype=torch.int32))
+        self._agree(torch.zeros(2, dtype=torch.int32))
 
     def _agree(self, flags: Tensor) -> list[int]:
-        """Add up the ranks' flags; the last is whether anything has gone astray."""
+        """Add up the ranks' flags.
+
+        The last two are whether buffers are others, and anything has gone astray.
+        """
         astray = self._astray()
-        flags[-1] = astray is not None
+        flags[-2:] = torch.tensor([self._buffers.changed(), astray is not None])
         counts: list[int] = self._engine.ask("finite", AllReduce(flags))().tolist()
         if self._placement.shards.anywhere(counts.pop() > 0):
             self._refuse(astray)
+        self._buffers.note(counts.pop() > 0)
         return counts
 
     def stepping(self) -> None:

@@ -28,5 +28,10 @@ def shared_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, b) for name, b in model.named_buffers() if name not in ignored]
 
 
+def is_ignored(model: nn.Module, name: str) -> bool:
+    """Whether what has a name stays each rank's own."""
+    return name in _ignored(model)
+
+
 def _ignored(model: nn.Module) -> frozenset[str]:
     return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))

@@ -1,10 +1,11 @@
 """What all ranks add up at the end of backward, in one small message.
 
-It says who used which parameters, and who met what is not finite; now and then it has
-a checksum of each rank's parameters. Once any rank has been asked for a norm it also
-holds, of every parameter, the square of the 2-norm of the mean: each rank adds up that
-of the part it owns. A rank's wish travels with the message of one step and is granted
-by all in the next: so nobody asks by itself.
+It says who used which parameters, who met what is not finite, and who has other buffers
+than all agreed on; now and then it has a checksum of each rank's parameters. Once any
+rank has been asked for a norm it also holds, of every parameter, the square of the
+2-norm of the mean: each rank adds up that of the part it owns. A rank's wish travels
+with the message of one step and is granted by all in the next: so nobody asks by
+itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
 from gradtide.runtime.buckets import GradientBucket, Slot
+from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checksum import ParameterCheck
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.owned import measure
@@ -32,6 +34,7 @@ class Tally:
     _placement: Placement
     _guard: NonFiniteGuard
     _check: ParameterCheck
+    _buffers: SharedBuffers
     _answer: Callable[[], Any] | None = None
     _measured: bool = False  # the message on its way has norms
     wished: bool = False  # this rank has been asked for norms
@@ -51,11 +54,12 @@ class Tally:
         arrived = [slot.arrived and not slot.undefined for slot in slots]
         # The training thread may finish them before the message is made.
         flights = [bucket.flight for bucket in buckets]
-        words = self._check.words(abstain)
+        words, changed = self._check.words(abstain), self._buffers.changed()
         self._measured = measured = self.granted and hold
 
         def message() -> AllReduce:
-            flags = [*arrived, *words(), *self._guard.flags(), self.wished]
+            own = changed, self.wished
+            flags = [*arrived, *words(), *self._guard.flags(), *own]
             if not measured:
                 return AllReduce(torch.tensor(flags, dtype=torch.int32))
             norms = measure(buckets, flights, self._engine.group)
@@ -80,6 +84,7 @@ class Tally:
             self._note(slots, iter(numbers[-count:]))
             del numbers[-count:]
         self.granted |= numbers.pop() > 0
+        self._buffers.note(numbers.pop() > 0)
         self._guard.update(numbers)
 
     def _note(self, slots: Sequence[Slot], norms: Iterator[float]) -> None:

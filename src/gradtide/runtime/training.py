@@ -23,6 +23,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.step import Event, Stage, Step
 from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import GradientBucket, Place
+from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checksum import ParameterCheck
 from gradtide.runtime.deferred_grads import DeferredGrad
 from gradtide.runtime.momentum import Momentum
@@ -55,8 +56,10 @@ class Training:
         engine: Engine,
         scale: Callable[[], float] | None,
         check_every: int,
+        buffers: SharedBuffers,
     ) -> None:
         self.engine, self.model, self.optimizer = engine, model, optimizer
+        self.buffers = buffers
         self.joining: Member | None = None  # inside join()
         self.comm_hook: CommHook | None = None  # the user's own exchange
         self.no_sync_active = False  # inside no_sync()
@@ -73,7 +76,7 @@ class Training:
         self.check = ParameterCheck(
             model, engine.transport, check_every, self.placement.shards
         )
-        self.tally = Tally(engine, self.placement, self.guard, self.check)
+        self.tally = Tally(engine, self.placement, self.guard, self.check, buffers)
         self.step = Step(self, scheme.schedule)
         self.momentum = momentum_of(optimizer, scheme)
         self.steps: LocalSteps | None = None
@@ -81,7 +84,7 @@ class Training:
             from gradtide.runtime.local_steps import LocalSteps
 
             self.steps = LocalSteps(
-                engine, self.placement, self.guard, optimizer, scheme
+                engine, self.placement, self.guard, optimizer, scheme, buffers
             )
         self.preconditioning: Preconditioning | None = None
         if scheme.preconditioner is not None:

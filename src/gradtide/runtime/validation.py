@@ -21,6 +21,7 @@ from gradtide.core.compilation import untraced
 from gradtide.core.fields import refuse
 from gradtide.core.payload import traits
 from gradtide.core.schedule import Schedule
+from gradtide.runtime.broadcast import INTEGERS
 from gradtide.runtime.deferred_step import holds
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.scheme import Scheme, undecided
@@ -75,7 +76,11 @@ def validate(
         }
         refuse(unfit)
     left, counts = shards.unmanaged(model), type(check_every) is int
+    odd = next((n for n, b in shared_buffers(model) if not is_dense(b)), None)
     wrong = {
+        f"the buffer {odd} is sparse, packed or on the meta device, and does not "
+        "travel: keep it dense, or name it in the module's "
+        "_ddp_params_and_buffers_to_ignore": odd is not None,
         f"{left} is not sharded by fully_shard(), as others are, or is whole at "
         "the moment: each rank inside would have a gradient of its own. Call "
         "fully_shard() on the model itself, too, without ignored_params, and "
@@ -88,6 +93,13 @@ def validate(
         ),
     }
     refuse(wrong)
+
+
+def is_dense(buffer: Tensor) -> bool:
+    """Whether a buffer's memory holds its entries, each a number of bytes."""
+    held = shards.local(buffer)
+    packed = held.is_quantized and held.dtype not in INTEGERS
+    return held.layout is torch.strided and not held.is_meta and not packed
 
 
 def owners(p: Tensor) -> Iterator[Any]:
@@ -344,9 +356,12 @@ def check_ranks_agree(
     return result
 
 
-def describe(model: nn.Module, scheme: object, check_every: int) -> Signature:
+def describe(
+    model: nn.Module, scheme: object, check_every: int, buffers: str
+) -> Signature:
     """A rank's signature: its scheme, then every parameter and buffer."""
     named = {"scheme": repr(scheme), "check_every": str(check_every)}
+    named["buffers"] = buffers
     for name, p in shared_parameters(model):
         frozen = "" if p.requires_grad else " frozen"
         named[f"parameter {name}"] = shards.described(p) + frozen

@@ -67,7 +67,7 @@ def settle(p: nn.Parameter) -> None:
 
 def described(tensor: Tensor) -> str:
     """What ranks that have the same part of a tensor have in common."""
-    text = f"{tuple(tensor.shape)} {tensor.dtype}"
+    text = f"{tuple(tensor.shape)} {tensor.dtype}{_quantisation(tensor)}"
     if not is_sharded(tensor):
         return text
     mesh = tensor.device_mesh
@@ -75,6 +75,16 @@ def described(tensor: Tensor) -> str:
         f"{text}, part {tuple(mesh.get_coordinate())} of {tuple(mesh.shape)} by "
         f"{tensor.placements}, {tuple(local(tensor).shape)}"
     )
+
+
+def _quantisation(tensor: Tensor) -> str:
+    """By what the integers of a quantised tensor are scaled, which does not travel."""
+    if not tensor.is_quantized:
+        return ""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return f" of {tensor.q_scale()!r} from {tensor.q_zero_point()}"
+    scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return f" of {scales.tolist()} from {zeros.tolist()}"
 
 
 def refusal(p: Tensor, ranks: Iterable[int]) -> str | None:
