@@ -498,6 +498,105 @@ def test_the_module_is_let_go_with_its_wrapper() -> None:
     assert first == second
 
 
+def siblings() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    shared = nn.Linear(6, 8)
+    return tuple(nn.Sequential(shared, nn.Linear(8, n)) for n in (3, 4))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear", LOCAL])
+def test_a_wrapper_that_loses_a_parameter_says_so(scheme: Any) -> None:
+    def work() -> Any:
+        a, b = siblings()
+        first = DistributedDataParallel(a, scheme=scheme)
+        steps(first, sgd(first), range(2))
+        second = DistributedDataParallel(b, scheme=scheme)
+        wrapped = refusal(RuntimeError, lambda: first(batch(0)))
+        itself = refusal(RuntimeError, lambda: a(batch(0)).sum().backward())
+        assert "ModuleList" in wrapped
+        assert "1.weight" in itself or "1.bias" in itself
+        assert "ModuleList" in itself
+        a.zero_grad()
+        steps(second, sgd(second), range(4))
+        again = DistributedDataParallel(a, scheme=scheme)  # averages all of it again
+        steps(again, sgd(again), range(4))
+        again.replica.flush()
+        return bits(a), bits(b[0])
+
+    first, second = run_ranks(2, work)
+    assert first == second
+
+
+def test_a_former_wrapper_that_is_gone_is_no_obstacle() -> None:
+    def work() -> Any:
+        a, b = siblings()
+        first = DistributedDataParallel(a)
+        second = DistributedDataParallel(b)
+        del first
+        a(batch(0)).sum().backward()
+        return type(second).__name__
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear", LOCAL])
+def test_one_wrapper_for_two_models_that_share_a_parameter(scheme: Any) -> None:
+    """What the refusals advise."""
+
+    def work() -> Any:
+        a, b = siblings()
+        both = DistributedDataParallel(nn.ModuleList([a, b]), scheme=scheme)
+        optimizer = sgd(both)
+        for step in range(3):
+            for model in (a, b):
+                steps(model, optimizer, range(step, step + 1))
+        both.replica.flush()
+        return bits(both.module)
+
+    def ddp() -> Any:
+        a, b = siblings()
+        both = nn.ModuleList([a, b])
+        optimizer = sgd(both)
+        for step in range(3):
+            for model in (a, b):
+                model(batch(step)).square().mean().backward()
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad /= 2
+                optimizer.step()
+                optimizer.zero_grad()
+        return bits(both)
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    if scheme != LOCAL:
+        assert first == run_ranks(2, ddp)[0]
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear", LOCAL])
+def test_a_module_may_keep_its_own_wrapper(scheme: Any) -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)  # type: ignore[no-any-return]
+
+    def work(own: bool) -> Any:
+        net = Agent()
+        model = DistributedDataParallel(net, scheme=scheme)
+        optimizer = sgd(net)
+        if own:
+            net.ddp = model
+        steps(model, optimizer, range(5))
+        model.replica.flush()
+        return [p.tolist() for p in net.parameters()]
+
+    plain, kept = run_ranks(2, work, False), run_ranks(2, work, True)
+    assert plain[0] == kept[0] == kept[1]
+
+
 def test_install_and_undo(tmp_path: Any) -> None:
     (tmp_path / "program.py").write_text(
         "from torch.nn.parallel import DistributedDataParallel as DDP\n"

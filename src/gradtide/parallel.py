@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -37,6 +37,9 @@ from gradtide.transport import ProcessGroup
 
 Recipe: TypeAlias = "str | Scheme"
 
+# What to do where two models have a parameter in common.
+HELD = "wrap one module that holds both, nn.ModuleList([a, b]), with one optimizer"
+
 # Exchanged backward passes after which an optimizer should have made a step.
 PATIENCE = 200
 
@@ -53,7 +56,9 @@ class DistributedDataParallel(Torchs):
     `no_sync`, `require_backward_grad_sync`, `join` and
     `_set_params_and_buffers_to_ignore_for_model` do what they do in DDP. So does a
     pickle or a copy: it is linked to the other ranks when it is first trained. Wrapping
-    a module anew takes it over from the wrapper before.
+    a module anew takes it over from the wrapper before. Where two wrapped modules share
+    a parameter, the later one has it, and the other refuses to be trained: wrap one
+    module that holds both.
 
     Args:
         module: The module to train, already on its device.
@@ -204,8 +209,9 @@ class DistributedDataParallel(Torchs):
 
     def _link(self, optimizer: Optimizer | None, alike: Sequence[Tensor]) -> None:
         """Join the other ranks."""
-        for former in {r for p in self.module.parameters() for r in owners(p)}:
-            _release(former)
+        ours = set(self.module.parameters())
+        for former in {r for p in ours for r in owners(p)}:
+            _take_over(former, ours)
         group = self.process_group
         self._replica = Replica(  # this class sends buffers when DDP does
             self.module, optimizer, self.scheme, group, "local", None, alike
@@ -262,8 +268,9 @@ class DistributedDataParallel(Torchs):
             return inputs, kwargs, False
         if self._replica.wrapper is None:
             raise RuntimeError(
-                "the module was wrapped anew, or replica.remove() was called: use "
-                "the new wrapper, or the module itself"
+                "the module, or one that shares a parameter with it, was wrapped anew, "
+                "or replica.remove() was called: use the new wrapper; "
+                f"for two models that share a parameter, {HELD}"
             )
         self._exchange_buffers(_BufferCommHookLocation.PRE_FORWARD)
         if training:
@@ -502,6 +509,35 @@ def _release(replica: Replica) -> None:
     if replica.wrapper is not None and on_main_thread:
         replica.wrapper = None
         replica.remove(end_round=False)
+
+
+def _take_over(former: Replica, ours: Set[nn.Parameter]) -> None:
+    """Release a replica whose parameters another one takes: those that are `ours`.
+
+    The rest has nobody who averages its gradients, and says so if it gets some.
+    """
+    wrapper, left = former.wrapper, averaged(former.model)
+    _release(former)
+    if wrapper is None or former.wrapper is not None:
+        return  # it is not released: the next one to ask for these is refused
+    for name, p in left:
+        if p not in ours:
+            hook = _forsaken(name, wrapper)
+            p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _forsaken(name: str, wrapper: Callable[[], object]) -> Callable[[Tensor], None]:
+    """What refuses a gradient that nobody averages, as long as the wrapper is there."""
+
+    def refuse(p: Tensor) -> None:
+        if wrapper() is not None and not any(owners(p)):
+            raise RuntimeError(
+                f"{name} is no longer averaged: its model shares a parameter with "
+                f"one that was wrapped later; {HELD}"
+            )
+
+    leave_out(refuse)
+    return refuse
 
 
 def install(scheme: Recipe = "wfbp") -> ExitStack:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from gradtide.core.autograd import Hook, before_backward
 from gradtide.planner.medians import Seconds, typical
 from gradtide.planner.trace import StepTrace
+from gradtide.runtime.parameters import paths
 from gradtide.runtime.probing import probe
 from gradtide.scheme.recommended import Steps
 
@@ -196,7 +197,7 @@ class Watch:
 
     def _reads(self, calls: Mapping[nn.Module, float]) -> dict[nn.Parameter, float]:
         """When parameters are first read: by their modules, or by those above."""
-        modules = dict(self._model.named_modules(remove_duplicate=False))
+        modules = paths(self._model)
         reads: dict[nn.Parameter, float] = {}
         for name, module in modules.items():
             caller = name

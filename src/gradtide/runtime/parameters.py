@@ -22,6 +22,25 @@ def averaged(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in shared_parameters(model) if p.requires_grad]
 
 
+def paths(model: nn.Module) -> dict[str, nn.Module]:
+    """A model's modules by all of their names, of which some have several.
+
+    One that is inside itself, as where a model keeps its own wrapper, is entered once.
+    """
+    found: dict[str, nn.Module] = {}
+
+    def enter(module: nn.Module, name: str, above: frozenset[int]) -> None:
+        if id(module) in above:
+            return
+        found[name] = module
+        for own, child in module._modules.items():
+            if child is not None:
+                enter(child, f"{name}.{own}".lstrip("."), above | {id(module)})
+
+    enter(model, "", frozenset())
+    return found
+
+
 def shared_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The buffers that rank 0 has for all ranks, by name."""
     ignored = _ignored(model)

@@ -24,7 +24,7 @@ from gradtide.core.grouped import grouped
 from gradtide.core.payload import Collective
 from gradtide.fusion import Fusion, Trace
 from gradtide.runtime.buckets import GradientBucket, Place, Slot
-from gradtide.runtime.parameters import averaged, shared_parameters
+from gradtide.runtime.parameters import averaged, paths, shared_parameters
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import Shards, Spread, spread
 
@@ -158,7 +158,7 @@ class Placement:
         projection, say, or part of compiled code) are read by the nearest module above
         it that was; and by the module itself, should it be called after all.
         """
-        modules = dict(self._model.named_modules(remove_duplicate=False))
+        modules = paths(self._model)
         reads: dict[nn.Module, set[GradientBucket]] = {}
         self.unread = set()
         for name, module in modules.items():

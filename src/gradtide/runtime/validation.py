@@ -72,7 +72,9 @@ def validate(
             f"{name} {reason}": reason is not None,
             f"{name} is a {kind.__name__}: gradtide replicates plain tensors, and "
             "DTensors of these": kind is not torch.Tensor,
-            f"{name} is replicated already: call sync.remove() first": any(owners(p)),
+            f"{name} is replicated already: call sync.remove() first; or, if two "
+            "models share it, replicate one that holds both, with one optimizer: "
+            "nn.ModuleList([a, b])": any(owners(p)),
         }
         refuse(unfit)
     left, counts = shards.unmanaged(model), type(check_every) is int
