@@ -26,6 +26,7 @@ from gradtide.fusion import BySize, Search
 from gradtide.runtime import ahead
 from gradtide.runtime import checkpoint as state
 from gradtide.runtime.broadcast import synchronize
+from gradtide.runtime.buckets import FLAT
 from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import StateDict, packed
 from gradtide.runtime.finder import Finder
@@ -532,9 +533,11 @@ class Replica:
         - `residual_norm`: The 2-norm of this rank's residual, in the units of
           gradients, or of steps where these are exchanged (LOCAL). It is there only if
           `residual` is True.
+        - `waiting_norm`: That of the part of it that waits for parameters which no rank
+          trained in the last step: frozen ones, say. It is there with `residual_norm`.
 
         Args:
-            residual: Whether to compute `residual_norm` as well. That applies what is
+            residual: Whether to compute these two norms as well. That applies what is
                 deferred first, as `flush` does, so under DEAR this step's exchange
                 hides in no forward; and it reads each gradient buffer that has a
                 residual once, and waits for its device.
@@ -547,7 +550,7 @@ class Replica:
                 step under a deferred schedule.
         """
         training, before = self._trained, self._counted
-        found = {"residual_norm": self._residual_norm()} if residual else {}
+        found = self._residual_norms() if residual else {}
         self._counted = self._totals()
         new = {name: total - before[name] for name, total in self._counted.items()}
         selected, offered = new.pop("selected"), new.pop("offered")
@@ -567,7 +570,7 @@ class Replica:
         return {**self.engine.telemetry.totals(), "sent_bytes": sent}
 
     @torch.no_grad()
-    def _residual_norm(self) -> float:
+    def _residual_norms(self) -> dict[str, float]:
         step = self._training.step
         if step.open or step.held:
             raise RuntimeError(
@@ -575,8 +578,16 @@ class Replica:
                 "on their way: call it after optimizer.step()"
             )
         self.flush()
-        left = (b.payload.flat for b in self._training.buckets if not b.residual_empty)
-        return math.sqrt(sum(float(squares([flat])) for flat in left))
+        buckets = self._training.buckets
+        left = (b.payload.flat for b in buckets if not b.residual_empty)
+        aside = (p[FLAT] for b in buckets for p in b.waiting.values() if FLAT in p)
+        own, waiting = (
+            sum(float(squares([flat])) for flat in flats) for flats in (left, aside)
+        )
+        return {
+            "residual_norm": math.sqrt(own + waiting),
+            "waiting_norm": math.sqrt(waiting),
+        }
 
     def flush(self) -> None:
         """Apply the updates that `step()` has deferred. Local.

@@ -59,6 +59,7 @@ class MomentumCorrection(Traits):
     uses_optimizer_momentum = True
     transparent = True
     scans = True
+    per_entry = (VELOCITY, RESIDUAL)
 
     def __post_init__(self) -> None:
         if not isinstance(self.momentum, tuple):

@@ -179,6 +179,7 @@ class Traits:
     searches_part = False  # of a bucket, and not by its `select`
     small = 0  # bytes up to which values travel in another way
     divisible = True  # works on any slice of a bucket as well as on the whole
+    per_entry: tuple[str, ...] = ()  # keys of its state that are like the residual
 
     @property
     def scans(self) -> bool:

@@ -8,6 +8,14 @@ what is there, which may have been handed out as the mean. Only this module says
 the next backward (two tasks' gradients, say), or be given other memory, by `.data`. So
 before its memory is written to again, what somebody else still refers to gets a copy of
 its own. Views that others have made of it are not known, and see the next gradients.
+
+[Note: untrained] Only what some rank trained in a step moves. Who has no gradient of a
+parameter offers its residual all the same, for other ranks may train it, and keeps a
+copy. If none did, which the ranks know when the exchange is over, what arrived of it is
+dropped, and every rank has back what it offered, bit for bit: so the law holds. From
+then on that waits outside of the flat buffer, or it would be selected in every step in
+the place of what is trained. It comes back as soon as some rank trains the parameter:
+before the exchange on ranks that did, before the next one on others.
 """
 
 from __future__ import annotations
@@ -15,16 +23,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import getrefcount
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from gradtide.core.engine import Engine, InFlight
-from gradtide.core.payload import Collective, Payload, traits
+from gradtide.core.payload import Collective, Payload, layers, traits
 from gradtide.core.step import Bucket
 from gradtide.transport.shards import Spread, is_sharded, like, local, spread
 
+Parts: TypeAlias = dict[str, Tensor]  # of the residual, and of what is like it
+FLAT = ""  # the residual's key among them
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 LARGE = 1 << 16  # elements: from here on a copy takes longer than a call from Python
 _one = [object()]
@@ -69,8 +80,11 @@ class Slot:
 
     def of(self, flat: Tensor) -> Tensor:
         """This parameter's part of a flat tensor, in the parameter's memory format."""
+        return self.shaped(flat[self.begin : self.begin + self.local.numel()])
+
+    def shaped(self, piece: Tensor) -> Tensor:
+        """This parameter's part of a flat tensor (1-D), in its memory format."""
         p = self.local
-        piece = flat[self.begin : self.begin + p.numel()]
         last = FORMATS.get(p.dim())
         if last is not None and p.is_contiguous(memory_format=last):
             return piece.as_strided(p.shape, p.stride(), piece.storage_offset())
@@ -99,7 +113,10 @@ class GradientBucket(Bucket):
         self.payload = Payload(flat, self.views)
         self._kind = flat.layout, flat.dtype, flat.device
         self.residual_empty = True
-        self.had_residual = False  # when the exchange began
+        self.waiting: dict[
+            Slot, Parts
+        ] = {}  # of what no rank trains: [Note: untrained]
+        self._offered: dict[Slot, Parts] = {}  # copies, of what this rank did not train
         self.momentum_applied = False  # the exchange computes the optimizer's momentum
         self.mean: Tensor | None = None  # as last delivered
         self.flight: InFlight | None = None
@@ -130,8 +147,7 @@ class GradientBucket(Bucket):
 
     def copy_in(self) -> None:
         """`copy_in_one` all that has arrived, many small ones at once."""
-        self.had_residual = not self.residual_empty
-        views, grads = [], []
+        views, grads, absent = [], [], []
         for slot in self.slots:
             if slot.copied:
                 continue
@@ -145,6 +161,7 @@ class GradientBucket(Bucket):
                     views.append(view)
                     grads.append(grad)
                 continue
+            absent.append(slot)
             slot.undefined = slot.arrived
             if grad is not None and self.mean is not None and lives_in(grad, self.mean):
                 grad.data = grad.clone()  # it stays what it is if nobody used it
@@ -152,6 +169,8 @@ class GradientBucket(Bucket):
             if self.residual_empty:
                 view.zero_()
         self.put(views, grads)
+        if absent or self.waiting:
+            self._offer(set(absent))
 
     def _view(self, slot: Slot, grad: Tensor | None) -> Tensor:
         """Its part of the flat buffer, to be written to (hot path)."""
@@ -193,9 +212,96 @@ class GradientBucket(Bucket):
 
     def reset(self) -> None:
         """Forget the residual, and what the algorithm remembers."""
-        self.payload.flat.zero_()
+        self.drop_residual()
         self.payload.state.clear()
+        for slot in self.slots:
+            slot.used = True
+
+    def drop_residual(self) -> None:
+        """Forget the residual, also what waits."""
+        self.payload.flat.zero_()
         self.residual_empty = True
+        self.waiting.clear()
+        self._offered.clear()
+
+    # - What no rank trains, see [Note: untrained] -------------------------------------
+
+    def _offer(self, absent: set[Slot]) -> None:
+        """Have back what is trained again; copy what other ranks may have trained."""
+        self._offered = {}
+        back = [slot for slot in self.waiting if slot.used or slot not in absent]
+        for slot in back:
+            parts = self.take_back(slot)
+            if slot in absent:
+                self._offered[slot] = parts
+        for slot in absent - self._offered.keys() - self.waiting.keys():
+            if parts := {key: part.clone() for key, part in self._parts(slot)}:
+                self._offered[slot] = parts
+
+    def take_back(self, slot: Slot) -> Parts:
+        """Have a waiting residual in the bucket again; returns what waited."""
+        parts = self.waiting.pop(slot)
+        for key, part in self._parts(slot, whole=True):
+            if key in parts and len(parts[key]) == len(part):
+                part.add_(parts[key])
+        return parts
+
+    def set_aside(self, slot: Slot) -> None:
+        """Have a slot's residual wait outside of the bucket."""
+        parts = self.waiting.setdefault(slot, {})
+        for key, part in self._parts(slot):
+            parts[key] = parts[key].add_(part) if key in parts else part.clone()
+            part.zero_()
+
+    def hold_back(self) -> None:
+        """The exchange is over: drop what arrived for slots that no rank trained."""
+        offered, self._offered = self._offered, {}
+        for slot in self.slots:
+            if not slot.used:
+                if slot in offered:
+                    self.waiting[slot] = offered[slot]
+                for _, part in self._parts(slot):
+                    part.zero_()
+
+    def residual_of(self, slot: Slot) -> Tensor:
+        """A copy of a slot's residual, in the parameter's shape."""
+        parts = self.waiting.get(slot, {})
+        own = torch.zeros_like(self.views[slot.index])
+        if not self.residual_empty:
+            own.copy_(self.views[slot.index])
+        return own.add_(slot.shaped(parts[FLAT])) if FLAT in parts else own
+
+    def memory(self) -> dict[str, Tensor]:
+        """What the algorithm remembers, also of slots that wait."""
+        state = dict(self.payload.state)
+        for slot, parts in self.waiting.items():
+            for key in parts.keys() & state.keys():
+                if state[key] is self.payload.state[key]:
+                    state[key] = state[key].clone()
+                piece = self._piece(slot, state[key])
+                if len(piece) == len(parts[key]):
+                    piece.add_(parts[key])
+        return state
+
+    def _parts(self, slot: Slot, whole: bool = False) -> list[tuple[str, Tensor]]:
+        """A slot's part (1-D, a view) of the residual, and of all that is like it.
+
+        With `whole` also where the residual is empty, and gradients are in its place.
+        """
+        tensors = {} if self.residual_empty and not whole else {FLAT: self.payload.flat}
+        for each in layers(self.collective):
+            keys = traits(each).per_entry
+            tensors |= {k: v for k, v in self.payload.state.items() if k in keys}
+        return [(key, self._piece(slot, value)) for key, value in tensors.items()]
+
+    def _piece(self, slot: Slot, value: Tensor) -> Tensor:
+        """A slot's part of a tensor like the bucket, or like this rank's part of it."""
+        flat, shard, begin = self.payload.flat, self.payload.shard, slot.begin
+        if len(value) < len(flat):
+            if shard is None:  # not known before the first exchange
+                return value[:0]
+            begin -= int(shard.flat.storage_offset() - flat.storage_offset())
+        return value[max(begin, 0) : max(begin + slot.local.numel(), 0)]
 
     # - Its exchange -------------------------------------------------------------------
 
@@ -230,13 +336,10 @@ class GradientBucket(Bucket):
             self.gradients = [slot.of(mean) for slot in self.slots]
 
     def delivered(self) -> list[Tensor | None]:
-        """The gradients of slots that some rank used now, or earlier; None of others.
-
-        The residual of a parameter may arrive when no rank uses it any more.
-        """
-        had = self.had_residual
+        """The gradients of slots that some rank trained; None of others."""
+        self.hold_back()
         return [
-            gradient if slot.used or (had and bool(gradient.any())) else None
+            gradient if slot.used else None
             for slot, gradient in zip(self.slots, self.gradients, strict=True)
         ]
 
@@ -260,6 +363,7 @@ class GradientBucket(Bucket):
         for slot, place in zip(self.slots, before, strict=True):
             old, view = place.bucket, slot.of(self.payload.flat)
             left = place.slot.of(old.payload.flat)
+            slot.used = place.slot.used
             moved = left.data_ptr() != view.data_ptr()
             if moved and not old.residual_empty:
                 view.copy_(left)
@@ -271,6 +375,10 @@ class GradientBucket(Bucket):
                 self._view(slot, None).zero_()
         if same:
             self.payload.state.update(self._remembered(before))
+        for slot, place in zip(self.slots, before, strict=True):
+            waiting = place.bucket.waiting.pop(place.slot, {})
+            if parts := {k: v for k, v in waiting.items() if same or k == FLAT}:
+                self.waiting[slot] = parts
 
     def _remembered(self, before: Sequence[Place]) -> dict[str, Tensor]:
         """What the algorithm can go on with.

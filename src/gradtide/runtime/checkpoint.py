@@ -46,6 +46,7 @@ class Saved:
     step: int | None  # None: of a version that did not count
     order: Sequence[str] | None
     residuals: dict[str, Tensor]  # that this rank takes over
+    untrained: Sequence[str]  # by any rank, in the last exchange
     algorithms: Sequence[Algorithms]
     optimizer: dict[Any, Any] | None  # its state, where each rank has its own
 
@@ -65,7 +66,7 @@ class Saved:
 def save(placement: Placement, scheme: object, group: Group, step: int) -> StateDict:
     """This rank's state after so many steps; the tensors are copies."""
     ready = sorted(placement.slots, key=lambda slot: slot.position)
-    states = {_names(bucket): bucket.payload.state for bucket in placement.buckets}
+    states = {_names(bucket): bucket.memory() for bucket in placement.buckets}
     # Thresholds and counters live on the host: reading them waits for no device.
     host, device = (
         {
@@ -80,6 +81,7 @@ def save(placement: Placement, scheme: object, group: Group, step: int) -> State
         "shards": placement.shards.number[1],
         "step": step,
         "order": [slot.name for slot in ready] if placement.ordered else None,
+        "untrained": [slot.name for slot in placement.slots if not slot.used],
         f"rank{group.rank}": {"remainders": _residuals(placement)},
     }
     own = saved.setdefault(own_key(placement, group), {})
@@ -104,7 +106,7 @@ def blank(placement: Placement, group: Group, size: int, parts: int) -> StateDic
         for rank in range(group.rank, size, group.size)
     }
     common = {"scheme": "", "world_size": size, "shards": parts, "step": 0}
-    return {**common, "order": None, **ranks}
+    return {**common, "order": None, "untrained": [], **ranks}
 
 
 def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
@@ -140,6 +142,7 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
         None if state.get("step") is None else int(state["step"]),
         None if state["order"] is None else list(state["order"]),
         sums,
+        list(state.get("untrained", ())),
         _algorithms(own["algorithm"]) if own else (),
         unpacked(own["optimizer"]) if "optimizer" in own else None,
     )
@@ -182,6 +185,11 @@ def load(placement: Placement, scheme: object, saved: Saved) -> None:
             device = bucket.payload.flat.device
             bucket.payload.state.update(host)
             bucket.payload.state.update({k: v.to(device) for k, v in there.items()})
+    for bucket in placement.buckets:
+        for slot in bucket.slots:
+            if slot.name in saved.untrained:  # as when it was saved, it waits
+                slot.used = False
+                bucket.set_aside(slot)
 
 
 def packed(value: object) -> bytes:
@@ -206,14 +214,13 @@ def unpacked(piece: bytes) -> Any:
 def _residuals(placement: Placement) -> dict[str, Tensor]:
     """Copies of the residuals by parameter; none where there never is one."""
     return {
-        slot.name: like(
-            slot.param,
-            torch.zeros_like(view) if bucket.residual_empty else view.clone(),
-        )
+        slot.name: like(slot.param, bucket.residual_of(slot))
         for bucket in placement.buckets
         # A dense exchange owes what a sparse one left to it, until it has run.
-        if traits(bucket.collective).residual or not bucket.residual_empty
-        for slot, view in zip(bucket.slots, bucket.views, strict=True)
+        if traits(bucket.collective).residual
+        or bucket.waiting
+        or not bucket.residual_empty
+        for slot in bucket.slots
     }
 
 

@@ -37,9 +37,11 @@ class DeferredStep:
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
             for group in optimizer.param_groups
         ]
-        self._group_of = {
-            id(p): i for i, group in enumerate(self._groups) for p in group["params"]
-        }
+        # Twice of a parameter that is twice in its group: torch steps it twice, too.
+        self._groups_of: dict[int, list[int]] = {}
+        for i, group in enumerate(self._groups):
+            for p in group["params"]:
+                self._groups_of.setdefault(id(p), []).append(i)
 
     def apply(self, params: Sequence[Tensor], momentum: bool) -> None:
         """Step for exactly these parameters, from their `.grad`.
@@ -59,8 +61,8 @@ class DeferredStep:
         view._optimizer_step_post_hooks = OrderedDict()
         own = defaultdict[int, list[Tensor]](list)
         for p in params:
-            own[self._group_of.get(id(p), -1)].append(p)
-        own.pop(-1, None)  # of no group
+            for i in self._groups_of.get(id(p), ()):
+                own[i].append(p)
         view.param_groups = [
             {**group, **({} if momentum else without(group)), "params": members}
             for group, members in ((self._groups[i], own[i]) for i in sorted(own))

@@ -51,7 +51,7 @@ steps costs as much to send, and learns worse.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,6 +109,12 @@ class LocalSteps:
         self.moved: dict[Tensor, Tensor] = {}
         self.velocity: dict[Tensor, Tensor] = {}  # the outer optimizer's momentum
         self._moved_on: Callable[[], Any] | None = None  # how many ranks, between steps
+        # Whether some rank trains a parameter, in the exchange that is to come: see
+        # [Note: untrained] in `buckets`. Without a word of the ranks, all are trained.
+        self._trained: dict[Tensor, bool] = {}
+        # Where ranks never have parameters quite alike: those that this rank's steps
+        # have changed since they left last.
+        self.changed: set[Tensor] = set()
         self._passes = 0  # backward passes since the last step
         self._ahead: Mapping[Tensor, float] = {}  # see [Note: ahead]
         self.adopt(scheme)
@@ -141,6 +147,8 @@ class LocalSteps:
         self.on = not traits(first.collective).dense_next(first.payload.state)
         if before or not self.on:
             return
+        for bucket in self._placement.buckets:
+            bucket.waiting.clear()  # gradients are no steps
         # No gradient may live in a bucket any more: the residuals of steps do.
         for place in self._placement.places.values():
             grad = place.slot.grad
@@ -167,8 +175,8 @@ class LocalSteps:
         culprit = not_finite(grads)
         rank, size = self._engine.group
         self._passes += 1
-        flags = torch.zeros(size + 2, dtype=torch.int32)
-        flags[rank] = culprit is not None
+        flags = [0] * size
+        flags[rank] = int(culprit is not None)
         self._guard.update(self._agree(flags), culprit)
         if self._guard.ranks and culprit is None:
             for grad in list(grads.values())[:1]:
@@ -197,29 +205,54 @@ class LocalSteps:
 
     def check_round(self) -> None:
         """Before a round ends early: RuntimeError, on every rank, for what is NaN."""
-        self._agree(torch.zeros(2, dtype=torch.int32))
+        self._agree([], closing=True)
 
-    def _agree(self, flags: Tensor) -> list[int]:
+    def _agree(self, flags: list[int], closing: bool = False) -> list[int]:
         """Add up the ranks' flags.
 
-        The last two are whether buffers are others, and anything has gone astray.
+        Others go with them: whether buffers are others, whether anything has gone
+        astray, and what is trained. In a round that is what its steps have changed, or
+        the one to come will; when it is `closing`, whatever may differ between ranks.
         """
         astray = self._astray()
-        flags[-2:] = torch.tensor([self._buffers.changed(), astray is not None])
-        counts: list[int] = self._engine.ask("finite", AllReduce(flags))().tolist()
-        if self._placement.shards.anywhere(counts.pop() > 0):
+        more = [self._buffers.changed(), astray is not None]
+        slots = [*self._placement.slots] if self.rounds else []
+        trained = [s.arrived or self._is_changed(s, closing) for s in slots]
+        own = torch.tensor([*flags, *more, *trained], dtype=torch.int32)
+        told: list[int] = self._engine.ask("finite", AllReduce(own))().tolist()
+        counts, (changed, gone) = told[: len(flags)], told[len(flags) :][:2]
+        self._note(slots, told[len(flags) + 2 :])
+        if self._placement.shards.anywhere(gone > 0):
             self._refuse(astray)
-        self._buffers.note(counts.pop() > 0)
+        self._buffers.note(changed > 0)
         return counts
+
+    def _is_changed(self, slot: Slot, closing: bool) -> bool:
+        """Whether this rank's steps have changed a parameter, or are about to."""
+        if slot.grad is not None and bool(slot.grad.any()):
+            return True
+        if self._schedule.mix is None or closing:
+            return self._is_apart(slot)
+        return slot.param in self.changed
+
+    def _note(self, slots: Sequence[Slot], counts: Sequence[int]) -> None:
+        """Learn how many ranks train what, in the exchange that is to come."""
+        pairs = zip(slots, counts, strict=True)
+        self._trained = {slot.param: count > 0 for slot, count in pairs}
 
     def stepping(self) -> None:
         """The optimizer's step begins."""
         self._passes = 0
+        slots = [*self._placement.slots]
         if self.rounds:
+            if self._schedule.mix is not None:
+                self.changed |= {s.param for s in slots if s.grad is not None}
             return
         self._widen_once()
-        flag = torch.tensor([self._moved_outside()], dtype=torch.int32)
-        self._moved_on = self._engine.ask("alike", AllReduce(flag))
+        # The optimizer steps for what has a gradient.
+        trained = [slot.grad is not None for slot in slots]
+        flags = torch.tensor([self._moved_outside(), *trained], dtype=torch.int32)
+        self._moved_on = self._engine.ask("alike", AllReduce(flags))
         self._ahead = self._look_ahead()
 
     def _widen_once(self) -> None:
@@ -256,8 +289,14 @@ class LocalSteps:
         moved_on, self._moved_on = self._moved_on, None
         if moved_on is None:
             return
-        if self._placement.shards.anywhere(moved_on().item()):
+        moved, *trained = moved_on().tolist()
+        self._note([*self._placement.slots], trained)
+        if self._placement.shards.anywhere(moved):
             self._compare("as step() begins")
+
+    def exchanged(self) -> None:
+        """All that was to leave after a step has left."""
+        self._trained = {}
 
     def _compare(self, moment: str) -> None:
         """Raise RuntimeError, on every rank, where parameters are not alike."""
@@ -290,13 +329,24 @@ class LocalSteps:
     def offer(self, bucket: GradientBucket) -> None:
         """Add what was done since the last exchange to the bucket's residual."""
         bucket.begin_residual()
+        self.changed -= {slot.param for slot in bucket.slots}
+        for slot in bucket.slots:
+            slot.used = self._trained.get(slot.param, True)
+            if not slot.used:
+                bucket.set_aside(slot)
+            elif slot in bucket.waiting:
+                bucket.take_back(slot)
         if self._schedule.decay != 1:
             bucket.payload.flat.mul_(self._schedule.decay)
         for slot, view in zip(bucket.slots, bucket.views, strict=True):
             p = slot.param
+            if not slot.used and self._schedule.mix is not None:
+                continue  # ranks go on differing in it, by what each has kept
             step = torch.sub(slot.local, self.shared[p], out=self._kept(slot))
             more = 1 + self._ahead.get(p, 0.0)
             view.add_(step, alpha=self._weight(p) * more)
+            if not slot.used:  # of an optimizer that steps without gradients
+                bucket.set_aside(slot)
         known = any(self._mean(slot.param) is not None for slot in bucket.slots)
         weighed = known and self._schedule.against is not None
         bucket.payload.weigh = partial(self._weigh, bucket) if weighed else None
@@ -305,17 +355,26 @@ class LocalSteps:
         """Move what is shared by what all ranks did, and this rank's parameters to it.
 
         If that is late, its own steps since are kept, or a share of its parameters
-        (`mix`). What was sent ahead of its time is owed.
+        (`mix`). What was sent ahead of its time is owed. What no rank trained stays as
+        it is, with its outer momentum.
         """
-        params = [slot.local for slot in bucket.slots]
-        shared = [self.shared[slot.param] for slot in bucket.slots]
+        bucket.hold_back()
+        trained = [slot for slot in bucket.slots if slot.used]
         late = self._schedule.delay > 0 and not self.closing
         mix = self._schedule.mix
+        # What is shared already is left alone: rounding would move it.
+        apart = mix is None or self.closing
+        moving = [s for s in bucket.slots if s.used or (apart and self._is_apart(s))]
+        if not moving:
+            return
+        params = [slot.local for slot in moving]
+        shared = [self.shared[slot.param] for slot in moving]
         if late and mix is None:  # take off all but the steps since
             torch._foreach_sub_(params, shared)
-            moved = [self.moved[slot.param] for slot in bucket.slots]
+            moved = [self.moved[slot.param] for slot in moving]
             torch._foreach_sub_(params, moved)
-        self._outer.move(shared, bucket.gradients, self._momentum(bucket))
+        if trained:
+            self._move(bucket, trained)
         if not late:
             torch._foreach_copy_(params, shared)
         elif mix is None:
@@ -325,6 +384,16 @@ class LocalSteps:
             torch._foreach_add_(params, shared, alpha=1 - mix)
         self._owe(bucket)
 
+    def _move(self, bucket: GradientBucket, slots: Sequence[Slot]) -> None:
+        """Have the outer optimizer move what is shared of some slots of a bucket."""
+        shared = [self.shared[slot.param] for slot in slots]
+        means = [bucket.gradients[slot.index] for slot in slots]
+        self._outer.move(shared, means, self._momentum(slots))
+
+    def _is_apart(self, slot: Slot) -> bool:
+        """Whether this rank has a parameter otherwise than what is shared of it."""
+        return not torch.equal(slot.local, self.shared[slot.param])
+
     def _owe(self, bucket: GradientBucket) -> None:
         if not any(slot.param in self._ahead for slot in bucket.slots):
             return
@@ -332,7 +401,8 @@ class LocalSteps:
         for slot, view in zip(bucket.slots, bucket.views, strict=True):
             p = slot.param
             owed = self._weight(p) * self._ahead.get(p, 0.0)
-            view.add_(self.moved[p], alpha=-owed)
+            if slot.used and owed:
+                view.add_(self.moved[p], alpha=-owed)
 
     def _kept(self, slot: Slot) -> Tensor | None:
         """Memory for what was done to a parameter, if it is asked for afterwards."""
@@ -341,14 +411,14 @@ class LocalSteps:
             return None
         return self.moved.setdefault(slot.param, torch.empty_like(slot.local))
 
-    def _momentum(self, bucket: GradientBucket) -> list[Tensor]:
-        """The outer optimizer's, of a bucket's parameters; empty if it has none."""
+    def _momentum(self, slots: Sequence[Slot]) -> list[Tensor]:
+        """The outer optimizer's, of some parameters; empty if it has none."""
         if not self._outer.momentum:
             return []
-        for slot in bucket.slots:
+        for slot in slots:
             if slot.param not in self.velocity:
                 self.velocity[slot.param] = torch.zeros_like(slot.local)
-        return [self.velocity[slot.param] for slot in bucket.slots]
+        return [self.velocity[slot.param] for slot in slots]
 
     def _known(self, p: Tensor) -> tuple[Traits, dict[str, Any]]:
         """How the optimizer steps for a parameter, and what it remembers of it."""

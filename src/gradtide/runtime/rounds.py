@@ -34,7 +34,7 @@ class SavedRound:
     shared: Named
     velocity: Named
     means: Named  # that have arrived, and are not applied yet
-    own: Mapping[str, Named]  # parameters, buffers, and what was done to them
+    own: Mapping[str, Named]  # parameters, buffers, what was done to them, and to which
 
 
 def common_key(training: Training) -> str:
@@ -73,6 +73,7 @@ def save(training: Training, saved: dict[str, Any]) -> None:
         "parameters": {name: local(p).clone() for name, p in named.items()},
         "buffers": {name: b.clone() for name, b in shared_buffers(training.model)},
         "moved": moved,
+        "changed": {n: torch.empty(0) for n, p in named.items() if p in steps.changed},
     }
     saved[rank]["round"] = packed(own)
 
@@ -122,6 +123,7 @@ def load(training: Training, found: SavedRound | None) -> None:
     steps.shared = _like(named, found.shared)
     steps.velocity = _like(named, found.velocity)
     steps.moved = _like(named, own["moved"])
+    steps.changed = {named[name] for name in own.get("changed", named)}
     for name, p in named.items():
         local(p).copy_(own["parameters"][name])
     for name, buffer in shared_buffers(training.model):

@@ -18,6 +18,7 @@ import torch
 
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
+from gradtide.core.payload import traits
 from gradtide.runtime.buckets import GradientBucket, Slot
 from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checksum import ParameterCheck
@@ -88,13 +89,22 @@ class Tally:
         self._guard.update(numbers)
 
     def _note(self, slots: Sequence[Slot], norms: Iterator[float]) -> None:
-        """Take in what `measure` has told, added up over all ranks."""
-        buckets = self._placement.buckets
+        """Take in what `measure` has told, added up over all ranks.
+
+        What arrived of slots that no rank used is dropped, and counts as nothing. Where
+        only the norm of a bucket as a whole is known, it may be in there.
+        """
+        buckets, known = self._placement.buckets, True
         squares = dict(zip(slots, norms, strict=False))
         self.totals = {b: sum(squares[slot] for slot in b.slots) for b in buckets}
         self.nonfinite = {b: n > 0 for b, n in zip(buckets, norms, strict=False)}
         for bucket, opaque in zip(buckets, norms, strict=True):
+            unused = [slot for slot in bucket.slots if not slot.used]
+            if unused and traits(bucket.collective).residual:
+                known &= not opaque or len(unused) == len(bucket.slots)
+                squares |= dict.fromkeys(unused, 0.0)
+                self.totals[bucket] = sum(squares[slot] for slot in bucket.slots)
             if opaque:
                 for slot in bucket.slots:
                     del squares[slot]
-        self.squares = squares
+        self.squares = squares if known else None

@@ -174,6 +174,7 @@ class Training:
         assert self.steps is not None
         self.steps.stepped()
         self.step.stepped()
+        self.steps.exchanged()
         self.buffers_due |= self.step.position == 0
 
     def shadow_step(self) -> None:
@@ -202,6 +203,7 @@ class Training:
         self.steps.check_round()
         self.steps.closing = True
         self.step.close()
+        self.steps.exchanged()
         self.steps.closing, self.buffers_due = False, True
 
     def arrive(self) -> None:

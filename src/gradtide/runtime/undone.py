@@ -35,7 +35,8 @@ class Undone:
 
     def loading(self) -> None:
         """Parameters are about to be loaded into the model."""
-        left = any(not bucket.residual_empty for bucket in self._placement.buckets)
+        buckets = self._placement.buckets
+        left = any(b.waiting or not b.residual_empty for b in buckets)
         if left and not self._loaded and self._before is None:
             self._before = self._checksum()
 
@@ -45,9 +46,8 @@ class Undone:
         if before is None or bool((self._checksum() == before).all()):
             return
         for bucket in self._placement.buckets:
-            if not bucket.residual_empty:
-                bucket.payload.flat.zero_()
-                bucket.residual_empty = True
+            if not bucket.residual_empty or bucket.waiting:
+                bucket.drop_residual()
 
     def _checksum(self) -> Tensor:
         slots = sorted(self._placement.slots, key=lambda slot: slot.name)
