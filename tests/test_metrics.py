@@ -89,7 +89,7 @@ def test_numbers_of_a_training(name: str) -> None:
         assert [numbers["step"] for numbers in seen] == [1, 2, 3, 4, 5]
         assert list(last) == documented()
         for numbers in seen:
-            assert list(numbers) == documented()[:-1]
+            assert list(numbers) == documented()[:-2]
             assert all(type(x) in (int, float) for x in numbers.values())
             assert all(math.isfinite(x) and x >= 0 for x in numbers.values())
             assert numbers["skipped_steps"] == 0
@@ -106,6 +106,7 @@ def test_numbers_of_a_training(name: str) -> None:
             else:
                 assert 0.01 < numbers["density"] < 0.1
         assert (last["residual_norm"] > 0) == (not dense)
+        assert last["waiting_norm"] == 0
         assert last["step"] == 5
 
 
