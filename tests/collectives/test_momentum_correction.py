@@ -12,6 +12,7 @@ from torch import Tensor
 from gradtide.collectives.contrib.cltk import CLTk
 from gradtide.collectives.contrib.gtopk import GTopK
 from gradtide.collectives.dense import Dense
+from gradtide.collectives.levels import by_levels
 from gradtide.collectives.momentum_correction import (
     RESIDUAL,
     VELOCITY,
@@ -175,7 +176,8 @@ def test_without_options_it_is_what_is_inside_bit_for_bit() -> None:
         expected = plain.mean(TopK(0.02))
         assert torch.equal(wrapped.mean(MomentumCorrection(TopK(0.02))), expected)
         assert torch.equal(torch.stack(wrapped.flats), torch.stack(plain.flats))
-    assert wrapped.loads[0].state.keys() == plain.loads[0].state.keys()
+    known = plain.loads[0].state.keys() | {RESIDUAL}  # for momentum that sets in later
+    assert wrapped.loads[0].state.keys() == known
 
 
 def test_clipping_alone() -> None:
@@ -270,3 +272,51 @@ def test_an_all_zero_gradient() -> None:
     ranks = Ranks(3, 300)
     for _ in range(3):
         assert not ranks.mean(MomentumCorrection(TopK(), clip=1.0)).any()
+
+
+@pytest.mark.parametrize("local", [1, 2, 3])
+@pytest.mark.parametrize("wrap", [lambda c: c, lambda c: Warmup(c, 2, (0.5,))])
+def test_what_others_left_gets_no_momentum(local: int, wrap: Callable) -> None:
+    """All of it arrives once, whichever rank and place of a host has what of it."""
+    size = 2 * local
+    ranks = Ranks(size, 24 * size)
+    ranks.add(ranks.gradients())
+    before = torch.stack(ranks.flats).sum(0)
+    for payload in ranks.loads:
+        payload.left = payload.flat.clone()
+    collective = wrap(MomentumCorrection(TopK(0.2, Exact())))
+    arrived = torch.zeros_like(before)
+    for _ in range(12):
+        arrived += size * ranks.mean(by_levels(collective, local))
+        for payload in ranks.loads:
+            payload.left = None
+    assert not torch.stack(ranks.flats).any()
+    torch.testing.assert_close(arrived, before)
+
+
+def test_momentum_that_sets_in_late_finds_no_gradient_in_the_residual() -> None:
+    ranks = Ranks(2, 100)
+    collective = MomentumCorrection(TopK(0.05, Exact()))
+    sums = torch.zeros(100, dtype=torch.float64)
+    for step in range(50):
+        if step < 3:
+            fresh = ranks.gradients()
+            ranks.add(fresh)
+            sums += fresh.sum(0)
+        ranks.momentum = 0.0 if step < 3 else 0.9
+        sums -= 2 * ranks.mean(collective)
+    assert not torch.stack(ranks.flats).any()
+    torch.testing.assert_close(sums, torch.zeros_like(sums))
+
+
+def test_dense_steps_between_sparse_ones_leave_nothing_to_compare_with() -> None:
+    ranks = Ranks(2, 100)
+    collective = Warmup(MomentumCorrection(TopK(0.05, Exact())), 2, (0.1, 1.0))
+    for _ in range(4):
+        ranks.add(ranks.gradients())
+        ranks.mean(collective)
+    fresh = ranks.gradients()
+    ranks.add(fresh)
+    ranks.mean(collective)
+    sent = ranks.state(VELOCITY) == 0
+    torch.testing.assert_close(ranks.state(VELOCITY)[~sent], fresh[~sent])

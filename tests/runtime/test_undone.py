@@ -108,3 +108,92 @@ def test_a_residual_may_be_loaded_before_the_parameters() -> None:
 
     for whole, resumed in run_ranks(2, work):
         assert resumed == whole
+
+
+def corrected(schedule: str) -> str:
+    return f"Scheme(MomentumCorrection(TopK(0.05, Exact())), {SMALL}{schedule})"
+
+
+def with_momentum(scheme: str, optimizer: str = "sgd") -> gradtide.Replica:
+    model = network()
+    make: Any = {
+        "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9),
+        "adam": lambda ps: torch.optim.Adam(ps, 0.01, betas=(0.9, 0.99), eps=1.0),
+    }[optimizer]
+    return gradtide.replicate(model, make(model.parameters()), scheme)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("schedule", ["", ", schedule=DEAR"], ids=["wfbp", "dear"])
+def test_what_is_undone_leaves_no_momentum(schedule: str, optimizer: str) -> None:
+    """Momentum correction knows the residual apart from gradients, and forgets both."""
+
+    def work() -> Any:
+        found = []
+        for again in (False, True):
+            sync = with_momentum(corrected(schedule), optimizer)
+            start = copy.deepcopy(sync.model.state_dict())
+            if again:
+                train(sync, 100)
+                assert sync.metrics(residual=True)["residual_norm"] > 0
+                sync.model.load_state_dict(start)
+                sync.optimizer.state.clear()
+            train(sync, 0)
+            found.append(weights(sync))
+            sync.remove()
+        return found
+
+    for alone, undone in run_ranks(2, work):
+        assert undone == alone
+
+
+def still(sync: gradtide.Replica, steps: int) -> None:
+    """Steps without gradient: what is left arrives."""
+    for _ in range(steps):
+        sum((p * 0).sum() for p in sync.model.parameters()).backward()  # type: ignore[union-attr]
+        sync.optimizer.step()
+        sync.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["adopted", "loaded"])
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_residual_gets_no_momentum_where_the_correction_begins(
+    way: str, levels: int
+) -> None:
+    """Adopted, or loaded from the state of another number of ranks: it arrives once."""
+    plain = f"Scheme(TopK(0.05, Exact()), {SMALL}, levels={levels})"
+
+    def work() -> Any:
+        sync = with_momentum(plain)
+        train(sync, 0, 3)
+        before, state = weights(sync), sync.state_dict()
+        if way == "adopted":
+            sync.adopt(corrected(f", levels={levels}"))
+        else:
+            # As if rank 0 alone had trained: others have nothing to take over.
+            state = sync.engine.transport.gather_objects(state)[0]
+            weights_then = copy.deepcopy(sync.model.state_dict())
+            sync.remove()
+            sync = with_momentum(corrected(f", levels={levels}"))
+            sync.load_state_dict({**state, "world_size": 1})
+            sync.model.load_state_dict(weights_then)
+        left = [x for p in sync.model.parameters() for x in residual(sync, p)]
+        still(sync, 60)
+        assert sync.metrics(residual=True)["residual_norm"] == 0
+        moved = torch.tensor(before) - torch.tensor(weights(sync))
+        return moved.tolist(), left
+
+    found = run_ranks(2 * levels, work)
+    lefts = torch.tensor([left for _, left in found])
+    assert lefts.any(1).tolist() == [
+        way == "adopted" or r == 0 for r in range(len(found))
+    ]
+    for moved, _ in found:
+        assert moved == pytest.approx((0.1 * lefts.mean(0)).tolist(), abs=1e-6)
+
+
+def residual(sync: gradtide.Replica, parameter: nn.Parameter) -> list[float]:
+    place = sync._training.placement.places[parameter]
+    if place.bucket.residual_empty:
+        return [0.0] * parameter.numel()
+    return place.slot.of(place.bucket.payload.flat).flatten().tolist()

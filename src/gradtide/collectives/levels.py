@@ -102,6 +102,9 @@ class TwoLevel(Traits):
             wire = getattr(settled(self.collective), "wire", None)
             payload.check_all_finite(codec_of(wire, flat.dtype).dtype)
         yield levels.inside(ReduceScatter(flat, mean=True))
+        if payload.left is not None:
+            yield levels.inside(ReduceScatter(payload.left, mean=True))
+            shard.left = _part(payload.left, levels).clone()
         if residual:
             # The rest of the buffer is the business of the host's other ranks.
             begin = int(own.storage_offset() - flat.storage_offset())
@@ -118,7 +121,7 @@ class TwoLevel(Traits):
                 own.mul_(levels.local)
             payload.num_sent += shard.num_sent * levels.local
             payload.nonfinite = payload.nonfinite + shard.nonfinite
-            shard.num_sent, shard.nonfinite = 0, 0.0
+            shard.num_sent, shard.nonfinite, shard.left = 0, 0.0, None
         yield Handover()
         # Nobody can count entries of what has no memory.
         if not (traits(self.collective).dense or flat.is_meta):

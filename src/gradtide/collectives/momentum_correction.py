@@ -32,7 +32,7 @@ class MomentumCorrection(Traits):
 
     Cost: the rounds and bytes of the collective. In memory, two tensors as long as the
     bucket; in time, six passes over it, seven under Adam, and with `clip` three more
-    and a copy. Without momentum it is one tensor, and the passes of `clip` only.
+    and a copy. Without momentum it is one tensor, a pass, and those of `clip`.
 
     Residual: that of the collective. The conservation law holds for what is offered,
     which is `a u` more than what was in the bucket, and less what was clipped. What is
@@ -79,8 +79,8 @@ class MomentumCorrection(Traits):
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         momentum, share = self.momentum
-        # A schedule may come down to no momentum; what was remembered goes on.
-        if self.clip is None and not momentum and RESIDUAL not in payload.state:
+        # One rank has no residual, and its optimizer keeps the momentum.
+        if self.clip is None and not momentum and group.size == 1:
             return (yield from self.collective.reduce(payload, group))
         self._offer(payload, group.size, momentum, share)
         before = payload.num_sent
@@ -107,7 +107,11 @@ class MomentumCorrection(Traits):
     ) -> None:
         """Clip the fresh gradient, take `share` of it, and add what it continues."""
         flat = payload.flat
-        residual = payload.state.setdefault(RESIDUAL, torch.zeros_like(flat))
+        residual = payload.state.get(RESIDUAL)
+        if residual is None:
+            # What others left here is no gradient of this step.
+            residual = torch.zeros_like(flat) if payload.left is None else payload.left
+            payload.state[RESIDUAL] = residual
         if self.clip is not None:
             kept = share * _share(flat - residual, self.clip / math.sqrt(size))
             torch.lerp(residual, flat, kept.to(flat.dtype), out=flat)
@@ -171,6 +175,12 @@ def moves(collective: object, state: dict[str, Tensor]) -> bool:
         if traits(each).dense_next(state):
             return False
     return False
+
+
+def forget(state: dict[str, Tensor]) -> None:
+    """Begin anew: what is exchanged next knows nothing of momentum."""
+    for key in (VELOCITY, RESIDUAL):
+        state.pop(key, None)
 
 
 def uses_optimizer_momentum(collective: object) -> bool:

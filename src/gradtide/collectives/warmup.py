@@ -8,7 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from gradtide.collectives.dense import Dense
-from gradtide.collectives.momentum_correction import uses_optimizer_momentum
+from gradtide.collectives.momentum_correction import (
+    forget,
+    uses_optimizer_momentum,
+)
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Collective, Payload, Traits, layers, next_step, traits
 
@@ -72,6 +75,8 @@ class Warmup(Traits):
         density, collective = self._density(step), self.collective
         if density is not None:
             collective = _with_density(collective, density)
+        if density == 1 and uses_optimizer_momentum(self.collective):
+            forget(payload.state)  # what was exchanged densely it has not seen
         if density == 1 != self._density(step + 1) and traits(collective).residual:
             collective = Dense()
         return (yield from collective.reduce(payload, group))

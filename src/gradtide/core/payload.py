@@ -21,6 +21,10 @@ class Payload:
     writes the selection scores, where they are not the entries themselves, into a
     tensor like `flat`, in single precision at least. A collective that has residuals
     works on entries alone, by these methods.
+
+    `left` is what `flat` held before gradients were added to it, where somebody else
+    than the collective put that there (see `runtime.buckets`); it lasts until the next
+    mean.
     """
 
     flat: Tensor
@@ -30,6 +34,7 @@ class Payload:
     nonfinite: Tensor | float = 0.0  # NaN if anything that was checked is not finite
     weigh: Callable[[Tensor], None] | None = field(default=None, repr=False)
     shard: Payload | None = field(default=None, repr=False)  # of several levels
+    left: Tensor | None = field(default=None, repr=False)
     _scores: Tensor | None = field(default=None, init=False, repr=False)
     _mean: Tensor | None = field(default=None, init=False, repr=False)
     _where: Tensor | None = field(default=None, init=False, repr=False)

@@ -82,8 +82,7 @@ class State:
         self._places.clear()
         for name, residual in state[key].items():
             own_bucket = self._lay_out([params[name]])[0].bucket
-            own_bucket.begin_residual()
-            own_bucket.views[0].copy_(residual)
+            own_bucket.restart([residual])
 
     def _lay_out(self, params: Sequence[nn.Parameter]) -> list[Place]:
         """The places of parameters, in a bucket that has just these."""

@@ -29,6 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from gradtide.collectives.momentum_correction import (
+    RESIDUAL,
+    uses_optimizer_momentum,
+)
 from gradtide.core.engine import Engine, InFlight
 from gradtide.core.payload import Collective, Payload, layers, traits
 from gradtide.core.step import Bucket
@@ -210,19 +214,45 @@ class GradientBucket(Bucket):
             self.payload.flat.zero_()
             self.residual_empty = False
 
-    def reset(self) -> None:
-        """Forget the residual, and what the algorithm remembers."""
-        self.drop_residual()
-        self.payload.state.clear()
-        for slot in self.slots:
-            slot.used = True
-
     def drop_residual(self) -> None:
-        """Forget the residual, also what waits."""
-        self.payload.flat.zero_()
-        self.residual_empty = True
+        """Forget what was not delivered, and what an algorithm remembers of it."""
+        if not self.residual_empty:
+            self.payload.flat.zero_()
+            self.residual_empty = True
         self.waiting.clear()
         self._offered.clear()
+        self.payload.left = None
+        for key in self.per_entry:
+            self.payload.state.pop(key, None)
+
+    def restart(self, residuals: Sequence[Tensor | None], zero: bool = False) -> None:
+        """Begin anew with residuals of the slots (None: of one that has none).
+
+        The algorithm remembers nothing. All ranks have a residual, or none has: with
+        `zero` also one that is zero everywhere.
+        """
+        self.drop_residual()
+        self.payload.state.clear()
+        if zero or any(residual is not None for residual in residuals):
+            self.begin_residual()
+        for slot, view, residual in zip(self.slots, self.views, residuals, strict=True):
+            slot.used = True
+            if residual is not None:
+                view.copy_(residual)
+        self._tell_what_is_left()
+
+    def _tell_what_is_left(self) -> None:
+        """Have momentum not computed from what is no gradient: see `Payload.left`.
+
+        Who has a residual of its own exchanges knows it, and has it in its state.
+        """
+        if not self.residual_empty and uses_optimizer_momentum(self.collective):
+            self.payload.left = self.payload.flat.clone()
+
+    @property
+    def per_entry(self) -> set[str]:
+        """The keys of what the algorithm remembers of every entry of the residual."""
+        return {k for each in layers(self.collective) for k in traits(each).per_entry}
 
     # - What no rank trains, see [Note: untrained] -------------------------------------
 
@@ -241,6 +271,10 @@ class GradientBucket(Bucket):
     def take_back(self, slot: Slot) -> Parts:
         """Have a waiting residual in the bucket again; returns what waited."""
         parts = self.waiting.pop(slot)
+        unknown = RESIDUAL in self.per_entry - parts.keys() and FLAT in parts
+        if unknown and self.payload.shard is None:
+            # What has waited since before momentum is computed here is no gradient.
+            parts[RESIDUAL] = parts[FLAT].clone()
         for key, part in self._parts(slot, whole=True):
             if key in parts and len(parts[key]) == len(part):
                 part.add_(parts[key])
@@ -289,9 +323,10 @@ class GradientBucket(Bucket):
         With `whole` also where the residual is empty, and gradients are in its place.
         """
         tensors = {} if self.residual_empty and not whole else {FLAT: self.payload.flat}
-        for each in layers(self.collective):
-            keys = traits(each).per_entry
-            tensors |= {k: v for k, v in self.payload.state.items() if k in keys}
+        state, left = self.payload.state, self.payload.left
+        tensors |= {key: state[key] for key in self.per_entry & state.keys()}
+        if left is not None and self.payload.shard is None:
+            tensors.setdefault(RESIDUAL, left)
         return [(key, self._piece(slot, value)) for key, value in tensors.items()]
 
     def _piece(self, slot: Slot, value: Tensor) -> Tensor:
@@ -329,7 +364,7 @@ class GradientBucket(Bucket):
 
     def take(self, mean: Tensor) -> None:
         """The mean is here."""
-        self.mean = mean
+        self.mean, self.payload.left = mean, None
         self.residual_empty = mean.data_ptr() == self.payload.flat.data_ptr()
         self.gradients = self.views
         if not self.residual_empty:
@@ -379,6 +414,7 @@ class GradientBucket(Bucket):
             waiting = place.bucket.waiting.pop(place.slot, {})
             if parts := {k: v for k, v in waiting.items() if same or k == FLAT}:
                 self.waiting[slot] = parts
+        self._tell_what_is_left()
 
     def _remembered(self, before: Sequence[Place]) -> dict[str, Tensor]:
         """What the algorithm can go on with.

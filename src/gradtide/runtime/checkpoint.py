@@ -172,14 +172,12 @@ def load(placement: Placement, scheme: object, saved: Saved) -> None:
     """
     if saved.order is not None:
         placement.resume(saved.order)
+    resized = not saved.algorithms
     for bucket in placement.buckets:
-        bucket.reset()
-        for slot, view in zip(bucket.slots, bucket.views, strict=True):
-            residual = saved.residuals.get(slot.name)
-            if residual is not None:
-                bucket.begin_residual()  # on all ranks, whoever has a residual
-                view.copy_(local(residual))
-    if saved.algorithms and saved.scheme == repr(scheme):
+        found = [saved.residuals.get(slot.name) for slot in bucket.slots]
+        # With more ranks than before some have none to take over.
+        bucket.restart([r if r is None else local(r) for r in found], zero=resized)
+    if not resized and saved.scheme == repr(scheme):
         for bucket in placement.buckets:
             host, there = (one.get(_names(bucket), {}) for one in saved.algorithms)
             device = bucket.payload.flat.device

@@ -70,7 +70,7 @@ class NonFiniteGuard:
                 payload.flat.nan_to_num_(0.0, 0.0, 0.0)
             # What ranks have in common is damaged on all of them, or on none.
             for key, value in list(payload.state.items()):
-                if len(value.shape) and len(value) == len(payload.flat):
+                if key in bucket.per_entry:
                     value.nan_to_num_(0.0, 0.0, 0.0)
                 elif not is_finite(value):
                     del payload.state[key]

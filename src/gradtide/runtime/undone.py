@@ -46,8 +46,7 @@ class Undone:
         if before is None or bool((self._checksum() == before).all()):
             return
         for bucket in self._placement.buckets:
-            if not bucket.residual_empty or bucket.waiting:
-                bucket.drop_residual()
+            bucket.drop_residual()
 
     def _checksum(self) -> Tensor:
         slots = sorted(self._placement.slots, key=lambda slot: slot.name)
