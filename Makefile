@@ -2,8 +2,9 @@
 
 PYTHON ?= python3
 DEMO_SECONDS ?= 50# of training for each scheme; more: lower losses, a longer demo
-DEMO_SCHEMES ?= ddp,ddp(wire='bf16'),dear,dear(wire='bf16'),$(DEMO_SPARSE)
-DEMO_SPARSE ?= exdyna(0.01, schedule='local', warmup=60, wire='e3m0')
+DEMO_SCHEMES ?= ddp,ddp(wire='bf16'),dear(wire='bf16'),$(DEMO_SPARSE)
+DEMO_SPARSE ?= topka2a(0.02, $(DEMO_LOCAL)),exdyna(0.01, $(DEMO_LOCAL))
+DEMO_LOCAL ?= schedule='local', warmup=60, wire='e3m0'# as recommended; a warm-up for so few steps
 DEMO_OUT ?= out/demo
 EXTRAS ?= lab,fast,tune,optimizers,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')

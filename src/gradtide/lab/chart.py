@@ -23,6 +23,27 @@ PARTS = (
 )
 
 
+# Pictures have no background of their own: texts are to be read on white and on black.
+GREY = "#808080"
+PALE: dict[str, Any] = {"color": GREY, "alpha": 0.2}
+WIDE = 110  # characters of a heading: more would not be in the picture
+INSIDE = "inside"  # the gid of texts that stand on a colour, and keep their own
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the picture, to be read on any background."""
+    from matplotlib.text import Text
+
+    for axes in figure.axes:
+        axes.tick_params(which="both", color=GREY)
+        for side in axes.spines.values():
+            side.set_edgecolor(GREY)
+    for text in figure.findobj(Text):
+        if text.get_gid() != INSIDE:
+            text.set_color(GREY)
+    figure.savefig(path, dpi=150, transparent=True)
+
+
 def panels(titles: Sequence[str], size: tuple[float, float], xlabel: str) -> Any:
     """Axes side by side, of milliseconds over something, both logarithmic."""
     from matplotlib.figure import Figure
@@ -33,7 +54,7 @@ def panels(titles: Sequence[str], size: tuple[float, float], xlabel: str) -> Any
         axes.set(xscale="log", yscale="log", xlabel=xlabel)
         axes.set_title(title, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="0.92")
+        axes.grid(**PALE)
     found[0].set_ylabel("milliseconds")
     return found
 
@@ -41,14 +62,14 @@ def panels(titles: Sequence[str], size: tuple[float, float], xlabel: str) -> Any
 def finish(axes: Any, heading: Sequence[str], ncols: int, path: Path) -> None:
     """Write the picture: below its heading, above a legend of what `axes` shows."""
     figure, shown = axes.figure, axes.get_legend_handles_labels()
-    figure.suptitle("\n".join(heading), fontsize=9, wrap=True)
+    figure.suptitle("\n".join(fill(each, WIDE) for each in heading), fontsize=9)
     place = "outside lower center"
     figure.legend(*shown, loc=place, ncols=ncols, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def draw(rows: Sequence[Result], heading: Sequence[str], path: Path) -> None:
-    """One bar of stacked parts per scheme, first on top, each limit as a black line."""
+    """One bar of stacked parts per scheme, first on top, each limit as a line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 2.3 + 0.5 * len(rows)), layout="constrained")
@@ -65,7 +86,7 @@ def draw(rows: Sequence[Result], heading: Sequence[str], path: Path) -> None:
         if row.limit_seconds is not None:
             line = [row.limit_seconds * 1e3] * 2, [place - 0.42, place + 0.42]
             known = None if place else "limit"
-            axes.plot(*line, color="black", linewidth=2, label=known)
+            axes.plot(*line, color=GREY, linewidth=2, label=known)
         caption = f"{milliseconds(row.step_seconds)} ms"
         if row.speedup_over_ddp is not None and row.scheme != "ddp":
             caption += f", {row.speedup_over_ddp:.2f} x ddp"
@@ -77,5 +98,5 @@ def draw(rows: Sequence[Result], heading: Sequence[str], path: Path) -> None:
     longest = 1.3 * 1e3 * max(row.step_seconds for row in rows)
     axes.set(xlabel="milliseconds of one step", xlim=(0, longest), axisbelow=True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="0.9")
+    axes.grid(axis="x", **PALE)
     finish(axes, heading, 6, path)

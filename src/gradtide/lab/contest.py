@@ -5,6 +5,7 @@ Knows how ranks are started and watched; knows nothing of what they measure.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -75,9 +76,32 @@ def hold(
         work()
 
 
+QUIET = 5.0  # seconds between two lines of progress
+
+
+def _lines(console: Console, total: float) -> Advance:
+    start = told = time.monotonic()
+    console.print("starting", highlight=False)
+
+    def advance(words: str, done: float) -> None:
+        nonlocal told
+        if (now := time.monotonic()) - told >= QUIET:
+            told, share = now, 100 * done / total
+            line = f"{now - start:.0f} s: {share:.0f} % done, {words}"
+            console.print(line, highlight=False, soft_wrap=True)
+
+    return advance
+
+
 @contextmanager
 def bar(console: Console, total: float, *columns: Any) -> Iterator[Advance]:
-    """A bar that is gone at the end; `columns` say more between it and the time."""
+    """A bar that is gone at the end; `columns` say more between it and the time.
+
+    Where nobody sees it move, as in a file, a line every few seconds.
+    """
+    if not console.is_terminal:
+        yield _lines(console, total)
+        return
     parts = TextColumn("{task.description}"), BarColumn(), *columns, Elapsed()
     with Progress(*parts, console=console, transient=True) as shown:
         task = shown.add_task("starting", total=total)

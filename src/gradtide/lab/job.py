@@ -5,6 +5,12 @@ arguments of its functions, as it is when the module is imported; building an op
 imports it. A group made before that outlives its end, and so do its threads: one that
 lets go of a tensor while the interpreter ends aborts the process. (Guard:
 tests/lab/test_job.py.)
+
+[Note: Idle] DDP's reducer has the group, and ends its threads when it is freed; the
+interpreter's lock is held meanwhile. A thread that lets go of a tensor just then waits
+for that lock, and both wait for ever. So threads get the time to become idle before
+anything that has the group is freed. (Seen on a machine with ten times the work that it
+has cores for.)
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +32,7 @@ import torch.distributed as dist
 from gradtide.lab.cluster import Cluster, LabError
 from gradtide.lab.launch import launch, line_printer, outliving
 
+IDLE = 0.2  # seconds
 PROGRESS = "gradtide-progress "  # before words that a rank passes on
 # With `-m`, as with `-c`, modules in the current folder come before all others, until
 # the empty entry is taken off. Python's own option against that (-P) is new in 3.11.
@@ -119,6 +127,7 @@ def joined(backend: str | None = "gloo") -> Iterator[tuple[int, int]]:
     importlib.import_module("torch.distributed.nn.functional")  # see [Note: Pinned]
     dist.init_process_group(backend)
     yield dist.get_rank(), dist.get_world_size()
+    time.sleep(IDLE)  # see [Note: Idle]
     dist.destroy_process_group()
 
 

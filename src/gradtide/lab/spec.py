@@ -14,6 +14,7 @@ from gradtide.core.fields import refuse
 from gradtide.lab import workloads
 from gradtide.lab.contestants import named
 from gradtide.lab.race.standings import Point
+from gradtide.lab.workloads.own import is_own
 from gradtide.scheme import Scheme, undecided
 
 SETTLE = 3  # steps after a change of schemes: buckets and thresholds are new
@@ -94,6 +95,11 @@ class RaceSpec(Place):
         return self.target or self.schemes[0]
 
     @property
+    def quantity(self) -> str:
+        """What is looked at: a user's own program may have no held-out data."""
+        return "loss" if is_own(self.workload) else "held-out loss"
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """Who is still to train."""
         return tuple(name for name in self.schemes if name not in self.courses)
@@ -168,4 +174,4 @@ def check_race(spec: RaceSpec) -> None:
         ),
     }
     refuse(wrong)
-    spec.build(rank=0)
+    workloads.check(spec.workload, spec.size, spec.step_ms, spec.trace)

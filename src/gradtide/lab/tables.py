@@ -16,4 +16,5 @@ grid = partial(Table, header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
 def folded(heading: str, names: Sequence[str]) -> Column:
     """A column in which recipes' names stay whole, and constructor calls are folded."""
     width = max(6, min(max(map(len, names)), 24))
-    return Column(heading, overflow="fold", width=width)
+    # Where a terminal is narrow it is this column that gives way: numbers are whole.
+    return Column(heading, overflow="fold", max_width=width)

@@ -15,6 +15,7 @@ divided by all steps of the block: there the count is exact.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -87,17 +89,20 @@ class Runner:
         make = contestant.workload.scheduler
         self.scheduler = make and make(contestant.workload.optimizer)
         self.next_step = 0
+        self.mean_loss = math.nan  # of the last steps
 
     def steps(self, count: int) -> list[Step]:
         """`count` consecutive steps, then a flush."""
-        done = []
+        done, losses = [], []
         for _ in range(count):
             step, loss = self._step()
             self.next_step += 1
             done.append(step)
+            losses.append(loss)
             self.tell(self.contestant.name)
         self.contestant.flush()
         self.trial.loss = loss.item()
+        self.mean_loss = float(torch.stack(losses).mean())
         return done
 
     def round(self, num_timed: int, interface: str) -> None:

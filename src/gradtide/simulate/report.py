@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,8 @@ FORMAT = "gradtide simulation"
 # Paul Tol's muted ones, behind Okabe and Ito's: told apart by colour-blind readers.
 MUTED = ("#332288", "#88CCEE", "#117733", "#882255", "#999933", "#AA4499", "#44AA99")
 COLOURS = (*chart.COLOURS, *MUTED, "#DDCC77", "#666666")
+LEAST, LINE = 6.5, 0.22  # inches: of a width, and of a line of the legend
+LETTERS = 90  # of a title in that width
 MARKERS = "os^Dv<>pPX*hd8"
 
 
@@ -86,7 +89,8 @@ def draw_efficiency(grid: Grid, path: Path) -> None:
     count = len(grid.rates)
     columns = 2 if count in (2, 4) else min(count, 3)
     rows = -(-count // columns)
-    figure = Figure(figsize=(4 * columns + 2, 3.2 * rows + 1), layout="constrained")
+    size = (max(4 * columns, LEAST), 3.2 * rows + 1 + LINE * len(grid.schemes))
+    figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for axes, rate in zip(panels.flat, grid.rates, strict=False):
         for i, name in enumerate(grid.schemes):
@@ -101,14 +105,22 @@ def draw_efficiency(grid: Grid, path: Path) -> None:
         axes.set(ylim=(0, 105), axisbelow=True)
         axes.set_title(rate_name(rate), fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="0.9")
+        axes.grid(**chart.PALE)
     for axes in panels.flat[count:]:
         axes.set_visible(False)
     figure.supxlabel("ranks")
     figure.supylabel("scaling efficiency, % of one rank alone")
     figure.suptitle(f"{grid.trace.name}: a rank's step without exchange, over its step")
-    figure.legend(loc="outside right center", frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.legend(loc="outside lower center", frameon=False, fontsize=9)
+    chart.save(figure, path)
+
+
+def _lighter(colour: str) -> tuple[float, float, float]:
+    """Opaque, and so pale that black numbers can be read on it."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = (0.25 + 0.75 * part for part in to_rgb(colour))
+    return red, green, blue
 
 
 def draw_crossovers(grid: Grid, path: Path) -> None:
@@ -123,23 +135,26 @@ def draw_crossovers(grid: Grid, path: Path) -> None:
     names = list(grid.schemes)
     winners = [[grid.fastest(n, rate) for n in grid.ranks] for rate in grid.rates]
     numbers = [[names.index(cell.scheme) for cell in row] for row in winners]
-    size = (2.5 + 0.9 * len(grid.ranks), 2.4 + 0.6 * len(grid.rates))
+    present = sorted({number for row in numbers for number in row})
+    height = 2.4 + 0.6 * len(grid.rates) + LINE * len(present)
+    size = (max(2.5 + 0.9 * len(grid.ranks), LEAST), height)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
+    colours = [_lighter(COLOURS[i % len(COLOURS)]) for i in range(len(names))]
     norm = {"cmap": ListedColormap(colours), "vmin": -0.5, "vmax": len(names) - 0.5}
-    where: dict[str, Any] = {"aspect": "auto", "origin": "lower", "alpha": 0.75}
+    where: dict[str, Any] = {"aspect": "auto", "origin": "lower"}
     axes.imshow(numbers, **(where | norm))
     for y, (rate, row) in enumerate(zip(grid.rates, winners, strict=True)):
         for x, (ranks, cell) in enumerate(zip(grid.ranks, row, strict=True)):
             slower = grid.at(ranks, rate)[0].prediction.step / cell.prediction.step
-            axes.text(x, y, f"{slower:.2f}", ha="center", va="center", fontsize=8)
+            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+            axes.text(x, y, f"{slower:.2f}", gid=chart.INSIDE, **style)
     axes.set_xticks(range(len(grid.ranks)), [str(n) for n in grid.ranks])
     axes.set_yticks(range(len(grid.rates)), [rate_name(rate) for rate in grid.rates])
     axes.set(xlabel="ranks", ylabel="rate of a host's link")
     title = f"{grid.trace.name}: the fastest, and {names[0]}'s step over its own"
-    axes.set_title(title, fontsize=9)
-    present = sorted({number for row in numbers for number in row})
-    patches = [Patch(color=colours[i], label=names[i], alpha=0.75) for i in present]
-    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.suptitle(fill(title, LETTERS), fontsize=9)
+    patches = [Patch(color=colours[i], label=names[i]) for i in present]
+    where = {"loc": "outside lower center", "frameon": False, "fontsize": 9}
+    figure.legend(handles=patches, **where)
+    chart.save(figure, path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradtide.lab.race.report import RaceRecord, resumed, speedup, table, write
+from gradtide.lab.race.report import RaceRecord, resumed, table, write
 from gradtide.lab.race.standings import Point, standings
 from gradtide.lab.record import origin
 from gradtide.lab.spec import RaceSpec
@@ -33,9 +33,11 @@ def test_rows_say_who_was_there_when_and_who_never_was() -> None:
         console.print(table(record()))
     shown = capture.get()
     ddp, dear, topk = (line.split() for line in shown.splitlines()[-4:-1])
-    assert ddp == ["ddp", "20", "1000", "3.000", "20.0", "1.00", "99.9", "100"]
-    assert dear == ["dear", "25", "800", "2.500", "8.0", "2.50", "49.9", "100"]
-    assert topk == ["topk", "200", "100", "3.500", "-", "-", "-", "1"]
+    assert ddp == ["ddp", "20", "1000", "3.000", "20.0", "1.00", "(1.00-1.00)", "99.9"]
+    times = ["2.50", "(2.50-2.50)"]  # at a loss of 4 and at one of 3
+    assert dear == ["dear", "25", "800", "2.500", "8.0", *times, "49.9"]
+    half = ["0.38", "(never-0.75)"]  # it has 4 after 13.3 s, and never 3
+    assert topk == ["topk", "200", "100", "3.500", "-", *half, "-"]
     assert "raced to: held-out loss 3.003, the lowest of ddp" in shown
 
 
@@ -50,19 +52,6 @@ def test_a_terminal_of_80_columns_shows_all() -> None:
     assert "MB then" in capture.get()
 
 
-def test_nobody_is_faster_than_who_never_arrives() -> None:
-    first, second, third = record().standings
-    assert speedup(first, second) == pytest.approx(2.5, abs=0.01)
-    assert speedup(first, third) is None
-    assert speedup(third, second) is None
-
-
-def test_who_begins_below_the_target_is_no_number_of_times_sooner() -> None:
-    low = [Point(0.0, 0, 0, 2.0), Point(20.0, 20, 1e8, 1.0)]
-    first, second = standings({"ddp": COURSES["ddp"], "low": low}, "ddp")
-    assert speedup(first, second) is None
-
-
 def test_the_folder_has_all_numbers_and_a_picture(tmp_path: Path) -> None:
     write(tmp_path, record())
     written = json.loads((tmp_path / "record.json").read_text())
@@ -72,6 +61,8 @@ def test_the_folder_has_all_numbers_and_a_picture(tmp_path: Path) -> None:
     assert ddp["course"]["loss"] == [5.0, 4.0, 3.0]
     assert ddp["course"]["steps"] == [0, 10, 20]
     assert dear["seconds_to_target"] == pytest.approx(8.0, abs=0.02)
+    assert dear["times_sooner"]["median"] == pytest.approx(2.5, abs=0.01)
+    assert dear["stalled"] == []
     assert topk["seconds_to_target"] is topk["sent_bytes_to_target"] is None
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
     assert "dear" in (tmp_path / "table.txt").read_text()
@@ -117,3 +108,13 @@ def test_what_is_no_record_is_not_resumed(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="no record of a race"):
             resumed(SPEC, path)
+
+
+def test_laps_in_which_something_else_happened_are_named() -> None:
+    seconds = [0.0, 1.0, 2.0, 9.0, 10.0, 11.0]
+    course = [Point(t, 10 * i, 0, 5.0 - i) for i, t in enumerate(seconds)]
+    found = RaceRecord({}, SPEC, standings(COURSES | {"ddp": course}, "ddp"))
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table(found))
+    assert "ddp stalled at step 20: its lap took 7.0 times" in capture.get()

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from gradtide.lab.race.standings import Point, arrival, standings, target
+from gradtide.lab.race.standings import (
+    Point,
+    arrival,
+    falling,
+    levels,
+    sooner,
+    stalls,
+    standings,
+    target,
+)
 
 SLOW = [
     Point(0.0, 0, 0.0, 5.0),
@@ -50,3 +59,62 @@ def test_the_first_contestant_is_held_against_the_same_rule() -> None:
     assert first.arrival == pytest.approx((19.97, 39.94, 199.7, 3.003))
     assert second.arrival == pytest.approx((11.988, 29.97, 59.94, 3.003))
     assert (first.last.steps, second.last.steps) == (60, 40)
+
+
+# - Times sooner -----------------------------------------------------------------------
+
+
+def course(seconds: float, losses: list[float]) -> list[Point]:
+    """A look after every lap of so many seconds."""
+    return [Point(i * seconds, 10 * i, 0.0, loss) for i, loss in enumerate(losses)]
+
+
+LEADER = course(10.0, [5.0, 4.5, 4.0, 3.8, 3.9, 3.6, 3.5, 3.55, 3.4])
+
+
+def test_what_counts_is_the_lowest_loss_up_to_then() -> None:
+    assert [point.loss for point in falling(LEADER)][3:6] == [3.8, 3.8, 3.6]
+    # From the half of 80 s on: each loss once.
+    assert levels(LEADER) == pytest.approx([3.8038, 3.6036, 3.5035, 3.4034])
+
+
+def test_who_is_twice_as_fast_is_twice_as_soon_at_every_loss() -> None:
+    found = sooner(LEADER, [p._replace(seconds=p.seconds / 2) for p in LEADER])
+    assert found == pytest.approx((2.0, 2.0, 2.0))
+    assert sooner(LEADER, LEADER) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_one_low_look_moves_a_single_moment_and_not_the_median() -> None:
+    """What a lucky look of the leader did to the last loss alone."""
+    fast = [p._replace(seconds=p.seconds / 2) for p in LEADER]
+    fast.append(Point(45.0, 90, 0.0, 3.0))
+    lucky = [*LEADER[:-1], LEADER[-1]._replace(loss=3.05)]
+    found = sooner(lucky, fast)
+    assert found is not None
+    assert found.median == pytest.approx(2.0, rel=0.02)
+    assert found.lowest < 1.9
+
+
+def test_who_never_has_a_loss_is_there_0_times_as_soon() -> None:
+    found = sooner(LEADER, LEADER[:6])
+    assert found is not None
+    assert (found.lowest, found.highest) == pytest.approx((0.0, 1.0))
+    assert found.median == pytest.approx(0.5)
+    assert sooner(LEADER, LEADER[:2]) is None
+
+
+def test_a_lap_that_took_longer_than_its_neighbours_stalled() -> None:
+    even = [Point(float(i), 10 * i, 0, 1.0) for i in range(6)]
+    assert stalls(even) == []
+    late = [p._replace(seconds=p.seconds + (3.0 if p.steps > 20 else 0)) for p in even]
+    (found,) = stalls(late)
+    assert found == pytest.approx((20, 4.0))
+    first = [p._replace(seconds=p.seconds + (1.5 if p.steps else 0)) for p in even]
+    assert [stall.steps for stall in stalls(first)] == [0]
+
+
+def test_a_warm_up_that_takes_longer_is_no_stall() -> None:
+    """Four dense laps, two that are less so, and the sparse ones."""
+    times = [8.0] * 4 + [4.0, 2.0] + [1.0] * 8
+    ends = [sum(times[:i]) for i in range(len(times) + 1)]
+    assert stalls([Point(t, 10 * i, 0, 1.0) for i, t in enumerate(ends)]) == []

@@ -19,13 +19,14 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gradtide.lab.contestants import Contestant, enter
-from gradtide.lab.job import Tell, joined, silent
+from gradtide.lab.job import Tell, from_everybody, joined, silent
 from gradtide.lab.race.standings import Point
 from gradtide.lab.spec import RaceSpec
 from gradtide.lab.trial import Runner
@@ -72,7 +73,8 @@ class Racer:
         self.seconds = 0.0
         self.points: list[Point] = []
         self._sent_before = self.runner.sent()  # to begin with the same parameters
-        self._look()
+        if contestant.workload.evaluate is not None:
+            self._look()
 
     def lap(self, num_steps: int) -> None:
         """Train and look; every rank must call this."""
@@ -87,14 +89,17 @@ class Racer:
     def _look(self) -> None:
         """Take the held-out loss on rank 0, whose parameters are everybody's.
 
-        In the middle of a round they are those that all agreed on last.
+        In the middle of a round they are those that all agreed on last. Of what has no
+        held-out loss it is that of training, the mean of a lap over all ranks.
         """
+        workload = self.contestant.workload
+        if workload.evaluate is None:
+            loss = fmean(from_everybody(self.runner.mean_loss))
+        elif self.rank == 0:
+            with self.contestant.agreed():
+                loss = workload.evaluate(workload.model)["loss"]
         if self.rank != 0:
             return
-        workload = self.contestant.workload
-        assert workload.evaluate is not None  # only a replay has none
-        with self.contestant.agreed():
-            loss = workload.evaluate(workload.model)["loss"]
         sent = self.runner.sent() - self._sent_before
         self.points.append(Point(self.seconds, self.runner.next_step, sent, loss))
 

@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from gradtide.lab.chart import COLOURS, finish
+from gradtide.lab.chart import COLOURS, GREY, PALE, finish
 from gradtide.lab.contest import bar, hold
 from gradtide.lab.job import Tell
 from gradtide.lab.race import laps
-from gradtide.lab.race.standings import Point, Standing, standings, target
+from gradtide.lab.race.standings import Point, Standing, falling, standings, target
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import milliseconds, origin
 from gradtide.lab.spec import RaceSpec, check_race
@@ -29,7 +29,7 @@ _ALONG: dict[str, Callable[[Point], float]] = {
     "seconds of training": lambda then: then.seconds,
     "megabytes sent by a rank": lambda then: then.sent_bytes / 1e6,
 }
-HEADINGS = ("steps", "ms", "loss", "there", "x", "MB then", "MB")
+HEADINGS = ("steps", "ms", "lowest", "there", "times sooner", "MB then")
 
 
 def race(
@@ -140,34 +140,45 @@ def _points(course: dict[str, list[float]]) -> list[Point]:
     return [Point(*values) for values in zip(*columns, strict=True)]
 
 
-def speedup(first: Standing, other: Standing) -> float | None:
-    """How many times sooner `other` was there than `first`; None if it never was, or
-    began there."""
-    if first.arrival is None or other.arrival is None or not other.arrival.seconds:
-        return None
-    return first.arrival.seconds / other.arrival.seconds
-
-
 def table(record: RaceRecord) -> Group:
     """The race as text, below lines that say what was raced to and what it is worth."""
     schemes = [each.scheme for each in record.standings]
     rows = grid(folded("scheme", schemes), *map(number, HEADINGS))
     for each in record.standings:
-        ratio, there = speedup(record.leader, each), each.arrival
+        there = each.arrival
         rows.add_row(
             each.scheme,
             str(each.last.steps),
             milliseconds(each.last.seconds / each.last.steps),
-            f"{each.last.loss:.3f}",
+            f"{min(point.loss for point in each.points):.3f}",
             f"{there.seconds:.1f}" if there else "-",
-            f"{ratio:.2f}" if ratio else "-",
+            _spread(each) or "-",
             f"{there.sent_bytes / 1e6:.3g}" if there else "-",
-            f"{each.last.sent_bytes / 1e6:.3g}",
         )
     said = (
-        "there: seconds until it first had that loss; MB: sent by a rank, and by then"
+        "there: seconds until it first had that loss; MB then: sent by a rank until "
+        f"then; times sooner than {record.spec.leader}: the median over the losses of "
+        "its second half, and their range"
     )
-    return Group(*map(Text, [*preface(record), said]), rows)
+    return Group(*map(Text, [*preface(record), said]), rows, *map(Text, noted(record)))
+
+
+def _spread(standing: Standing) -> str:
+    found = standing.sooner
+    if found is None:
+        return ""
+    lowest = f"{found.lowest:.2f}" if found.lowest else "never"
+    return f"{found.median:.2f} ({lowest}-{found.highest:.2f})"
+
+
+def noted(record: RaceRecord) -> list[str]:
+    """What is odd in a course: laps in which something else happened."""
+    return [
+        f"{each.scheme} stalled at step {stall.steps:.0f}: its lap took "
+        f"{stall.times:.1f} times as long as those around it"
+        for each in record.standings
+        for stall in each.stalled
+    ]
 
 
 def preface(record: RaceRecord) -> list[str]:
@@ -177,7 +188,7 @@ def preface(record: RaceRecord) -> list[str]:
     return [
         f"{spec.workload} on {spec.hosts} hosts x {spec.ranks_per_host} ranks, {rate}; "
         f"{spec.seconds:g} s of training each, a look every {spec.every} steps",
-        f"raced to: held-out loss {record.target:.4g}, the lowest of "
+        f"raced to: {spec.quantity} {record.target:.4g}, the lowest of "
         f"{spec.leader}; one seed, constant learning rate",
     ]
 
@@ -198,6 +209,8 @@ def _fields(standing: Standing) -> dict[str, Any]:
         "scheme": standing.scheme,
         "seconds_to_target": there and there.seconds,
         "sent_bytes_to_target": there and there.sent_bytes,
+        "times_sooner": standing.sooner and standing.sooner._asdict(),
+        "stalled": [stall._asdict() for stall in standing.stalled],
         "course": {name: list(values) for name, values in columns},
     }
 
@@ -206,31 +219,31 @@ def draw(record: RaceRecord, path: Path) -> None:
     """One line for each contestant, and a dot where it had the loss raced to."""
     from matplotlib.figure import Figure
 
-    rows = (len(record.standings) + 1) // 2  # of the legend
+    rows = len(record.standings)  # of the legend
     figure = Figure(figsize=(9, 4.2 + 0.22 * rows), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for axes, (xlabel, along) in zip(panels, _ALONG.items(), strict=True):
         for standing, colour in zip(record.standings, cycle(COLOURS), strict=False):
-            xs = [along(point) for point in standing.points]
-            losses = [point.loss for point in standing.points]
+            course = falling(standing.points)
+            xs = [along(point) for point in course]
+            losses = [point.loss for point in course]
             style = {"color": colour, "label": _label(record, standing)}
             axes.plot(xs, losses, linewidth=1.8, **style)
             if standing.arrival is not None:
                 dot = along(standing.arrival), record.target
                 axes.plot(*dot, color=colour, marker="o", zorder=3)
-        axes.axhline(record.target, color="0.4", linewidth=1, linestyle=":")
+        axes.axhline(record.target, color=GREY, linewidth=1, linestyle=":")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="0.92")
+        axes.grid(**PALE)
         axes.set(xlabel=xlabel, xlim=(0, None))
-    panels[0].set(ylabel="held-out loss", ylim=_limits(record))
-    finish(panels[0], preface(record), 2, path)
+    panels[0].set(ylabel=record.spec.quantity, ylim=_limits(record))
+    finish(panels[0], preface(record), 1, path)
 
 
 def _label(record: RaceRecord, standing: Standing) -> str:
-    ratio, there = speedup(record.leader, standing), standing.arrival
-    if there is None or ratio is None:
-        return f"{standing.scheme}: not there"
-    return f"{standing.scheme}: {there.seconds:.1f} s, {ratio:.2f} x"
+    there, found = standing.arrival, standing.sooner
+    when = "not there" if there is None else f"{there.seconds:.1f} s"
+    return f"{standing.scheme}: {when}" + (f", {found.median:.2f} x" if found else "")
 
 
 def _limits(record: RaceRecord) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from gradtide.core.grouped import grouped
 from gradtide.lab import tables
-from gradtide.lab.chart import COLOURS, panels
+from gradtide.lab.chart import COLOURS, panels, save
 from gradtide.lab.job import Tell
 from gradtide.lab.record import milliseconds
 from gradtide.planner.fit import Point
@@ -113,7 +113,7 @@ def draw(found: Found, path: Path) -> None:
                 xs, ys = zip(*sorted(line), strict=True)
                 axes.plot(xs, ys, color=colours[request], linewidth=1, label=request)
         axes.legend(frameon=False, fontsize=8)
-    links[0].figure.savefig(path, dpi=150)
+    save(links[0].figure, path)
 
 
 def _requests(row: Row) -> dict[str, list[Point]]:

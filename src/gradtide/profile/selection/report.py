@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gradtide.core.grouped import grouped
 from gradtide.lab import tables
-from gradtide.lab.chart import COLOURS, finish, panels
+from gradtide.lab.chart import COLOURS, GREY, finish, panels
 from gradtide.lab.rate import format_rate
 from gradtide.lab.record import milliseconds
 from gradtide.profile.selection.measure import COPY, TOPK
@@ -95,7 +95,7 @@ def _lines(axes: Any, results: Sequence[Result]) -> None:
         yardstick = name in (TOPK, COPY)
         sizes, times = [row.n for row in rows], [row.seconds * 1e3 for row in rows]
         style = {"linestyle": {TOPK: "--", COPY: ":"}.get(name, "-"), "label": name}
-        style["color"] = "black" if yardstick else COLOURS[place % len(COLOURS)]
+        style["color"] = GREY if yardstick else COLOURS[place % len(COLOURS)]
         marker = None if yardstick else _MARKERS[place % len(_MARKERS)]
         axes.plot(sizes, times, marker=marker, markersize=4, **style)
 
