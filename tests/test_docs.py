@@ -248,6 +248,22 @@ def test_the_page_on_schemes_has_at_most_twelve_recipes() -> None:
     assert all(f"`{name}`" in apart for name in set(gradtide.scheme.RECIPES) - named)
 
 
+def schemes(page: Path) -> set[str]:
+    """Calls of recipes that a page writes in code, in text and in blocks."""
+    text = re.sub(
+        r"^```(python|diff)\n.*?^```$", "", page.read_text(), flags=re.M | re.S
+    )
+    names = "|".join(gradtide.scheme.RECIPES)
+    return set(re.findall(rf"(?<![\w.\"'])((?:{names})\([^()`]*\))", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_schemes_are_spelled_as_the_code_has_them(page: Path) -> None:
+    for text in sorted(schemes(page)):
+        if "..." not in text:
+            gradtide.scheme.parse(text)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=name)
 def test_examples_can_be_copied(path: Path) -> None:
     """They need what a user has: the library, and no tools of ours."""
