@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,26 +59,36 @@ class Compilations:
     """Calls a method before torch.compile begins to trace anything, in any graph.
 
     Nothing is kept alive by it. torch._dynamo.reset() forgets it, so `watch` is called
-    again and again.
+    again and again; and torch.export calls that just before it traces, and tells nobody
+    else, so the method is called then, too.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = weakref.WeakMethod(before)
+        self._known: weakref.finalize[Any, Any] | None = None  # torch has the callback
 
     def watch(self) -> None:
         """Look from now on."""
-        if self._begins not in (known := _callbacks()):
-            known.append(self._begins)
+        if self._known is None or not self._known.alive:
+            callback = partial(self._begins)  # of which nobody else has a reference
+            _callbacks().append(callback)
+            self._known = weakref.finalize(callback, self._call)
+            self._known.atexit = False
 
     def remove(self) -> None:
         """Look no longer."""
-        if self._begins in (known := _callbacks()):
-            known.remove(self._begins)
+        found = None if self._known is None else self._known.detach()
+        if found is not None:
+            _callbacks().remove(found[0])
 
     def _begins(self, args: Any) -> None:
+        if args.callback_trigger.name == "DYNAMO":
+            self._call()
+
+    def _call(self) -> None:
         before = self._before()
-        if before is not None and args.callback_trigger.name == "DYNAMO":
-            with _uncompiled():
+        if before is not None:
+            with uncompiled():
                 before()
 
 
@@ -89,7 +100,7 @@ def _callbacks() -> list[Any]:
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
     """Have code run as it does without torch.compile.
 
     Optimizers ask whether they are compiled, and compute with other numbers then.

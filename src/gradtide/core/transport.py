@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Protocol
 
 from gradtide.core.ops import Group, Op
@@ -14,6 +15,11 @@ class Progress:
     """How far this rank's training has come, for peers that wait for it."""
 
     steps: int = 0  # that the optimizer has taken
+    trainer: int = field(default_factory=get_ident)  # the thread that trains
+
+    def may_train(self) -> bool:
+        """Whether this thread trains, or there was no step yet to tell by."""
+        return not self.steps or self.trainer == get_ident()
 
 
 class CommunicationError(RuntimeError):

@@ -99,6 +99,7 @@ class Preconditioner:
             la for la in self.layers if self.curvatures[la].running or not self._local
         ]
         self.statistics = self._parts.statistics(self._measured, self._ready)
+        self.statistics.trains = self.engine.transport.progress.may_train
         self._arm()
 
     def _assign(self, known: Costs) -> None:

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradtide.core.autograd import Hook, in_backward
+from gradtide.core.autograd import Hook, in_backward, is_traced
 from gradtide.kfac.layers import Factor, Kind, Layer, sequence
 from gradtide.kfac.packing import add_gram
 from gradtide.kfac.samples import batch
@@ -86,6 +86,7 @@ class Statistics:
         scale: Callable[[], float] | None = None,
     ) -> None:
         self.quiet = False
+        self.trains: Callable[[], bool] = lambda: True  # this thread; others only read
         self.seconds = 0.0  # that factors took, with what `ready` did with them
         self._model, self._ready = model, ready
         self._ask_samples, self._ask_scale = samples, scale
@@ -109,10 +110,22 @@ class Statistics:
         keep = self._handles.append
         for layer, kind in self._sums:
             for module in layer.modules if kind == "A" else ():
-                hook = Hook(partial(self._after_layer, layer), needed=_SEES)
+                hook = self._hook(partial(self._after_layer, layer))
                 keep(module.register_forward_hook(hook, with_kwargs=True))
-        before = Hook(self._before_model, needed=_SEES)
+        before = self._hook(self._before_model)
         keep(self._model.register_forward_pre_hook(before, with_kwargs=True))
+
+    def _hook(self, call: Callable[..., None]) -> Hook:
+        """A hook that sees nothing of a thread that only reads.
+
+        It may be removed while that is in the forward: torch leaves out `kwargs` then.
+        """
+
+        def seen(*given: Any) -> None:
+            if (self.trains() or in_backward()) and not is_traced():
+                call(*given)
+
+        return Hook(seen, needed=_SEES)
 
     def disarm(self) -> None:
         """Drop what was collected, and cost nothing from now on."""

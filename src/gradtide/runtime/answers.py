@@ -6,9 +6,10 @@ All of them can be clipped by their 2-norm, deferred ones and those of shards to
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,25 @@ from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.owned import squares
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
+from gradtide.runtime.turns import Turns
 from gradtide.transport.shards import Spread, local, spread
 
 if TYPE_CHECKING:
     from gradtide.runtime.preconditioning import Preconditioning
 
 _EDITED = -1  # in the place of a number of writes
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_turn(method: Method) -> Method:
+    """A method of `Answers` that any thread may call, one at a time."""
+
+    @wraps(method)
+    def taken(self: Answers, *args: Any) -> Any:
+        with self.turns:
+            return method(self, *args)
+
+    return cast(Method, taken)
 
 
 @dataclass(eq=False)
@@ -37,6 +51,7 @@ class Answers:
     ranks together can have them before it.
     """
 
+    turns: Turns
     _step: Step
     _placement: Placement
     _tally: Tally
@@ -54,16 +69,39 @@ class Answers:
         """What was delivered before step() is no longer deferred."""
         self._versions = None
 
+    @in_turn
     def deliver(self) -> None:
         """Have all delivered that are held; they answer as before."""
         if self._step.held:
             self._step.gather()
             self._versions = self._count()
 
+    @in_turn
     @torch.no_grad()
-    def settle(self, p: nn.Parameter) -> None:
-        """Somebody reads a parameter whose update is due."""
-        self._step.apply(self._placement.places[p].bucket)
+    def settle(self, buckets: Iterable[GradientBucket]) -> None:
+        """Carry out the updates that are due of some buckets: somebody reads them.
+
+        The trainer is told of gradients that are not finite, which takes a message of
+        its own: others read what is there before, see [Note: readers] in `turns`.
+        """
+        due = [bucket for bucket in buckets if bucket.stage is Stage.DUE]
+        if not due:
+            return
+        if not self.turns.trains:
+            self._tally.learn()
+            if self._guard.ranks:
+                return
+        self.turns.unwatched(lambda: self._apply(due))
+
+    def _apply(self, buckets: Iterable[GradientBucket]) -> None:
+        for bucket in buckets:
+            self._step.apply(bucket)
+
+    def read(self, p: nn.Parameter) -> None:
+        """Somebody reads a parameter, whose update may be due."""
+        place = self._placement.places.get(p)
+        if place is not None:
+            self.settle([place.bucket])
 
     # - For a deferred gradient --------------------------------------------------------
 
@@ -71,11 +109,12 @@ class Answers:
         """Whether a step() is to come that will have it delivered."""
         return self._bucket(grad).stage is Stage.HELD or self._versions is not None
 
+    @in_turn
     def have(self, grad: DeferredGrad) -> None:
         """Have the values delivered, of this one at least."""
         bucket = self._bucket(grad)
         if bucket.stage is not Stage.HELD:
-            self._step.apply(bucket)
+            self.settle([bucket])
             return
         if self._preconditioning is not None:
             raise RuntimeError(
@@ -96,12 +135,14 @@ class Answers:
             )
         self.deliver()
 
+    @in_turn
     def edit(self, grad: DeferredGrad) -> None:
         """Have the values delivered, which are about to be changed."""
         self.have(grad)
         if self._versions is not None:
             self._versions = _EDITED
 
+    @in_turn
     def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None:
         """Scale the values, which are here."""
         assert grad.value is not None
@@ -110,6 +151,7 @@ class Answers:
         if known:
             self._versions = self._count()
 
+    @in_turn
     def square(self, grad: DeferredGrad) -> float | None:
         """The square of the 2-norm as exchanged; None if it is not known."""
         known = self._squares()
@@ -117,6 +159,7 @@ class Answers:
             return None
         return known.get(grad.slot)
 
+    @in_turn
     def finite(self, grads: Sequence[DeferredGrad]) -> bool | None:
         """Whether some are, on all ranks; None if that is not known."""
         if self._preconditioning is not None:
@@ -133,6 +176,7 @@ class Answers:
 
     # - Clipping -----------------------------------------------------------------------
 
+    @in_turn
     @torch.no_grad()
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale gradients to a 2-norm of at most `max_norm`; returns what it was."""

@@ -92,7 +92,8 @@ def end_due(p: nn.Parameter, plain: Kind) -> Tensor | None:
 def _due(plain: Kind, settle: Callable[[nn.Parameter], None]) -> Kind:
     def up_to_date(p: nn.Parameter) -> nn.Parameter:
         settle(p)
-        p.__class__ = plain  # also of one that is read while it is updated
+        if type(p) is DueParameter:
+            p.__class__ = plain  # type: ignore[assignment]  # also of one that is read while it is updated
         return p
 
     class DueParameter(plain):  # type: ignore[misc, valid-type]
@@ -103,8 +104,9 @@ def _due(plain: Kind, settle: Callable[[nn.Parameter], None]) -> Kind:
             if func in METADATA:
                 told: Any = plain.__torch_function__
                 return told(func, types, args, kwargs or {})
+            # Any: another thread may be just taking the class off, and updating.
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, cls):
+                if isinstance(leaf, nn.Parameter):
                     up_to_date(leaf)
             return func(*args, **(kwargs or {}))
 

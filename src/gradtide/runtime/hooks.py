@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtide.core.autograd import Hook, before_backward, in_backward
+from gradtide.core.autograd import Hook, before_backward, in_backward, is_traced
 from gradtide.core.compilation import Compilations, leave_out, untraced
 from gradtide.core.step import Event, Stage
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
@@ -42,8 +42,13 @@ class Hooks:
         self._handles: list[Any] = []
         self._update_handles: list[Any] = []  # of what depends on the schedule
         keep = self._handles.append
-        full = torch.no_grad()(training.step.full)
-        calls = training.begin, full, _take_again, GradientBucket.copy_in_one, settle
+        calls = (
+            training.begin,
+            training.full,
+            _take_again,
+            GradientBucket.copy_in_one,
+            settle,
+        )
         self._rare = [untraced(call) for call in calls]  # of `take`, in this order
         for p in training.placement.places:
             hook = self._gradient_hook(p)
@@ -52,7 +57,7 @@ class Hooks:
         keep(model.register_forward_pre_hook(before))
         # A gradient hook alone could not tell the backward's end from that of a nested
         # one (re-entrant activation checkpointing runs backwards inside backward).
-        look = Hook(lambda *a: before_backward(a[-1], training.begin))
+        look = Hook(self._after_forward)
         keep(model.register_forward_hook(look))
         loading = Hook(lambda *_: self._loading())
         keep(model.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
@@ -133,11 +138,11 @@ class Hooks:
     def _before_read(self, module: nn.Module) -> None:
         """A module is about to run: what it reads must be up to date."""
         training, placement = self._training, self._training.placement
-        if placement.see(module):
+        if training.engine.transport.progress.may_train() and placement.see(module):
             return
-        for bucket in placement.reads.get(module, ()):
-            training.step.apply(bucket)
-        training.updates.rest([module])
+        with training.turns:
+            training.answers.settle(placement.reads.get(module, ()))
+            training.updates.rest([module])
 
     def _before_compilation(self) -> None:
         """Something is about to be traced, which may read what is due."""
@@ -169,19 +174,26 @@ class Hooks:
 
     def _before_forward(self) -> None:
         training = self._training
+        if not training.turns.trains:  # see [Note: readers] in `turns`
+            return
         if training.step.open and not in_backward():
             raise RuntimeError(
                 "the last backward pass raised before its end, so the ranks may have "
                 "sent different gradients: end the run, or call sync.remove() on every "
                 "rank and replicate() again"
             )
-        exchanged = self._model.training and torch.is_grad_enabled()
+        exchanged = self._model.training and torch.is_grad_enabled() and not is_traced()
         if training.no_sync_active or not exchanged:
             return
         if training.preconditioning is not None:
             training.step.forward()
         if self._buffers:
             self.send_buffers()
+
+    def _after_forward(self, *args: Any) -> None:
+        training = self._training
+        if training.turns.trains:
+            before_backward(args[-1], training.begin)
 
     def send_buffers(self) -> None:
         """Overwrite the buffers with rank 0's; of a round, before its first step."""

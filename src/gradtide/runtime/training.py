@@ -30,6 +30,7 @@ from gradtide.runtime.momentum import Momentum
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
+from gradtide.runtime.turns import Turns
 from gradtide.runtime.updates import Updates
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, settle
@@ -60,6 +61,7 @@ class Training:
     ) -> None:
         self.engine, self.model, self.optimizer = engine, model, optimizer
         self.buffers = buffers
+        self.turns = Turns(engine.transport.progress)
         self.joining: Member | None = None  # inside join()
         self.comm_hook: CommHook | None = None  # the user's own exchange
         self.no_sync_active = False  # inside no_sync()
@@ -91,13 +93,13 @@ class Training:
             from gradtide.kfac.preconditioner import Preconditioner
             from gradtide.runtime import preconditioning
 
-            full, config = self.step.full, scheme.preconditioner
-            kfac = Preconditioner(model, config, engine, self.begin, full, scale)
+            config = scheme.preconditioner
+            kfac = Preconditioner(model, config, engine, self.begin, self.full, scale)
             self.preconditioning = preconditioning.Preconditioning(self.placement, kfac)
         self._second = self.preconditioning or Unpreconditioned(self.placement)
         # Where K-FAC is, nobody may have gradients delivered to find them out.
         self.tally.granted = self.preconditioning is not None
-        known = self.step, self.placement, self.tally, self.guard
+        known = self.turns, self.step, self.placement, self.tally, self.guard
         self.answers = Answers(*known, self.preconditioning)
         self.updates = Updates(self.placement, self.answers)
         self._undone: Undone | None = None  # since parameters were loaded
@@ -118,18 +120,30 @@ class Training:
     @torch.no_grad()
     def begin(self) -> None:
         """A backward pass through the model begins, if it has not begun already."""
-        if self._untaken and not self.step.open and not self._accumulating():
-            self.num_skipped += 1
-            self._untaken = False
-            self.num_steps += self.step.skipped()
-        if self.step.begin(self.no_sync_active):
-            if self._undone is not None:
+        with self.turns:
+            if self._untaken and not self.step.open and not self._accumulating():
+                self.num_skipped += 1
+                self._untaken = False
+                self.num_steps += self.step.skipped()
+            begun = self.step.begin(self.no_sync_active)
+            if begun and self._undone is not None:
                 self._undone.settle()
+        if begun:
             # Behind what others have called then: FSDP2 may have gradients till then.
             after_backward(lambda: after_backward(self._end))
 
     @torch.no_grad()
+    def full(self) -> None:
+        """A bucket has all of its gradients."""
+        with self.turns:
+            self.step.full()
+
+    @torch.no_grad()
     def _end(self) -> None:
+        with self.turns:
+            self._ended()
+
+    def _ended(self) -> None:
         # With nothing arrived, it was torch.autograd.grad().
         arrived = any(slot.arrived for slot in self.placement.slots)
         for place in self.kept if arrived else ():
@@ -147,9 +161,14 @@ class Training:
     @torch.no_grad()
     def stepping(self) -> None:
         """The optimizer's step begins."""
+        with self.turns:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
         if self.guard.ranks or (self.local and not self.step.silent):
             self.announce(Event.STEP, self.step.position)
         self._deferred = self.step.step()
+        self.turns.begin_step(alone=self._deferred)
         if self._deferred:
             for bucket in self.updates.expect():
                 self.step.apply(bucket)
@@ -158,10 +177,15 @@ class Training:
     @torch.no_grad()
     def stepped(self) -> None:
         """The optimizer's step is over."""
+        with self.turns:
+            self._end_step()
+
+    def _end_step(self) -> None:
         self._stepping = False
         self.num_steps += 1
         if self._deferred:
             self.updates.put_back()
+        self.turns.end_step()
         self.engine.transport.progress.steps = self.num_steps
         if self.momentum is not None:
             self.momentum.give_back()
@@ -193,7 +217,7 @@ class Training:
     @torch.no_grad()
     def flush(self) -> None:
         """Apply all that is due."""
-        self.step.flush()
+        self.answers.settle(self.buckets[::-1])
 
     @torch.no_grad()
     def end_round(self) -> None:
@@ -208,7 +232,7 @@ class Training:
 
     def arrive(self) -> None:
         """Wait for what steps have sent, and apply nothing of it."""
-        if not self.local:
+        if not (self.local and self.turns.trains):
             return
         for bucket in self.buckets:
             if bucket.stage is Stage.SENT:
@@ -232,8 +256,9 @@ class Training:
     @torch.no_grad()
     def gather(self) -> None:
         """Deliver now what is held until step()."""
-        self.step.gather()
-        self.updates.withdraw()
+        with self.turns:
+            self.step.gather()
+            self.updates.withdraw()
 
     def moment(self) -> str | None:
         """Where a step stands; None between a step and the next backward."""

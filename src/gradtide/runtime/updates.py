@@ -194,7 +194,7 @@ class Updates:
             for p in (slot.param for slot in bucket.slots):
                 plain = type(p)
                 if plain not in self._due:
-                    self._due[plain] = due_kind(p, self._answers.settle)
+                    self._due[plain] = due_kind(p, self._answers.read)
                 if due := self._due[plain]:
                     kinds.append((p, plain, due))
                 else:

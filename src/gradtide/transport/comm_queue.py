@@ -125,6 +125,7 @@ class CommQueue:
         self.late: Callable[[], float] = lambda: PATIENCE
         self.submitted = 0  # items so far
         self._closed, self._ahead = False, abreast - 1
+        self._asking = threading.Lock()  # one of those who wait asks
         self._own = own = threading.local()  # the lane whose thread this is
         none = WorkItem(0, NOTHING, self._late)
         self._before = _Lane(f"{name} before", self._prepare, none, own)
@@ -198,12 +199,13 @@ class CommQueue:
 
     def _late(self) -> float:
         """Somebody waits for long. Raises what ended the queue, or ends it now."""
-        if self.error is None:
-            try:
-                return self.late()
-            except BaseException as error:
-                self.error = self.error or error
-        raise self.error
+        with self._asking:
+            if self.error is None:
+                try:
+                    return self.late()
+                except BaseException as error:
+                    self.error = self.error or error
+            raise self.error
 
     def _prepare(self, item: WorkItem) -> None:
         self._before.current = item

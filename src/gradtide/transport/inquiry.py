@@ -68,7 +68,6 @@ class Inquiry:
         self._meeting = meeting
         self._group = Group(pg.rank(), pg.size())
         self._own = dist.get_global_rank(pg, pg.rank())
-        self._trainer = threading.get_ident()
         self._round = 1  # of questions: its number in the store
         self._asked = 0  # the last round in which this rank asked
         self._suspects: dict[int, Position] = {}
@@ -167,7 +166,7 @@ class Inquiry:
         except (KeyError, ValueError, RuntimeError):
             doing = "has called destroy_process_group()"
             return Position(steps, items, doing, final=True)
-        frame = sys._current_frames().get(self._trainer)
+        frame = sys._current_frames().get(self._progress.trainer)
         doing, members = _seen(frame)
         return Position(steps, items, doing, frame is None, members)
 
