@@ -202,7 +202,8 @@ class Hooks:
         due, training.buffers_due = training.buffers_due or not in_round, False
         if not due:
             return
-        training.tally.learn()  # whether some rank has other buffers now
+        with training.turns:
+            training.tally.learn()  # whether some rank has other buffers now
         if training.buffers:
             # Before anything is sent: on other ranks they may have been read already.
             with torch.no_grad():
