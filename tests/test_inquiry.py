@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import re
 import threading
 import time
@@ -131,6 +132,89 @@ def test_after_one_step(tmp_path: Path) -> None:
     seconds, told = run_to_the_end(tmp_path, 2, work)
     assert seconds < LIMIT
     assert "rank 0 took 1 steps and its program has ended" in told[1]
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("scheme", "steps"), [("wfbp", 0), ("diloco(every=4)", 2), ("dear", 1)]
+)
+def test_a_rank_that_dies_before_ranks_are_connected_is_named(
+    tmp_path: Path, scheme: str, steps: int, dead: int
+) -> None:
+    """In its first forward, in a round that has sent nothing yet; without a word."""
+
+    def work(rank: int) -> None:
+        sync = train(scheme, steps)
+        if rank == dead:
+            (tmp_path / "stopped").write_text(str(time.monotonic()))
+            os._exit(9)
+        for _ in range(4):
+            sync.model(torch.randn(4, 4)).square().mean().backward()
+            sync.optimizer.step()
+
+    seconds, told = run_to_the_end(tmp_path, 3, work)
+    assert seconds < LIMIT
+    for rank in {0, 1, 2} - {dead}:
+        assert f"rank {dead} is gone: its process has ended" in told[rank], told
+
+
+def save_and_load(sync: gradtide.Replica) -> None:
+    sync.load_state_dict(sync.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "call", "words"),
+    [
+        ("wfbp", save_and_load, "load_state_dict"),
+        ("wfbp", lambda sync: sync.adopt("dear"), "adopt"),
+        ("dear", lambda sync: sync.join().__enter__(), "join|__enter__"),
+        ("diloco(every=3)", lambda sync: sync.end_round(), "end_round"),
+    ],
+)
+def test_a_call_that_one_rank_makes_alone_is_named(
+    tmp_path: Path, scheme: str, call: Callable[[Any], Any], words: str
+) -> None:
+    """On all ranks; and not the link is to blame."""
+
+    def work(rank: int) -> None:
+        sync = train(scheme, 2)
+        if rank == 1:
+            (tmp_path / "stopped").write_text(str(time.monotonic()))
+            call(sync)
+        for _ in range(3):
+            sync.model(torch.randn(4, 4)).square().mean().backward()
+            sync.optimizer.step()
+
+    seconds, told = run_to_the_end(tmp_path, 2, work)
+    assert seconds < LIMIT
+    for each in told:
+        where = rf"rank 0 .*in (back|for)ward\(\); rank 1 .*in ({words})\(\)"
+        assert re.search(where, each), told
+        assert "link" not in each
+
+
+def test_a_step_of_muon_without_a_backward_is_named(tmp_path: Path) -> None:
+    """Each rank waits in another queue than the other one."""
+    muon = pytest.importorskip("gradtide.optim")
+
+    def work(rank: int) -> None:
+        model = nn.Linear(6, 5, bias=False)
+        optimizer = muon.DistributedMuon(model.parameters(), lr=0.01)
+        gradtide.replicate(model, optimizer)
+        for step in range(4):
+            if step == 2 and rank == 1:
+                (tmp_path / "stopped").write_text(str(time.monotonic()))
+            else:
+                model(torch.randn(3, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    seconds, told = run_to_the_end(tmp_path, 2, work)
+    assert seconds < LIMIT
+    for each in told:
+        assert re.search(
+            r"rank 0 .*in backward\(\); rank 1 .*in \w*Muon.step\(\)", each
+        )
 
 
 def test_a_rank_that_is_late_is_waited_for() -> None:

@@ -214,8 +214,8 @@ def test_what_travels_together_arrives_in_order() -> None:
 @pytest.mark.parametrize(("length", "item"), [(4, 7), (6, 7), (5, 8)])
 def test_ranks_that_ask_for_different_things_are_told(length: int, item: int) -> None:
     with connected(2) as links:
-        links[0].track(0).asked = 7, 1
-        links[1].track(0).asked = item, 1
+        links[0].track(0).asked = 7, 1, 0
+        links[1].track(0).asked = item, 1, 0
 
         def work(rank: int) -> None:
             if rank == 0:

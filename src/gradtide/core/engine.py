@@ -102,11 +102,12 @@ class Engine:
             begin()
             self._run(flight, hold)
 
-        job = Job(begin, work)
+        job = Job(begin, work, name=name)
         if settled:
-            job = Job(_nothing, both, settled=True)
+            job = Job(_nothing, both, settled=True, name=name)
         elif hands_over:
-            job = Job(begin, work, first, None if hold else self._last(flight))
+            last = None if hold else self._last(flight)
+            job = Job(begin, work, first, last, name=name)
         flight.ticket = self.transport.submit(job)
         return flight
 
@@ -137,7 +138,8 @@ class Engine:
 
         flight.hold = False
         after = self._last(flight) if flight.hands_over else None
-        flight.ticket = self.transport.submit(Job(leave, run, after=after))
+        job = Job(leave, run, after=after, name=flight.name)
+        flight.ticket = self.transport.submit(job)
 
     def finish(self, flight: InFlight) -> Any:
         """Wait for a flow that is not held; returns what it came to."""

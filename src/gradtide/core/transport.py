@@ -45,6 +45,7 @@ class Job:
     before: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
     settled: bool = False
+    name: str = ""  # what it is for: the same on every rank
 
 
 class Ticket(Protocol):
@@ -81,8 +82,11 @@ class Transport(Protocol):
 
     def issue(self, op: Op) -> Any: ...
     def wait(self, pending: Any) -> Any: ...
-    def gather_objects(self, value: Any) -> list[Any]:
-        """The `value` of all ranks, in order; this blocks, and is for set-up only."""
+    def gather_objects(self, value: Any, name: str = "comparing") -> list[Any]:
+        """The `value` of all ranks, in order; this blocks, and is for set-up only.
+
+        Raises CommunicationError where ranks ask for different things.
+        """
         ...
 
     def close(self) -> None: ...

@@ -228,7 +228,7 @@ class VirtualTransport:
     def carried(self, total: float, largest: float, smallest: float) -> float:
         return carried(total, largest, smallest, self.group.size)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, name: str = "comparing") -> list[Any]:
         return [value] * self.group.size
 
     def close(self) -> None: ...

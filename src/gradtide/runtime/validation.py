@@ -328,15 +328,16 @@ def check_ranks_agree(
 
     So nothing that can fail on one rank alone belongs behind this call.
     """
+    call = prepare.__qualname__.partition(".<locals>")[0]
     try:
         result, signature = prepare()
     except Exception as error:
         foreseen = isinstance(error, ValueError | TypeError)
         kind = type(error).__name__
         words = str(error) or kind if foreseen else f"{kind}: {error}"
-        transport.gather_objects((words, foreseen, {}))
+        transport.gather_objects((words, foreseen, {}), call)
         raise
-    answers = transport.gather_objects(("", True, signature))
+    answers = transport.gather_objects(("", True, signature), call)
     for rank, (words, foreseen, _) in enumerate(answers):
         if words:
             told = f"rank {rank} cannot take part: {words}"

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from weakref import WeakValueDictionary
+from zlib import crc32
 
 from gradtide.core.transport import Job
 
@@ -34,6 +36,7 @@ class WorkItem:
     number: int
     job: Job
     late: Callable[[], float]
+    queue: str = ""  # its queue's name, as in `QUEUES`
     # How many it has issued so far, by the ranks that they were asked of.
     requests: Counter[Sequence[int]] = field(default_factory=Counter)
     begun: bool = False
@@ -41,6 +44,8 @@ class WorkItem:
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
+        self.name = self.job.name
+        self.digest = crc32(self.name.encode())
         self.ready = self.job.before is None  # for the main lane
         # Bare locks, not Events: these take four turns of Python's own lock.
         self.working, self.preparing = threading.Lock(), threading.Lock()
@@ -120,7 +125,12 @@ class CommQueue:
     """
 
     def __init__(self, name: str, abreast: int) -> None:
-        """`abreast`: how many items of the main lane may be under way at once."""
+        """`name`: the same on every rank, and on each of no other queue.
+
+        `abreast`: how many items of the main lane may be under way at once.
+        """
+        self.name = name
+        QUEUES[name] = self
         self.error: BaseException | None = None
         self.late: Callable[[], float] = lambda: PATIENCE
         self.submitted = 0  # items so far
@@ -140,6 +150,11 @@ class CommQueue:
         return self._lane.current
 
     @property
+    def working(self) -> WorkItem:
+        """The item at which the main lane is."""
+        return self._main.current
+
+    @property
     def lane(self) -> int:
         """The number of this thread's lane, elsewhere that of the main lane."""
         return (self._main, self._before, self._after).index(self._lane)
@@ -156,7 +171,7 @@ class CommQueue:
                 "replicated is gone; call replicate() again, on every rank"
             )
         self.submitted += 1
-        item = WorkItem(self.submitted, job, self._late)
+        item = WorkItem(self.submitted, job, self._late, self.name)
         if job.before is not None:
             self._before.put(item)
         self._main.put(item)
@@ -254,6 +269,10 @@ class CommQueue:
         except BaseException as error:  # raised when the item's turn comes
             item.error = error
         self._main.current = working
+
+
+# Those of this process, by their names.
+QUEUES: WeakValueDictionary[str, CommQueue] = WeakValueDictionary()
 
 
 def _be_patient() -> None:

@@ -1,15 +1,16 @@
 """Who is missing, and why: what ranks tell each other beside their exchanges.
 
-A rank whose exchange fails says so in the store, and names those that stay silent. A
-rank whose exchange takes long asks the others where they are (`inquiry`). A rank that
-will take part in no more exchanges leaves word of it, and of its number of steps.
+A rank whose exchange fails says so in the store, and names those whose process has
+ended, or that stay silent. A rank whose exchange takes long asks the others where they
+are (`inquiry`). A rank that will take part in no more exchanges leaves word of it, and
+of its number of steps.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -18,9 +19,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradtide.core.ops import Group
 from gradtide.core.transport import Progress
+from gradtide.transport.links import DIFFERENT
 
 REPORT_SECONDS = 2.0  # what a rank needs to notice a closed connection, or to answer
 
+GONE = (
+    "is gone: its process has ended without a word (killed, or out of memory: look at "
+    "its own output)"
+)
+ALIKE = "All ranks have to make the same calls, in the same order"
 UNEQUAL = (
     "If ranks have different numbers of batches, train inside `with sync.join():`, or "
     "give all ranks equally many (DistributedSampler, drop_last=True)"
@@ -36,86 +43,221 @@ class Position:
     doing: str
     final: bool = False  # it submits no more
     members: tuple[int, ...] = ()  # global ranks that must come before it goes on
+    item: int = 0  # the number of the item that is at work, and what that is for
+    name: str = ""
+    awaited: tuple[str, int] = ("", 0)  # the item that it waits for, and its queue
+    error: str = ""  # that ended it
 
     def write(self) -> str:
         """This position as a text."""
         return json.dumps(asdict(self))
 
+    @classmethod
+    def read(cls, text: str) -> Position:
+        """What `write` wrote."""
+        found = json.loads(text)
+        queue, number = found["awaited"]
+        members = tuple(found["members"])
+        return cls(**{**found, "members": members, "awaited": (queue, number)})
+
     def __str__(self) -> str:
-        return f"took {self.steps} steps and {self.doing}"
+        by = f" by {self.error}" if self.error else ""
+        return f"took {self.steps} steps and {self.doing}{by}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exchange that failed on a rank."""
+
+    position: Position
+    why: str = ""  # if that is certain
+    looked: bool = False  # whether the rank has found out what there is to find
+
+    def write(self) -> str:
+        """This failure as a text."""
+        return json.dumps([self.position.write(), self.why, self.looked])
+
+    @classmethod
+    def read(cls, text: str) -> Failure:
+        """What `write` wrote."""
+        position, why, looked = json.loads(text)
+        return cls(Position.read(position), why, looked)
 
 
 class FailureReporter:
-    """What ranks leave in the store, each under its own name."""
+    """What ranks leave in the store, each under its own name.
 
-    def __init__(self, store: Store, group: Group, progress: Progress) -> None:
+    `gone` tells whether a rank's process has ended (`doors`), and `host` is the rank
+    that hosts the store, if it is one of these.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        group: Group,
+        progress: Progress,
+        gone: Callable[[int], bool],
+        host: int | None,
+    ) -> None:
         self._store, self._group, self._progress = store, group, progress
+        self._gone, self._host = gone, host
 
-    def explain(self, request: str, error: RuntimeError, peer: int | None) -> str:
+    def explain(
+        self,
+        request: str,
+        error: BaseException,
+        peer: int | None,
+        own: Position | None = None,
+    ) -> str:
         """The message of a CommunicationError; `peer` is who the lost message was for.
 
         A peer that reports a failure of its own within the window only passed it on.
+        `own` is where this rank is.
         """
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
         try:
-            self.leave("failed")
-            silent = self.await_words(["failed", "ended"], REPORT_SECONDS)
-            known = self._known()
-        except RuntimeError:  # the store lived in the process that died
-            missing = "the process that hosts the store (rank 0) is gone"
-        else:
-            # If the peer is silent, the others may only be waiting for one another.
-            ranks = ", ".join(map(str, [peer] if peer in silent else silent))
-            missing = f"rank {ranks} does not respond (dead, stalled, or ended early)"
-            if not silent:
-                missing = known or f"all ranks noticed{_link(peer)}"
-        text = str(error).strip().splitlines()[0]
+            self.fail(own)
+            certain = self._find(own, text)
+            why = certain or self._guess(peer)
+            self.fail(own, certain, looked=True)
+        except RuntimeError:  # the store lived in a process that has ended
+            why = self.storeless() or "the job's store is gone"
         rank, step = self._group.rank, self._progress.steps + 1
-        return f"rank {rank}: {request} failed in step {step}: {missing} ({text})"
+        return f"rank {rank}: {request} failed in step {step}: {why} ({text})"
 
-    def _known(self) -> str:
-        """Why exchanges ended, if that is known: who ended, or what a rank says."""
-        ended = self.ended()
-        if ended:
-            return self.uneven(ended)
-        failed = [r for r in self._others() if self._has("failed", r)]
-        told = (self._store.get(f"failed/{r}").decode() for r in failed)
-        return next(filter(None, told), "")
+    def _find(self, own: Position | None, text: str) -> str:
+        """What is certain. Whoever knows says so, and others wait for that."""
+        deadline = time.monotonic() + REPORT_SECONDS
+        while not (certain := self.known()) and time.monotonic() < deadline:
+            if not self.silent(("failed", "ended")):
+                ended = self.ended()
+                certain = self.uneven(ended) if ended else self._apart(own, text)
+                if certain:
+                    break
+                self.fail(own, looked=True)
+                if all(failure.looked for failure in self.failed().values()):
+                    break
+            time.sleep(0.05)
+        return certain
+
+    def _guess(self, peer: int | None) -> str:
+        """What there is to say where nothing is certain."""
+        silent = self.silent(("failed", "ended"))
+        if not silent:
+            return f"all ranks noticed{_link(peer)}"
+        # If the peer is, the others may only be waiting for one another.
+        ranks = ", ".join(map(str, [peer] if peer in silent else silent))
+        return f"rank {ranks} does not respond (dead, stalled, or ended early)"
+
+    def known(self) -> str:
+        """Why exchanges fail, if that is certain; otherwise an empty text.
+
+        That is so where a process has ended without a word, or another rank knows.
+        """
+        gone = [r for r in self.silent(("failed", "ended")) if self._gone(r)]
+        gone = [r for r in gone if not self._has("failed", r, "ended")]  # since then
+        if gone:
+            return f"rank {', '.join(map(str, gone))} {GONE}"
+        return next((f.why for f in self.failed().values() if f.why), "")
+
+    def storeless(self) -> str:
+        """Who is missing where nobody can leave word any more; empty if nobody is.
+
+        Who has hung up since seems to be gone, too: it is the store's host that counts.
+        """
+        gone = [r for r in self._others() if self._gone(r)]
+        if self._host in gone:
+            return f"rank {self._host} {GONE}, and the job's store was there"
+        ranks = ", ".join(map(str, gone))
+        return f"rank {ranks} {GONE}, and so has the job's store" if gone else ""
+
+    def _apart(self, own: Position | None, text: str) -> str:
+        """What ranks do that ask for different things; empty if they do not."""
+        if own is None:
+            return ""
+        others = {r: failure.position for r, failure in self.failed().items()}
+        apart = {
+            r: where
+            for r, where in others.items()
+            if text.startswith(DIFFERENT)
+            or (where.item == own.item and where.name != own.name)
+        }
+        return self.apart(apart, own) if apart else ""
+
+    def apart(self, others: Mapping[int, Position], own: Position) -> str:
+        """What there is to say where ranks ask for different things."""
+        where = {**others, self._group.rank: own}
+        told = "; ".join(f"rank {rank} {where[rank].doing}" for rank in sorted(where))
+        return f"{told}. {ALIKE}"
 
     def uneven(self, stopped: Mapping[int, Position]) -> str:
         """What there is to say where some ranks stopped before others."""
         told = "; ".join(f"rank {rank} {where}" for rank, where in stopped.items())
+        if any(where.error for where in stopped.values()):
+            return f"{told}: look at its own output"
         return f"{told}. {UNEQUAL}"
 
-    def leave(self, word: str, text: str = "") -> None:
+    def fail(self, own: Position | None, why: str = "", looked: bool = False) -> None:
+        """Tell the others that an exchange of this rank's failed, and why if known."""
+        position = own or Position(self._progress.steps, 0, "is at work")
+        self.leave("failed", Failure(position, why, looked).write())
+
+    def leave(self, word: str, text: str) -> None:
         """Tell the others that this rank has "failed" or "ended", and what it knows."""
         self._store.set(f"{word}/{self._group.rank}", text)
 
     def ended(self) -> dict[int, Position]:
-        """The ranks that take part in no more exchanges."""
+        """The ranks that take part in no more exchanges, and did not fail in one."""
         return {
-            r: self.read(f"ended/{r}") for r in self._others() if self._has("ended", r)
+            r: self.read(f"ended/{r}")
+            for r in self._others()
+            if self._has("ended", r) and not self._has("failed", r)
+        }
+
+    def failed(self) -> dict[int, Failure]:
+        """The ranks on which an exchange failed."""
+        return {
+            r: Failure.read(self._store.get(f"failed/{r}").decode())
+            for r in self._others()
+            if self._has("failed", r)
         }
 
     def read(self, key: str) -> Position:
         """A position that a rank has left, as `Position.write` wrote it."""
-        found = json.loads(self._store.get(key))
-        return Position(**{**found, "members": tuple(found["members"])})
+        return Position.read(self._store.get(key).decode())
 
     def await_words(self, words: Iterable[str], seconds: float) -> list[int]:
-        """Wait until all others left one of these words; returns those that did not."""
-        deadline = time.monotonic() + seconds
-        silent, words = self._others(), list(words)
+        """Wait until all others left one of these words; returns those that did not.
+
+        Nobody waits for a process that has ended.
+        """
+        deadline, words = time.monotonic() + seconds, list(words)
         while True:
-            silent = [r for r in silent if not any(self._has(w, r) for w in words)]
-            if not silent or time.monotonic() > deadline:
+            silent = self.silent(words)
+            awaited = [r for r in silent if not self._gone(r)]
+            if not awaited or time.monotonic() > deadline:
                 return silent
             time.sleep(0.05)
+
+    def await_known(self, seconds: float) -> None:
+        """Wait until all others have ended, or know what there is to know."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            know = {r for r, failure in self.failed().items() if failure.looked}
+            left = [r for r in self.silent(["ended"]) if r not in know]
+            if all(self._gone(r) for r in left):
+                return
+            time.sleep(0.05)
+
+    def silent(self, words: Iterable[str]) -> list[int]:
+        """The others that have left none of these words."""
+        return [r for r in self._others() if not any(self._has(w, r) for w in words)]
 
     def _others(self) -> list[int]:
         return [r for r in range(self._group.size) if r != self._group.rank]
 
-    def _has(self, word: str, rank: int) -> bool:
-        return bool(self._store.check([f"{word}/{rank}"]))
+    def _has(self, word: str, rank: int, *more: str) -> bool:
+        return any(self._store.check([f"{w}/{rank}"]) for w in (word, *more))
 
 
 def _link(peer: int | None) -> str:

@@ -17,9 +17,11 @@ from gradtide.core.ops import Group, Op
 from gradtide.core.transport import CommunicationError, Job, Progress
 from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
+from gradtide.transport.fault import ALIKE
 from gradtide.transport.hosts import Whereabouts, give_up, whereabouts
 from gradtide.transport.inquiry import Inquiry, end
 from gradtide.transport.links import (
+    DIFFERENT,
     TRACKS,
     Links,
     Peers,
@@ -50,7 +52,7 @@ class GlooTransport:
         self.progress = Progress()
         self.payload_bytes = 0
         self._pg = pg
-        self._queue = CommQueue("gradtide", TRACKS)
+        self._queue = CommQueue(f"gradtide {pg.group_name}", TRACKS)
         self.submit = self._queue.submit
         timeout = pg._get_backend(torch.device("cpu")).options._timeout
         seconds = timeout.total_seconds()
@@ -58,6 +60,7 @@ class GlooTransport:
         self._links = tuple(Links(meeting, *lane, seconds) for lane in enumerate(LANES))
         self._inquiry = Inquiry(pg, self._queue, self.progress, meeting)
         self._queue.late = self._inquiry.late
+        meeting.silent = self._inquiry.silent
         self._at_exit = Finalize(self, end, args=(self._inquiry,), exitpriority=1)
 
     def issue(self, op: Op) -> Any:
@@ -66,7 +69,7 @@ class GlooTransport:
             return _alone(op), None, ""
         item = self._queue.current
         track = self._links[self._queue.lane].track(item.number)
-        track.asked = item.number, _numbered(op, item)
+        track.asked = item.number, _numbered(op, item), item.digest
         asked = _Asked(op, self.group, track, item)
         # What crosses a link is asked for by one thread, what does not by others, too.
         if not asked.inside:
@@ -121,19 +124,23 @@ class GlooTransport:
     def carried(self, total: float, largest: float, smallest: float) -> float:
         return ring.carried(total, largest, smallest, self.group.size)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, name: str = "comparing") -> list[Any]:
         if self.group.size == 1:
             return [value]
-        values: list[Any] = [None] * self.group.size
+        told: list[Any] = [None] * self.group.size
 
         def gather() -> None:
             try:
-                dist.all_gather_object(values, value, group=self._pg)
+                dist.all_gather_object(told, (name, value), group=self._pg)
             except RuntimeError as error:
-                raise self._blame("comparing", error) from error
+                raise self._blame(name, error) from error
 
-        self.submit(Job(lambda: None, gather)).join()
-        return values
+        self.submit(Job(lambda: None, gather, name=name)).join()
+        names = {rank: other for rank, (other, _) in enumerate(told)}
+        if len({*names.values()}) > 1:
+            who = ", ".join(f"rank {rank} in {where}" for rank, where in names.items())
+            raise CommunicationError(f"{DIFFERENT}: {who}. {ALIKE}")
+        return [other for _, other in told]
 
     def open(self) -> list[Whereabouts]:
         """Learn where all ranks are, and where to connect to them."""
@@ -240,9 +247,7 @@ class GlooTransport:
         """An error of Gloo's, which names an address at best, as one of ours."""
         if self._queue.error is not None:  # it is known already, and why
             return CommunicationError(str(error))
-        self._meeting.hang_up()  # so that those who wait for this rank learn of it
-        peer = getattr(error, "peer", None)
-        return CommunicationError(self._inquiry.reporter.explain(request, error, peer))
+        return CommunicationError(self._inquiry.explain(request, error))
 
 
 class _Asked:

@@ -7,9 +7,12 @@ until a rank has waited for some seconds (`comm_queue.PATIENCE`). It then asks t
 the store, where a thread of each rank waits for questions. That thread looks at what
 its program does, and answers.
 
-[Note: in vain] A rank gives up if another rank has not sent what is waited for, and
-either has ended, or is inside a collective that needs this rank, too, and still is when
-it is asked again. No clock decides that: neither of the two can ever go on.
+[Note: in vain] A rank gives up if another rank has not sent what is waited for, and has
+ended, or is inside a collective that needs this rank, too, and still is when it is
+asked again. It gives up at once if a process has ended without a word (`doors`), if an
+exchange failed elsewhere, if another rank waits in another queue for what this one has
+not begun, or if what both wait for has another name there. No clock decides any of
+that: neither of the two can ever go on.
 
 [Note: The end of a program] Under `dear` the last update is still on its way when a
 program ends without a `flush`. An interpreter that ends while a thread waits in Gloo
@@ -26,7 +29,9 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import is_exiting
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +40,13 @@ from torch.distributed.distributed_c10d import Store
 
 from gradtide.core.ops import Group
 from gradtide.core.transport import CommunicationError, Progress
-from gradtide.transport.comm_queue import PATIENCE, STUCK, CommQueue, WorkItem
+from gradtide.transport.comm_queue import (
+    PATIENCE,
+    QUEUES,
+    STUCK,
+    CommQueue,
+    WorkItem,
+)
 from gradtide.transport.fault import (
     REPORT_SECONDS,
     FailureReporter,
@@ -48,8 +59,12 @@ AGAIN = 2.0  # seconds after which a rank that seems stuck is asked again
 LONGEST = 30.0  # seconds between questions to ranks that are merely late
 END = 60.0  # seconds that the end of a program waits for what was submitted
 LINGER = 6.0  # seconds for which the host of the store waits for others to have read
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's agent hosts the store
 FOREVER = timedelta(days=1)
 NEVER = 1 << 30  # the tag of a message that nobody sends
+HERE = Path(__file__).parents[1]  # gradtide
+LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (HERE, Path(torch.__file__).parent))
+CALLED = {"_wrapped_call_impl": "forward", "_call_impl": "forward"}
 # These wait for one rank, and not for all of a group.
 MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
@@ -74,7 +89,11 @@ class Inquiry:
         self._patience = AGAIN
         self._closed = False
         self._store, self._asking = own_store(pg), own_store(pg)
-        self.reporter = FailureReporter(self._asking, self._group, progress)
+        self._turn = threading.Lock()  # to ask
+        ranks = dist.get_process_group_ranks(pg)
+        self._host = None if AGENT in os.environ or 0 not in ranks else ranks.index(0)
+        known = self._group, progress, meeting.presence.gone, self._host
+        self.reporter = FailureReporter(self._asking, *known)
         self._thread = threading.Thread(
             target=self._answer, name="gradtide inquiry", daemon=True
         )
@@ -89,31 +108,76 @@ class Inquiry:
 
         Raises CommunicationError if that would be in vain, see [Note: in vain].
         """
+        own = self._position()
         try:
-            found = self._ask()
+            why = self.reporter.known() or self._in_vain(own)
         except RuntimeError:  # no store, no answers: the exchange itself will fail
-            return LONGEST
-        number = self._queue.current.number
+            why = self.reporter.storeless()
+            if not why:
+                return LONGEST
+        if not why:
+            return self._patience
+        with suppress(RuntimeError):
+            self.reporter.fail(own, why, looked=True)
+        rank, step = self._group.rank, self._progress.steps + 1
+        error = CommunicationError(f"rank {rank} waits in vain in step {step}: {why}")
+        # First: the queue's thread need not find out what is known already.
+        self._queue.error = self._queue.error or error
+        self._sever()
+        raise error
+
+    def _in_vain(self, own: Position) -> str:
+        """Why it is in vain to wait on, after asking the others; empty if it is not."""
+        found = self._ask()
+        apart = {
+            rank: where
+            for rank, where in found.items()
+            if self._crossed(where, own)
+            or (where.item == own.item and where.name != own.name)
+        }
+        if apart:
+            return self.reporter.apart(apart, own)
         stuck = {
             rank: where
             for rank, where in found.items()
-            if where.items < number and (where.final or self._own in where.members)
+            if where.items < own.item and (where.final or self._own in where.members)
         }
         sure = {r: p for r, p in stuck.items() if p.final or self._suspects.get(r) == p}
         if sure:
-            why = self.reporter.uneven(sure)
-            self.reporter.leave("failed", why)
-            rank, step = self._group.rank, self._progress.steps + 1
-            error = CommunicationError(
-                f"rank {rank} waits in vain in step {step}: {why}"
-            )
-            # First: the queue's thread need not find out what is known already.
-            self._queue.error = self._queue.error or error
-            self._sever()
-            raise error
+            return self.reporter.uneven(sure)
         self._suspects = stuck
         self._patience = AGAIN if stuck else min(2 * self._patience, LONGEST)
-        return self._patience
+        return ""
+
+    def _crossed(self, where: Position, own: Position) -> bool:
+        """Whether a rank waits in another queue for what this one has not begun.
+
+        And will not begin: it waits here.
+        """
+        name, number = where.awaited
+        other = QUEUES.get(name)
+        return (
+            other is not None
+            and other is not self._queue
+            and other.submitted < number
+            and own.awaited[0] == self._queue.name
+            and where.items < own.item
+        )
+
+    def silent(self, rank: int) -> bool:
+        """Whether a rank answers no question; this waits for a while."""
+        try:
+            return rank not in self._ask()
+        except RuntimeError:
+            return False
+
+    def explain(self, request: str, error: RuntimeError) -> str:
+        """What there is to say of a request that failed; others are told first."""
+        own, peer = self._position(), getattr(error, "peer", None)
+        with suppress(RuntimeError):
+            self.reporter.fail(own)
+        self._meeting.hang_up()  # so that those who wait for this rank learn of it
+        return self.reporter.explain(request, error, peer, own)
 
     def _sever(self) -> None:
         """Close this rank's connections, so that whoever waits at one fails now.
@@ -129,18 +193,19 @@ class Inquiry:
 
     def _ask(self) -> dict[int, Position]:
         """Where the others are, as far as they answer."""
-        found, number = self.reporter.ended(), self._round
-        if number == self._asked:  # nobody could answer anew
+        with self._turn:
+            found, number = self.reporter.ended(), self._round
+            if number == self._asked:  # nobody could answer anew
+                return found
+            self._asking.set(f"question/{number}", "")
+            self._asked = number
+            answers = f"answer/{number}"
+            silent = self.reporter.await_words(("ended", answers), REPORT_SECONDS)
+            found = self.reporter.ended()
+            for rank in range(self._group.size):
+                if rank not in (self._group.rank, *silent, *found):
+                    found[rank] = self.reporter.read(f"{answers}/{rank}")
             return found
-        self._asking.set(f"question/{number}", "")
-        self._asked = number
-        answers = f"answer/{number}"
-        silent = self.reporter.await_words(("ended", answers), REPORT_SECONDS)
-        found = self.reporter.ended()
-        for rank in range(self._group.size):
-            if rank not in (self._group.rank, *silent, *found):
-                found[rank] = self.reporter.read(f"{answers}/{rank}")
-        return found
 
     # - Answering ----------------------------------------------------------------------
 
@@ -161,14 +226,15 @@ class Inquiry:
 
     def _position(self) -> Position:
         steps, items = self._progress.steps, self._queue.submitted
+        current = self._queue.working
+        at: dict[str, Any] = {"item": current.number, "name": current.name}
         try:
             dist.get_process_group_ranks(self._pg)
         except (KeyError, ValueError, RuntimeError):
             doing = "has called destroy_process_group()"
             return Position(steps, items, doing, final=True)
-        frame = sys._current_frames().get(self._progress.trainer)
-        doing, members = _seen(frame)
-        return Position(steps, items, doing, frame is None, members)
+        seen = _seen(sys._current_frames().get(self._progress.trainer))
+        return Position(steps, items, **at, **seen)
 
     # - The end ------------------------------------------------------------------------
 
@@ -179,12 +245,13 @@ class Inquiry:
             while not self._queue.close(seconds) and time.monotonic() < deadline:
                 seconds = self.late()
 
-    def close(self, doing: str) -> None:
+    def close(self, doing: str, error: str = "") -> None:
         """Leave word that this rank submits no more, and why; answer no longer."""
         if self._closed:
             return
         self._closed = True
-        where = Position(self._progress.steps, self._queue.submitted, doing, final=True)
+        steps, items = self._progress.steps, self._queue.submitted
+        where = Position(steps, items, doing, final=True, error=error)
         try:
             self.reporter.leave("ended", where.write())
             self._asking.set(f"question/{self._round}", "")  # wakes the own thread, too
@@ -196,10 +263,13 @@ class Inquiry:
 
     def linger(self) -> None:
         """Keep the store open until the others have ended, or know, if it is here."""
-        hosts = self._own == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-        if hosts and self._queue.error is None:
-            with suppress(RuntimeError):
+        if self._host != self._group.rank:
+            return
+        with suppress(RuntimeError):
+            if self._queue.error is None:
                 self.reporter.await_words(("ended", "failed"), LINGER)
+            else:
+                self.reporter.await_known(REPORT_SECONDS)
 
     def tell(self) -> None:
         """Raise what ended the queue, which is printed where nobody can handle it."""
@@ -223,31 +293,46 @@ def end(inquiry: Inquiry) -> None:
     error = getattr(sys, "last_value", None)
     if error is None:
         inquiry.finish()
-    how = "" if error is None else f" by {type(error).__name__}: {error}"
-    inquiry.close(f"its program has ended{how}")
-    if error is None:
-        inquiry.linger()
+    how = "" if error is None else f"{type(error).__name__}: {error}"
+    inquiry.close("its program has ended", how)
+    inquiry.linger()
     inquiry.stop_queue()
     if error is None:
         inquiry.tell()
 
 
-def _seen(frame: FrameType | None) -> tuple[str, tuple[int, ...]]:
-    """What a thread with this innermost frame does, and who has to do it, too."""
+def _seen(frame: FrameType | None) -> dict[str, Any]:
+    """What a thread with this innermost frame does, and what has to come for it."""
     if frame is None:
-        return "the thread that trained has ended", ()
+        return {"doing": "the thread that trained has ended", "final": True}
     outer = None
     while frame is not None:
         if frame.f_code is WorkItem.join.__code__:
-            return "waits for an exchange", ()
+            item: WorkItem = frame.f_locals["self"]
+            doing = f"waits for an exchange in {_call(frame)}"
+            return {"doing": doing, "awaited": (item.queue, item.number)}
         if frame.f_code.co_filename == distributed_c10d.__file__:
             outer = frame
         frame = frame.f_back
     if outer is None or outer.f_code.co_name in MESSAGES:
-        return "is at work", ()
+        return {"doing": "is at work"}
     group = outer.f_locals.get("group") or dist.group.WORLD
     try:
         members = tuple(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError, TypeError):
         members = ()
-    return f"is waiting inside torch.distributed.{outer.f_code.co_name}()", members
+    doing = f"is waiting inside torch.distributed.{outer.f_code.co_name}()"
+    return {"doing": doing, "members": members}
+
+
+def _call(frame: FrameType) -> str:
+    """The user's call that an innermost frame is in: backward(), load_state_dict()."""
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
+        frame, outer = outer, outer.f_back
+    code, inside = frame.f_code, frame.f_locals
+    if code.co_name == "__init__":
+        return f"{type(inside.get('self')).__name__}()"
+    if code.co_name == "wrapper" and inside.get("args"):  # torch's, around step()
+        return f"{type(inside['args'][0]).__name__}.step()"
+    return f"{CALLED.get(code.co_name, code.co_name)}()"

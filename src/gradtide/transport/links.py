@@ -11,9 +11,9 @@ test_many_messages_keep_order). Of transfers that travel together the first one 
 whole before the next one.
 
 [Note: Marks] What a transfer sends to a rank begins with the numbers of its item and
-request, and its length. Ranks that ask for different things are told so: they would
-otherwise take one's bytes for the other's. Requests are numbered for each group of
-ranks by itself, as only these agree on what they ask for.
+request, a digest of the item's name, and its length. Ranks that ask for different
+things are told so: they would otherwise take one's bytes for the other's. Requests are
+numbered for each group of ranks by itself, as only these agree on what they ask for.
 
 [Note: Nothing blocks] Sockets hold what has been sent and not been read. A rank whose
 transfer has ended may go on while its peers still read what it sent.
@@ -49,10 +49,13 @@ HELD = 1 << 21  # bytes that a socket holds for its reader, see [Note: Wakes]
 TRACKS = 3  # work items under way at once: of two rings that end together none is left
 LOOK = 2.0  # seconds after which a socket is read that was not said to be readable
 
-MARK = struct.Struct("!QQQ")  # item, request, bytes: see [Note: Marks]
+MARK = struct.Struct("!QQIQ")  # item, request, name, bytes: see [Note: Marks]
 MORE = getattr(socket, "MSG_MORE", 0)
 
 Memory: TypeAlias = memoryview
+
+
+DIFFERENT = "ranks ask for different things"
 
 
 class Arrival(NamedTuple):
@@ -205,12 +208,11 @@ def _behind(
     """What is filled behind a mark, if it is the one that is `due`."""
     sent = MARK.unpack(told)
     if sent != due:
+        (item, request, _, nbytes), (mine, own, _, wanted) = sent, due
         raise LostError(
             peer,
-            "ranks ask for different things: rank {} sent item {}, request {} of {} "
-            "bytes, where item {}, request {} of {} bytes was due".format(
-                peer, *sent, *due
-            ),
+            f"{DIFFERENT}: rank {peer} sent item {item}, request {request} of {nbytes} "
+            f"bytes, where item {mine}, request {own} of {wanted} bytes was due",
         )
     yield first
     yield from memories
@@ -221,7 +223,8 @@ class Track:
 
     def __init__(self, links: Links, number: int) -> None:
         self.links, self.number = links, number
-        self.asked = 0, 0  # the item and the request that transfers are made for
+        # The item, its request that transfers are made for, and its name's digest.
+        self.asked = 0, 0, 0
         self.to: dict[int, Link] = {}  # by the ranks' numbers in the transport's group
         self.sending: deque[Transfer] = deque()
         self.later: deque[Transfer] = deque()
@@ -362,7 +365,6 @@ class Links:
     def _late(self) -> LostError:
         waiting = [link.peer for link in self._links.values() if link.coming]
         waiting += [link.peer for track in self._tracks if (link := track.blocked)]
-        self._meeting.hang_up()
         return LostError(waiting[0], f"Timed out after {self._seconds:g} s")
 
 

@@ -23,12 +23,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from gradtide.core.ops import Group
 from gradtide.transport.addresses import VARIABLE, chosen
+from gradtide.transport.doors import Door, Presence
 
 HELLO = struct.Struct("!32sII")  # the word of who is called, who calls, and the lane
 BACKLOG = 512  # calls that wait to be answered
@@ -36,15 +36,6 @@ SLICE = 0.25  # seconds that one lane listens for all of them
 CALL = 20.0  # seconds for a call
 WORD = 3.0  # seconds for what is said then
 MANY = 256  # callers who have yet to say it: of more, who waits longest has to go
-
-
-class Door(NamedTuple):
-    """Where a rank listens, and the word by which it knows the job's ranks."""
-
-    address: str
-    port: int
-    name: str  # of a Unix socket; empty for who has to come by the network
-    word: bytes
 
 
 class _Caller:
@@ -83,7 +74,19 @@ class Meeting:
         self.door = Door("", 0, "", secrets.token_bytes(32))
         if group.size > 1:
             self.door = self._listen(self.door.word)
-        self.doors = [self.door]  # of all ranks, once they are known
+        self.presence = Presence()
+        self.doors = [self.door]
+        # Whether a rank answers no questions; the transport knows how to ask.
+        self.silent: Callable[[int], bool] = lambda _: False
+
+    @property
+    def doors(self) -> Sequence[Door]:
+        """Those of all ranks, once they are known."""
+        return self.presence.doors
+
+    @doors.setter
+    def doors(self, doors: Sequence[Door]) -> None:
+        self.presence.doors = doors
 
     def _listen(self, word: bytes) -> Door:
         address, name = chosen().address, ""
@@ -130,7 +133,7 @@ class Meeting:
         return socket.create_connection((door.address, door.port), CALL)
 
     def answer(self, peer: int, lane: int) -> socket.socket:
-        """Wait until a lower rank has called."""
+        """Wait until a lower rank has called; OSError if it never will."""
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline:
             with self._lock:  # who holds it listens for the other lanes, too
@@ -138,7 +141,14 @@ class Meeting:
                     self._attend()
                 if (lane, peer) in self._here:
                     return self._here.pop((lane, peer))
+            self._expect(peer)
         raise TimeoutError(f"no call in {self._seconds:g} s")
+
+    def _expect(self, peer: int) -> None:
+        """Raise OSError if nobody is there any more who could call."""
+        there = self.presence
+        if there.gone(peer) or (there.closed(peer) and self.silent(peer)):
+            raise ConnectionError("it listens no longer")
 
     def hang_up(self) -> None:
         """End all connections; whoever waits at one, here or there, fails now."""
@@ -148,6 +158,7 @@ class Meeting:
 
     def close(self) -> None:
         """Close all connections, of which no thread makes use any more."""
+        self.presence.close()
         _close(self._made)
 
     def _attend(self) -> None:
