@@ -806,6 +806,8 @@ class Replica:
             training.preconditioning.save(saved, group)
         if self.tuning is not None:
             saved["tuning"] = self.tuning.save()
+        if (size, parts) == now:
+            state.seal(saved, placement, group, training.notes())
         return saved
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -857,6 +859,7 @@ class Replica:
         transport = self.engine.transport
         read = check_ranks_agree(transport, prepare, remedy)
         found, factors, under_way, tried = read
+        under_way = rounds.agree(training, under_way)
 
         def change() -> tuple[None, Signature]:
             training.drop()
@@ -866,8 +869,7 @@ class Replica:
             if self.tuning is not None and found.size == group.size:
                 self.tuning.load(tried)
             state.load(placement, self.scheme, found)
-            training.updates.reset()
-            training.num_steps = found.step or 0
+            training.resume(found)
             if second is not None:
                 second.load(factors, saved, group)
             if training.steps is not None and found.optimizer is not None:

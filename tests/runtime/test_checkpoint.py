@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from tests.ranks import run_ranks
 from torch import Tensor, nn
 
 import gradtide
-from gradtide.runtime.checkpoint import packed
+from gradtide.runtime.checkpoint import SEAL, UNSEALED, packed, unpacked
 
 
 def start(scheme: str) -> tuple[nn.Module, torch.optim.Optimizer, gradtide.Replica]:
@@ -162,6 +165,180 @@ def _damaged_factors() -> str:
     train(model, optimizer, range(3, 5))
     sync.remove()
     return str(caught.value)
+
+
+PIECES = {
+    "topk(0.05)": {"algorithm", "remainders"},
+    "mpd_kfac": {"algorithm", "preconditioner"},
+    "topk(0.05, schedule='local')": {"algorithm", "remainders", "optimizer"},
+    "diloco(every=2)": {"algorithm", "optimizer", "round"},
+}
+
+
+@pytest.mark.parametrize("scheme", PIECES)
+def test_one_bit_in_any_piece_is_found_on_all_ranks(scheme: str) -> None:
+    for told in run_ranks(2, _flip_each, scheme):
+        for place, message in told.items():
+            assert "is not what was saved" in message, place
+            assert place[1:2] != ("remainders",) or place[2] in message
+        assert {place[1] for place in told if place[0] == "rank1"} == PIECES[scheme]
+        assert ("step",) in told
+
+
+def _flip_each(scheme: str) -> dict[tuple[str, ...], str]:
+    model, optimizer, sync = start(scheme)
+    train(model, optimizer, range(4))
+    state, own, told = sync.state_dict(), f"rank{dist.get_rank()}", {}
+    for place in _places(state):
+        if place[0] == own and own != "rank1":
+            place = ("rank1", *place[1:])
+        damaged = copy.deepcopy(state)
+        if own == "rank1":
+            _flip(damaged, place)
+        told[place] = refusal(sync, damaged)
+        assert _equal(state, sync.state_dict()), place
+    train(model, optimizer, range(4, 6))  # as if nothing had been
+    sync.remove()
+    return told
+
+
+def refusal(sync: gradtide.Replica, state: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # told beside
+        sync.load_state_dict(state)
+    return str(caught.value)
+
+
+def _places(held: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where there is something to damage."""
+    if isinstance(held, dict):
+        for key, inner in held.items():
+            yield from _places(inner, (*place, key))
+    elif isinstance(held, Tensor | bytes) or place == ("step",):
+        yield place
+
+
+def _flip(state: dict[str, Any], place: tuple[str, ...]) -> None:
+    for key in place[:-1]:
+        state = state[key]
+    held = state[place[-1]]
+    if isinstance(held, Tensor):
+        held.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+    elif isinstance(held, bytes):
+        bit = random.Random(str(place)).randrange(8 * len(held))
+        number = int.from_bytes(held, "little") ^ (1 << bit)
+        state[place[-1]] = number.to_bytes(len(held), "little")
+    else:
+        state[place[-1]] = held ^ 1
+
+
+@pytest.mark.parametrize("scheme", PIECES)
+def test_a_piece_that_is_missing_or_empty_is_named_on_all_ranks(scheme: str) -> None:
+    for told in run_ranks(2, _take_away, scheme):
+        assert told
+        for piece, message in told.items():
+            assert piece in message
+
+
+def _take_away(scheme: str) -> dict[str, str]:
+    model, optimizer, sync = start(scheme)
+    train(model, optimizer, range(4))
+    state, own, told = sync.state_dict(), f"rank{dist.get_rank()}", {}
+    for piece in PIECES[scheme] - {"remainders"}:
+        for value in (None, b""):
+            damaged = {**state, own: {**state[own], piece: value}}
+            if value is None:
+                del damaged[own][piece]
+            told[piece] = refusal(sync, damaged if own == "rank1" else state)
+    sync.remove()
+    return told
+
+
+@pytest.mark.parametrize("scheme", PIECES)
+def test_states_of_versions_without_digests_are_loaded(scheme: str) -> None:
+    run_ranks(2, _without_digests, scheme)
+
+
+def _without_digests(scheme: str) -> None:
+    model, optimizer, sync = start(scheme)
+    train(model, optimizer, range(4))
+    old, own = copy.deepcopy(sync.state_dict()), f"rank{dist.get_rank()}"
+    host, device, _ = unpacked(old[own]["algorithm"], "it")
+    old[own]["algorithm"] = packed((host, device))
+    for part in (old, old[own]):
+        for key, piece in part.items():
+            if isinstance(piece, bytes):
+                part[key] = piece[SEAL.size :]
+                assert part[key].startswith(UNSEALED)
+    sync.load_state_dict(old)
+    train(model, optimizer, range(4, 6))
+    sync.remove()
+
+
+def test_digests_are_of_values_wherever_they_are() -> None:
+    """Of a file or a message, of another layout, of a part of a larger tensor."""
+    run_ranks(2, _elsewhere)
+
+
+def _elsewhere() -> None:
+    model, optimizer, sync = start("topk(0.05)")
+    train(model, optimizer, range(3))
+    state, own = sync.state_dict(), f"rank{dist.get_rank()}"
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    sync.load_state_dict(torch.load(file, weights_only=True))
+    left = state[own]["remainders"]
+    for name, value in left.items():
+        wide = value.new_empty(value.numel() + 1)[1:].view(value.shape)
+        left[name] = wide.copy_(value)
+        if value.dim() == 2:
+            left[name] = value.t().contiguous().t()
+    sync.load_state_dict(state)
+    train(model, optimizer, range(3, 5))
+    sync.remove()
+
+
+@pytest.mark.parametrize(
+    "scheme", ["dear", "exdyna(0.2, schedule='dear')", "dear(wire='sign')"]
+)
+@pytest.mark.parametrize("clip", ["ours", "torch's"])
+def test_a_clipped_run_goes_on_bit_for_bit(scheme: str, clip: str) -> None:
+    assert all(run_ranks(2, _go_on, scheme, clip))
+
+
+def _go_on(scheme: str, clip: str) -> bool:
+    def steps(run: Any, which: range) -> None:
+        model, optimizer, sync = run
+        for step in which:
+            for half in range(2):
+                draw = torch.Generator().manual_seed(
+                    100 * step + 9 * half + dist.get_rank()
+                )
+                with sync.no_sync() if half == 0 else contextlib.nullcontext():
+                    model(torch.randn(8, 20, generator=draw)).square().mean().backward()
+            if clip == "ours":
+                sync.clip_grad_norm_(0.1)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        sync.flush()
+
+    whole, found = start(scheme), []
+    steps(whole, range(12))
+    for stop in (1, 2, 3, 6):
+        before = start(scheme)
+        steps(before, range(stop))
+        saved = copy.deepcopy([part.state_dict() for part in before])
+        before[-1].remove()
+        after = start(scheme)
+        for part, state in zip(after, saved, strict=True):
+            part.load_state_dict(state)
+        steps(after, range(stop, 12))
+        pairs = zip(whole[0].parameters(), after[0].parameters(), strict=True)
+        found.append(all(torch.equal(p, q) for p, q in pairs))
+        after[-1].remove()
+    return all(found)
 
 
 def _equal(a: Any, b: Any) -> bool:

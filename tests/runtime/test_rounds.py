@@ -514,3 +514,80 @@ def test_a_run_is_resumed_in_the_middle_of_a_round_bit_for_bit() -> None:
 
     for wrong in run_ranks(2, run):
         assert not wrong
+
+
+# - What all ranks agreed on last ------------------------------------------------------
+
+RUNS = (
+    "diloco(every=4)",
+    "streaming_diloco(every=6, delay=2, fragments=3)",
+    "sparseloco(every=4)",
+)
+
+
+def test_states_of_two_runs_are_refused_on_all_ranks() -> None:
+    for told in run_ranks(2, _mixed):
+        for message in told:
+            assert "these are states of different runs or moments" in message
+
+
+def _mixed() -> list[str]:
+    told = []
+    for scheme in RUNS:
+        states = []
+        for run in range(2):
+            model = network()
+            with torch.no_grad():
+                next(model.parameters()).add_(run)
+            opt = adamw(model)
+            sync = gradtide.replicate(model, opt, scheme)
+            for step in range(9):
+                train_one(model, opt, dist.get_rank(), step)
+            states.append(sync.state_dict())
+            sync.remove(end_round=False)
+        model = network()
+        opt = adamw(model)
+        sync = gradtide.replicate(model, opt, scheme)
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  # told beside
+            sync.load_state_dict(states[dist.get_rank()])
+        told.append(str(caught.value))
+        sync.load_state_dict(states[0])
+        for step in range(9, 12):
+            train_one(model, opt, dist.get_rank(), step)
+        sync.end_round()
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, weights(model))
+        assert torch.equal(*found)
+        sync.remove()
+    return told
+
+
+@pytest.mark.parametrize("scheme", RUNS)
+def test_what_one_rank_alone_has_agreed_on_is_named_at_the_next_exchange(
+    scheme: str,
+) -> None:
+    first, second = run_ranks(2, _apart, scheme)
+    assert first == second
+    step, message = first
+    assert "2.weight differs between ranks 0 and 1 as a fragment leaves" in message
+    assert step <= 8 + parse(scheme).schedule.every
+
+
+def _apart(scheme: str) -> tuple[int, str]:
+    model = network()
+    opt = adamw(model)
+    sync = gradtide.replicate(model, opt, scheme, check_every=0)
+    for step in range(8):
+        train_one(model, opt, dist.get_rank(), step)
+    steps = sync._training.steps
+    assert steps is not None
+    if dist.get_rank() == 1:
+        steps.shared[model[2].weight].view(torch.int64)[0, 0] ^= 1  # type: ignore[index]
+    with pytest.raises(RuntimeError) as caught:  # noqa: PT012  # told beside
+        for step in range(8, 20):
+            train_one(model, opt, dist.get_rank(), step)
+    if not parse(scheme).schedule.delay:  # what is on its way is applied first
+        opt.zero_grad()
+        with pytest.raises(RuntimeError, match=r"2\.weight differs"):
+            sync.end_round()
+    return step, str(caught.value)

@@ -120,7 +120,10 @@ class Actions:
 
     def collect(self) -> None:
         if self.local:  # all ranks hear of alarms at once
-            self.engine.ask("finite", _flags(self.transport.group.size + 2))()
+            size = self.transport.group.size
+            # In rounds also what is trained, and a checksum of what leaves.
+            more = len(self.trace.units) + 2 * size if self._rounds else 0
+            self.engine.ask("finite", _flags(size + 2 + more))()
         else:
             self.steps.collect()
 

@@ -10,6 +10,13 @@ residual of a parameter is sharded as the parameter is, under a key that they ha
 common, so that it can be read into other parts. What algorithms and optimizers remember
 is of a part as a whole, and has the part's number in its key.
 
+[Note: digests] Whatever was damaged since is found before anything changes. An opaque
+piece begins with a checksum of its bytes. The one that every rank has, what algorithms
+remember, also says what else there is: a checksum of each residual, which is the same
+wherever a tensor lives and however it was saved, the names of the other pieces, and
+what is not a tensor. A state of a version that wrote none of this is loaded as it is.
+Ranks with other parts than saved it cannot compare those of residuals.
+
 Nothing is loaded that all ranks did not agree on: every rank reads its state (`read`),
 all compare what must be common, and only then anything changes (`load`).
 """
@@ -17,10 +24,12 @@ all compare what must be common, and only then anything changes (`load`).
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -28,12 +37,17 @@ from torch import Tensor
 from gradtide.core.ops import Group
 from gradtide.core.payload import traits
 from gradtide.runtime.buckets import GradientBucket
-from gradtide.runtime.placement import Placement
+from gradtide.runtime.checksum import checksum
+from gradtide.runtime.placement import Placement, Seen
 from gradtide.runtime.validation import Signature
 from gradtide.transport.shards import like, local
 
 StateDict: TypeAlias = dict[str, Any]
 Algorithms = dict[str, dict[str, Tensor]]  # by the names of a bucket's parameters
+SEAL = struct.Struct("<8sI")  # what a piece begins with: MARK, and a sum of the rest
+MARK, UNSEALED = b"gradtide", b"PK"  # the other one is of earlier versions
+PLAIN = "scheme", "world_size", "shards", "step", "untrained", "tuning"
+COPY = "copy the file again, or load an earlier state"
 
 
 @dataclass(frozen=True)
@@ -49,22 +63,33 @@ class Saved:
     untrained: Sequence[str]  # by any rank, in the last exchange
     algorithms: Sequence[Algorithms]
     optimizer: dict[Any, Any] | None  # its state, where each rank has its own
+    seen: Seen | None
+    granted: bool  # all ranks sent norms
+    wished: bool  # this rank was asked for one
 
     @property
     def common(self) -> Signature:
         """What has to be the same on all ranks."""
         order = None if self.order is None else repr(self.order).encode()
+        recorded = self.seen and self.seen.recorded
+        told = "all" if recorded is None else "one" if recorded else "none"
         return {
             "the state's world_size": self.size,
             "the state's shards": self.parts,
             "the state's step": self.step,
             "the state's scheme": self.scheme,
             "the state's order": "none" if order is None else sha256(order).hexdigest(),
+            # What travels, and when, depends on these.
+            "the state's norms": self.granted,
+            "what the state saw of steps": "nothing" if self.seen is None else told,
         }
 
 
 def save(placement: Placement, scheme: object, group: Group, step: int) -> StateDict:
-    """This rank's state after so many steps; the tensors are copies."""
+    """This rank's state after so many steps; the tensors are copies.
+
+    When all pieces are there it is to be sealed.
+    """
     ready = sorted(placement.slots, key=lambda slot: slot.position)
     states = {_names(bucket): bucket.memory() for bucket in placement.buckets}
     # Thresholds and counters live on the host: reading them waits for no device.
@@ -85,8 +110,22 @@ def save(placement: Placement, scheme: object, group: Group, step: int) -> State
         f"rank{group.rank}": {"remainders": _residuals(placement)},
     }
     own = saved.setdefault(own_key(placement, group), {})
-    own["algorithm"] = packed((host, device))
+    own["algorithm"] = host, device
     return saved
+
+
+def seal(
+    saved: StateDict, placement: Placement, group: Group, notes: Mapping[str, Any]
+) -> None:
+    """Note what a state holds, see [Note: digests], and what there is to say of it."""
+    own = saved[own_key(placement, group)]
+    contents = {
+        "plain": {key: saved[key] for key in PLAIN if key in saved},
+        "pieces": sorted(key for key in own if isinstance(own[key], bytes)),
+        "remainders": _digests(saved[f"rank{group.rank}"]["remainders"]),
+        "notes": dict(notes),
+    }
+    own["algorithm"] = packed((*own["algorithm"], contents))
 
 
 def own_key(placement: Placement, group: Group) -> str:
@@ -101,10 +140,14 @@ def blank(placement: Placement, group: Group, size: int, parts: int) -> StateDic
     Each of them had one of so many parts.
     """
     own = _residuals(placement)
-    ranks = {
+    ranks: dict[str, StateDict] = {
         f"rank{rank}": {"remainders": {n: torch.zeros_like(r) for n, r in own.items()}}
         for rank in range(group.rank, size, group.size)
     }
+    if parts == placement.shards.number[1]:
+        for rank in range(group.rank, size, group.size):
+            key = own_key(placement, Group(rank, size))
+            ranks.setdefault(key, {})["algorithm"] = b""
     common = {"scheme": "", "world_size": size, "shards": parts, "step": 0}
     return {**common, "order": None, "untrained": [], **ranks}
 
@@ -135,6 +178,16 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
     for key in keys:
         for name, residual in state[key]["remainders"].items():
             sums[name] = sums[name] + residual if name in sums else residual
+    told = [
+        _remembered(state.get(own_key(placement, Group(rank, size)), {}), rank)
+        for rank in few
+    ]
+    memories, contents = told[0] if own else ((), {})
+    for name in ("algorithm", *contents.get("pieces", ())):
+        if own and not own.get(name):
+            raise ValueError(f"the state has no {name!r} of rank {group.rank}: {COPY}")
+    notes = contents.get("notes", {})
+    seen = Seen(*notes["seen"]) if notes else None
     found = Saved(
         size,
         parts,
@@ -143,24 +196,59 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
         None if state["order"] is None else list(state["order"]),
         sums,
         list(state.get("untrained", ())),
-        _algorithms(own["algorithm"]) if own else (),
-        unpacked(own["optimizer"]) if "optimizer" in own else None,
+        memories,
+        unpacked(own["optimizer"], "the optimizer") if "optimizer" in own else None,
+        seen if seen is not None and placement.fits(seen) else None,
+        bool(notes.get("granted")),
+        bool(notes.get("wished")),
     )
     _check(placement, found)
+    for key, (_, written) in zip(keys, told, strict=True):
+        _compare(key, state, written)
     return found
 
 
-def _algorithms(piece: bytes) -> Sequence[Algorithms]:
-    """What algorithms remember on the host, and on devices."""
-    found = unpacked(piece)
-    if not isinstance(found, tuple) or len(found) != 2:
+def _remembered(
+    own: Mapping[str, Any], rank: int
+) -> tuple[Sequence[Algorithms], Mapping[str, Any]]:
+    """What a rank's algorithms remembered on the host, and on devices.
+
+    With it comes what the rank wrote of its state's contents, see [Note: digests]. An
+    earlier version wrote nothing, and there is nothing of a rank that had other parts.
+    """
+    piece = own.get("algorithm")
+    if piece is None:
+        return (), {}
+    found = unpacked(piece, f"what algorithms remember (rank {rank})")
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
         raise TypeError("what algorithms remember is no pair")
-    host, device = found
+    host, device, *contents = found
     for memory in (*host.values(), *device.values()):
         odd = [key for key, value in memory.items() if not isinstance(value, Tensor)]
         if odd:
             raise TypeError(f"{odd[0]} is no tensor")
-    return host, device
+    return (host, device), contents[0] if contents else {}
+
+
+def _compare(rank: str, state: Mapping[str, Any], contents: Mapping[str, Any]) -> None:
+    """Raise ValueError for what is not as a rank has saved it, see [Note: digests]."""
+    plain, sums = contents.get("plain", {}), contents.get("remainders", {})
+    changed = [name for name in plain if state.get(name, plain[name]) != plain[name]]
+    found = _digests(state[rank]["remainders"]) if contents else {}
+    for name in {**sums, **found}:
+        if sums.get(name) != found.get(name):
+            changed.append(f"residual of {name} ({rank})")
+    if changed:
+        raise ValueError(f"the state's {changed[0]} is not what was saved: {COPY}")
+
+
+def _digests(named: Mapping[str, Tensor]) -> dict[str, int]:
+    """A checksum of what this rank has of each tensor; waits for the device once."""
+    if not named:
+        return {}
+    sums = [checksum([local(tensor)]) for tensor in named.values()]
+    told = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+    return dict(zip(named, told, strict=True))
 
 
 def load(placement: Placement, scheme: object, saved: Saved) -> None:
@@ -170,8 +258,7 @@ def load(placement: Placement, scheme: object, saved: Saved) -> None:
     sum is kept, and the algorithms start anew; so they do under another scheme, and
     with another number of parts.
     """
-    if saved.order is not None:
-        placement.resume(saved.order)
+    placement.resume(saved.order, saved.seen)
     resized = not saved.algorithms
     for bucket in placement.buckets:
         found = [saved.residuals.get(slot.name) for slot in bucket.slots]
@@ -194,19 +281,30 @@ def packed(value: object) -> bytes:
     """Nested containers of tensors, numbers and texts as one opaque piece.
 
     A checkpoint is read into the keys that are there, and those of some states are not
-    known before a first step.
+    known before a first step. It is sealed, see [Note: digests].
     """
-    buffer = io.BytesIO()
+    buffer = io.BytesIO(bytes(SEAL.size))
+    buffer.seek(SEAL.size)
     torch.save(value, buffer)
+    with buffer.getbuffer() as held:
+        SEAL.pack_into(held, 0, MARK, crc32(held[SEAL.size :]))
     return buffer.getvalue()
 
 
-def unpacked(piece: bytes) -> Any:
-    """What was `packed`, on the CPU. Raises RuntimeError for what is not whole."""
+def unpacked(piece: bytes, name: str) -> Any:
+    """What was `packed`, on the CPU.
+
+    Raises RuntimeError, with the piece's `name`, for what is not whole.
+    """
+    if not piece.startswith(UNSEALED):
+        mark, total = SEAL.unpack_from(piece.ljust(SEAL.size, b"\0"))
+        piece = piece[SEAL.size :]
+        if mark != MARK or total != crc32(piece):
+            raise RuntimeError(f"the piece of {name} is not what was saved: {COPY}")
     try:
         return torch.load(io.BytesIO(piece), weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many kinds, for many kinds of damage
-        raise RuntimeError(f"{len(piece)} bytes cannot be read: {error}") from error
+        raise RuntimeError(f"the piece of {name} cannot be read: {error}") from error
 
 
 def _residuals(placement: Placement) -> dict[str, Tensor]:

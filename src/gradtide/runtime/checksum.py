@@ -13,12 +13,13 @@ program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
+from gradtide.core.ops import Group
 from gradtide.runtime.broadcast import digest
 from gradtide.runtime.parameters import shared_parameters
 from gradtide.transport import Transport
@@ -60,27 +61,18 @@ class ParameterCheck:
         A rank abstains if its parameters are known to be behind the others'.
         """
         self._steps += 1
-        rank, size = self._transport.group
-        due = self._every > 0 and size > 1
+        due = self._every > 0 and self._transport.group.size > 1
         self._asked = due and self._steps % self._every == 2 % self._every
         if not self._asked:
             return list
         total = None if abstain else checksum(p for _, p in self._named())
-
-        def words() -> list[int]:
-            row = [0] * (2 * size)
-            row[2 * rank : 2 * rank + 2] = _split(total)
-            return row
-
-        return words
+        return lambda: words_of(total, self._transport.group)
 
     def update(self, words: Iterator[int]) -> None:
         """Take the sum of all ranks' parts from the answer."""
         if self._asked:
             row = list(islice(words, 2 * self._transport.group.size))
-            told = set(zip(row[::2], row[1::2], strict=True))
-            differ = len(told - {(ABSTAINS, ABSTAINS)}) > 1
-            self._differ = self._shards.anywhere(differ)
+            self._differ = self._shards.anywhere(differ(row))
             self._asked = False
 
     def refuse(self) -> None:
@@ -134,7 +126,9 @@ def _sums_of_bits(tensor: Tensor) -> Tensor:
     """Sums of every COLUMNS-th word, which also tell entries that changed places."""
     flat = tensor.detach().reshape(-1)
     size = flat.element_size()
-    whole = flat.numel() * size % 4 == 0 and flat.storage_offset() * size % 4 == 0
+    whole = flat.numel() * size % 4 == 0
+    if whole and flat.storage_offset() * size % 4:
+        flat = flat.clone()  # the sums of equal tensors are equal wherever they are
     words = flat.view(torch.int32 if whole else torch.uint8)
     rows = len(words) // COLUMNS * COLUMNS
     # In 64 bits: of sums in 32, an even number of changed signs would be gone.
@@ -143,8 +137,18 @@ def _sums_of_bits(tensor: Tensor) -> Tensor:
     return sums
 
 
-def _split(total: Tensor | None) -> list[int]:
-    if total is None:
-        return [ABSTAINS, ABSTAINS]
-    bits = int(total) % (1 << 2 * WORD)
-    return [bits >> WORD, bits % (1 << WORD)]
+def words_of(total: Tensor | None, group: Group) -> list[int]:
+    """A rank's part of a sum that tells whether checksums differ; None: it abstains."""
+    row = [0] * (2 * group.size)
+    own = [ABSTAINS, ABSTAINS]
+    if total is not None:
+        bits = int(total) % (1 << 2 * WORD)
+        own = [bits >> WORD, bits % (1 << WORD)]
+    row[2 * group.rank : 2 * group.rank + 2] = own
+    return row
+
+
+def differ(row: Sequence[int]) -> bool:
+    """Whether some ranks' checksums differ, by the sum of all their words."""
+    told = set(zip(row[::2], row[1::2], strict=True))
+    return len(told - {(ABSTAINS, ABSTAINS)}) > 1

@@ -245,4 +245,6 @@ class Member:
         state = torch.frombuffer(bytearray(piece or length), dtype=torch.uint8)
         broadcast(engine, [state], source)
         if engine.group.rank not in self.join.active:
-            optimizer.load_state_dict(unpacked(state.numpy().tobytes()))
+            optimizer.load_state_dict(
+                unpacked(state.numpy().tobytes(), "the optimizer")
+            )

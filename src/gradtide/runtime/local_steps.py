@@ -44,6 +44,12 @@ finds other values, all compare: that travels while the optimizer steps. Gradien
 be taken elsewhere, as by SAM, but where a step() never comes, parameters are compared
 after the third backward.
 
+[Note: shared] What ranks agreed on last is all that they have alike in a round, and no
+exchange of what each has done ever mends it. So before a fragment leaves its checksum
+travels with the flags, which costs a reading pass over the fragment, and no message.
+A rank abstains that has yet to apply the fragment's last exchange: it skipped the step
+at which that was due.
+
 In the dense steps of a warm-up gradients are exchanged, as by any schedule: the mean of
 steps costs as much to send, and learns worse.
 """
@@ -51,8 +57,9 @@ steps costs as much to send, and learns worse.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -64,10 +71,11 @@ from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
 from gradtide.core.outer import OuterSGD
 from gradtide.core.payload import traits
+from gradtide.core.step import Stage
 from gradtide.runtime.broadcast import digest
 from gradtide.runtime.buckets import GradientBucket, Slot, lives_in
 from gradtide.runtime.buffers import SharedBuffers
-from gradtide.runtime.checksum import compare
+from gradtide.runtime.checksum import checksum, compare, differ, words_of
 from gradtide.runtime.nonfinite import NonFiniteGuard, is_finite
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.probing import Traits, probe
@@ -80,6 +88,11 @@ OUTSIDE = (
     "it was changed outside step() by what each rank has alone, as some optimizers do. "
     "Where steps are exchanged, only step() may; use a schedule that exchanges "
     "gradients, such as 'wfbp'"
+)
+APART = (
+    "it is what ranks agreed on last in rounds, which only their exchanges change. "
+    "Ranks have gone on from states of different runs or moments, or the memory of one "
+    "was changed: load what was saved at one moment, on every rank"
 )
 # By what steps count where the mean of gradients is zero: last, but they do travel.
 FAINT = 1e-30
@@ -161,11 +174,12 @@ class LocalSteps:
 
     # - A step -------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def check(self, leaving: int | None) -> None:
         """After backward: all ranks learn of gradients that are not finite.
 
         A rank that has none marks one of its own: a GradScaler skips everywhere then.
-        In a round's last step, what its steps have made of parameters counts, too.
+        In a round's last step, what its steps have made of parameters counts, too; and
+        what ranks agreed on last, of the fragment that is leaving, has to be alike.
         """
         grads = {
             slot.name: grad
@@ -177,7 +191,7 @@ class LocalSteps:
         self._passes += 1
         flags = [0] * size
         flags[rank] = int(culprit is not None)
-        self._guard.update(self._agree(flags), culprit)
+        self._guard.update(self._agree(flags, leaving), culprit)
         if self._guard.ranks and culprit is None:
             for grad in list(grads.values())[:1]:
                 grad[(0,) * grad.dim()] = math.nan
@@ -204,28 +218,55 @@ class LocalSteps:
         )
 
     def check_round(self) -> None:
-        """Before a round ends early: RuntimeError, on every rank, for what is NaN."""
-        self._agree([], closing=True)
+        """Before a round ends early: RuntimeError, on every rank, for what is NaN.
 
-    def _agree(self, flags: list[int], closing: bool = False) -> list[int]:
+        Or for what ranks should have alike, and have not.
+        """
+        self._agree([], None, closing=True)
+
+    def _agree(
+        self, flags: Sequence[int], leaving: int | None, closing: bool = False
+    ) -> list[int]:
         """Add up the ranks' flags.
 
         Others go with them: whether buffers are others, whether anything has gone
-        astray, and what is trained. In a round that is what its steps have changed, or
-        the one to come will; when it is `closing`, whatever may differ between ranks.
+        astray, what is trained, and a checksum of what is leaving. In a round what is
+        trained is what its steps have changed, or the one to come will; when it is
+        `closing`, whatever may differ between ranks.
         """
-        astray = self._astray()
+        astray, leave = self._astray(), self._leaving(leaving)
         more = [self._buffers.changed(), astray is not None]
         slots = [*self._placement.slots] if self.rounds else []
         trained = [s.arrived or self._is_changed(s, closing) for s in slots]
-        own = torch.tensor([*flags, *more, *trained], dtype=torch.int32)
-        told: list[int] = self._engine.ask("finite", AllReduce(own))().tolist()
-        counts, (changed, gone) = told[: len(flags)], told[len(flags) :][:2]
-        self._note(slots, told[len(flags) + 2 :])
+        own = [*flags, *more, *trained, *self._words(leave)]
+        message = AllReduce(torch.tensor(own, dtype=torch.int32, device="cpu"))
+        told = iter(self._engine.ask("finite", message)().tolist())
+        counts = [*islice(told, len(flags))]
+        changed, gone = islice(told, 2)
+        self._note(slots, [*islice(told, len(slots))])
         if self._placement.shards.anywhere(gone > 0):
             self._refuse(astray)
         self._buffers.note(changed > 0)
+        if differ([*told]):
+            alike = {slot.param for bucket in leave for slot in bucket.slots}
+            self._compare("as a fragment leaves", APART, alike)
         return counts
+
+    def _leaving(self, fragment: int | None) -> list[GradientBucket]:
+        """Of what has to be alike: the buckets of a fragment, or all of a round."""
+        if not self.rounds:
+            return []
+        buckets = self._placement.buckets
+        return [b for b in buckets if fragment in (None, b.fragment)]
+
+    def _words(self, leave: Sequence[GradientBucket]) -> list[int]:
+        """A checksum of what ranks agreed on last, see [Note: shared]."""
+        group = self._engine.group
+        if not leave or group.size == 1:
+            return []
+        late = any(bucket.stage is Stage.SENT for bucket in leave)
+        held = (self.shared[slot.param] for bucket in leave for slot in bucket.slots)
+        return words_of(None if late else checksum(held), group)
 
     def _is_changed(self, slot: Slot, closing: bool) -> bool:
         """Whether this rank's steps have changed a parameter, or are about to."""
@@ -298,12 +339,15 @@ class LocalSteps:
         """All that was to leave after a step has left."""
         self._trained = {}
 
-    def _compare(self, moment: str) -> None:
-        """Raise RuntimeError, on every rank, where parameters are not alike."""
+    def _compare(
+        self, moment: str, causes: str = OUTSIDE, some: Container[Tensor] | None = None
+    ) -> None:
+        """Raise RuntimeError, on every rank, where parameters, or some, differ."""
         names: dict[Tensor, str] = {s.param: s.name for s in self._placement.slots}
-        own = {names[p]: digest(before) for p, before in self.shared.items()}
+        known = self.shared.items()
+        own = {names[p]: digest(x) for p, x in known if some is None or p in some}
         shards = self._placement.shards
-        compare(self._engine.transport, own, f" {moment}", OUTSIDE, shards)
+        compare(self._engine.transport, own, f" {moment}", causes, shards)
 
     def _look_ahead(self) -> dict[Tensor, float]:
         """How many more steps like the last one to send, see [Note: ahead].

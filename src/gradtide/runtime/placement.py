@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,16 @@ from gradtide.transport.shards import Shards, Spread, spread
 Named: TypeAlias = tuple[str, nn.Parameter]
 # The last two are how it is divided, and a fragment of the model.
 Kind: TypeAlias = tuple[torch.dtype, torch.device, Spread, int]
+
+
+class Seen(NamedTuple):
+    """What was seen of a run's steps: modules that ran, and gradients in their order.
+
+    Of gradients None is recorded where the order is followed already.
+    """
+
+    called: Sequence[str]
+    recorded: Sequence[str] | None
 
 
 class Placement:
@@ -86,13 +96,31 @@ class Placement:
         )
         return [*chain.from_iterable(together)]
 
-    def resume(self, order: Sequence[str]) -> None:
-        """`follow` an order that another run has recorded.
+    def seen(self) -> Seen:
+        """What a run has to know of this one's steps, beside their order."""
+        named = self._model.named_modules()
+        called = [name for name, module in named if module in self.called]
+        return Seen(called, self.recorded)
 
-        It does not tell which modules ran: where that matters, the next step does.
+    def fits(self, seen: Seen) -> bool:
+        """Whether it is of this model."""
+        modules = dict(self._model.named_modules())
+        names = {name for name, _ in self._named}
+        return modules.keys() >= {*seen.called} and names >= {*(seen.recorded or ())}
+
+    def resume(self, order: Sequence[str] | None, seen: Seen | None) -> None:
+        """Go on where another run was; `follow` the order that it has recorded, if any.
+
+        If nothing tells which modules ran, and that matters, the next step does.
         """
-        self.follow(order)
-        self._record_modules()
+        modules = dict(self._model.named_modules())
+        if seen is not None:
+            self.called = {modules[name] for name in seen.called}
+        if order is not None:
+            self.follow(order)
+            self._record_modules()
+        if seen is not None and seen.recorded is not None:
+            self.recorded = [*seen.recorded]
 
     def see(self, module: nn.Module) -> bool:
         """A module's hook is called; returns whether this is all there is to do."""

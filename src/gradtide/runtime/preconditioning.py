@@ -129,13 +129,17 @@ class Preconditioning:
         pieces = [saved.get(f"rank{r}", {}).get("preconditioner") for r in ranks]
         if all(piece is None for piece in pieces):
             return []
-        if None in pieces:
-            raise ValueError(
-                f"the state has no 'rank{ranks[pieces.index(None)]}': K-FAC's factors "
-                f"are spread over all {size} ranks that saved it; put the states of "
-                "all in one dictionary"
-            )
-        states: list[dict[str, Any]] = [unpacked(piece) for piece in pieces if piece]
+        for rank, piece in zip(ranks, pieces, strict=True):
+            if not piece:
+                raise ValueError(
+                    f"the state has no 'rank{rank}', or not its 'preconditioner': "
+                    f"K-FAC's factors are spread over all {size} ranks that saved it; "
+                    "put the states of all in one dictionary"
+                )
+        states: list[dict[str, Any]] = [
+            unpacked(piece, f"K-FAC's factors (rank{rank})")
+            for rank, piece in zip(ranks, pieces, strict=True)
+        ]
         numels = {(la.name, kind): la.numel(kind) for la, kind in self.kfac.owners}
         for state in states:
             for name, own in state["layers"].items():

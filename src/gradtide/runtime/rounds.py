@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradtide.core.step import Stage
+from gradtide.runtime.broadcast import digest
 from gradtide.runtime.checkpoint import own_key, packed, unpacked
 from gradtide.runtime.parameters import shared_buffers
 from gradtide.transport.shards import local
@@ -86,27 +87,72 @@ def read(training: Training, saved: Mapping[str, Any]) -> SavedRound | None:
     steps, group = training.steps, training.engine.group
     if steps is None or common_key(training) not in saved:
         return None
-    common = unpacked(saved[common_key(training)])
+    common = unpacked(saved[common_key(training)], "the round")
     if not common:  # of the dense steps of a warm-up
         return None
     own: Mapping[str, Named] = {}
     if int(saved["world_size"]) == group.size:
-        own = unpacked(saved[own_key(training.placement, group)]["round"])
+        key = own_key(training.placement, group)
+        own = unpacked(saved[key]["round"], f"the round ({key})")
     found = SavedRound(**common, own=own)
-    for slot in training.placement.slots:
-        name, shape = slot.name, slot.local.shape
-        told = [found.shared[name], *([own["parameters"][name]] if own else [])]
-        if any(each.shape != shape for each in told):
-            raise ValueError(
-                f"the state's parameter {name} has shape {tuple(told[0].shape)}, the "
-                f"model's {tuple(shape)}: build the model that was saved"
-            )
+    shapes = {slot.name: slot.local.shape for slot in training.placement.slots}
+    whole = [found.shared, *([own["parameters"]] if own else [])]
+    for held in (*whole, found.velocity, found.means, own.get("moved", {})):
+        for name, value in held.items():
+            if name not in shapes or value.shape != shapes[name]:
+                raise ValueError(
+                    f"the state's parameter {name} has shape {tuple(value.shape)}, the "
+                    f"model's {tuple(shapes.get(name, ()))}: build the model that was "
+                    "saved"
+                )
+    if any(held.keys() != shapes.keys() for held in whole):
+        raise ValueError("the state's round is of another model's parameters")
     return found
+
+
+def agree(training: Training, found: SavedRound | None) -> SavedRound | None:
+    """Have all ranks go on from one round; a collective call, which changes nothing.
+
+    Raises ValueError, on every rank, for states that do not say the same of what ranks
+    agreed on last. A rank may have yet to apply what others have applied, if it skipped
+    the step at which that was due: of these parameters nothing is compared. Nor has a
+    rank noted a step that it skipped last, so that the others know where the round is.
+    """
+    if training.steps is None or not training.steps.rounds:
+        return found
+    own = None if found is None else (found.position, _settled(found))
+    first, *others = told = training.engine.transport.gather_objects(own)
+    for rank, other in enumerate(others, 1):
+        where = "whether the run has come to rounds"
+        if first is not None and other is not None:
+            both = first[1].keys() & other[1].keys()
+            odd = (name for name in sorted(both) if first[1][name] != other[1][name])
+            where = next(odd, "")
+        elif first is other:
+            where = ""
+        if where:
+            raise ValueError(
+                f"the state's {where} differs between ranks 0 and {rank}, which is "
+                "alike after each exchange: these are states of different runs or "
+                "moments; load what was saved at one moment, on every rank"
+            )
+    return found and replace(found, position=max(position for position, _ in told))
+
+
+def _settled(found: SavedRound) -> dict[str, bytes]:
+    """Digests of what all ranks have alike, unless it is under way on some."""
+    kinds = {"shared": found.shared, "momentum of": found.velocity}
+    return {
+        f"{kind} {name}": digest(value)
+        for kind, named in kinds.items()
+        for name, value in named.items()
+        if name not in found.means
+    } | {f"mean of {name}": digest(mean) for name, mean in found.means.items()}
 
 
 @torch.no_grad()
 def load(training: Training, found: SavedRound | None) -> None:
-    """Go on in the middle of a round; a collective call, with what `read` found.
+    """Go on in the middle of a round; a collective call, with what was agreed on.
 
     With another number of ranks, a round begins with what the old ones agreed on last:
     what each of them has done alone since is lost.
@@ -129,8 +175,7 @@ def load(training: Training, found: SavedRound | None) -> None:
     for name, buffer in shared_buffers(training.model):
         if name in own["buffers"]:
             buffer.copy_(own["buffers"][name])
-    told = training.engine.transport.gather_objects(found.position)
-    step.position = max(told)  # a rank whose last step was skipped has not noted it yet
+    step.position = found.position
     _hold(training, found.means)
     if not found.own:
         steps.closing = True

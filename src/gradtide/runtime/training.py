@@ -24,6 +24,7 @@ from gradtide.core.step import Event, Stage, Step
 from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import GradientBucket, Place
 from gradtide.runtime.buffers import SharedBuffers
+from gradtide.runtime.checkpoint import Saved
 from gradtide.runtime.checksum import ParameterCheck
 from gradtide.runtime.deferred_grads import DeferredGrad
 from gradtide.runtime.momentum import Momentum
@@ -238,6 +239,27 @@ class Training:
             if bucket.stage is Stage.SENT:
                 bucket.finish(self.engine)
 
+    def notes(self) -> dict[str, Any]:
+        """What of how steps are made has to be known for the next one to be equal.
+
+        A norm has other last digits if it is summed up from whole means, as it is until
+        all ranks send those of their parts. And an update is not deferred until it is
+        known which modules read parameters.
+        """
+        tally = self.tally
+        return {
+            "granted": tally.granted,
+            "wished": tally.wished,
+            "seen": tuple(self.placement.seen()),
+        }
+
+    def resume(self, saved: Saved) -> None:
+        """Go on after steps of another run, whose state all ranks agreed on."""
+        self.updates.reset()
+        self.num_steps = saved.step or 0
+        self.tally.granted |= saved.granted
+        self.tally.wished |= saved.wished
+
     def undone(self) -> Undone:
         """What looks after the residual where parameters are loaded."""
         from gradtide.runtime.undone import Undone
@@ -346,7 +368,7 @@ class Training:
 
     def collect(self) -> None:
         if self.steps is not None and self.steps.on:
-            self.steps.check()
+            self.steps.check(self.step.schedule.leaving(self.step.position + 1))
         else:
             self._second.collect()
 
