@@ -42,6 +42,26 @@ def recorded() -> dict[str, list[str]]:
     return {name: [row["end"], *(row[r] for r in RATES)] for name, row in rows.items()}
 
 
+def test_readme_shows_a_part_of_the_comparison_page() -> None:
+    """Its table is of the same rows, without the losses that they end at."""
+    shown = {row[0]: [row[1], *row[3:]] for row in rows("docs/comparison.md", 6)}
+    short = {row[0]: row[1:] for row in rows("README.md", 5)}
+    assert len(short) >= 5
+    for contestant, told in short.items():
+        assert told == shown[contestant], contestant
+
+
+def rows(page: str, columns: int) -> list[list[str]]:
+    """Of the league's table on a page."""
+    text = (ROOT / page).read_text()
+    found = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+    ]
+    last = re.compile(r"\d+\.\dx|never")
+    return [row for row in found if len(row) == columns and last.fullmatch(row[-1])]
+
+
 def test_the_comparison_page_shows_the_record() -> None:
     text = (ROOT / "docs/comparison.md").read_text()
     shown = {}
