@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import gradtide
@@ -106,3 +110,40 @@ def test_a_rank_that_fails_is_exit_code_1(
     result = compare(tmp_path / "out")
     assert result.exit_code == 1
     assert "error: " in result.output
+
+
+# - Examples ---------------------------------------------------------------------------
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every command by the words that call it."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+WIDTH = 78  # of a terminal of 80 columns: longer lines are folded
+COMMANDS = dict(commands(get_command(app)))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_lines_to_copy_and_each_is_one(name: str) -> None:
+    command = COMMANDS[name]
+    first, *lines = (command.epilog or "").split("\n\n")
+    assert first == "Examples:", f"{name} --help has no example"
+    assert len(lines[0]) <= WIDTH
+    shown = call(*name.split(), "--help").output
+    for line in lines:
+        assert line in shown
+        words = shlex.split(line)
+        own = words[words.index("gradtide") + 1 :]
+        count = len(name.split())
+        assert own[:count] == name.split()
+        command.make_context(name, own[count:])  # raises for what it cannot parse
+
+
+def test_an_example_that_cannot_be_parsed_would_be_found() -> None:
+    with pytest.raises(Exception, match="nonsense"):
+        COMMANDS["race"].make_context("race", ["--schemes", "ddp", "--nonsense"])

@@ -32,11 +32,21 @@ app = typer.Typer(
 )
 app.add_typer(lab, name="lab")
 app.add_typer(profile, name="profile")
-app.command()(simulate)
-app.command()(doctor)
+app.command(
+    epilog=options.examples(
+        "gradtide simulate --trace replay:resnet50 --out out/simulate",
+        "gradtide simulate --trace trace.json --rates 1gbit,10gbit --out out/mine",
+    )
+)(simulate)
+app.command(
+    epilog=options.examples(
+        "gradtide doctor --model params=25M,step=300ms",
+        "torchrun --nproc-per-node 1 --no-python gradtide doctor",
+    )
+)(doctor)
 
 Schemes = Annotated[
-    str, Option(help="Which, with commas between: `gradtide schemes` lists them.")
+    str, Option(help="Which, with commas between: `gradtide schemes --all` has them.")
 ]
 LinkRate = Annotated[
     str | None,
@@ -82,7 +92,7 @@ def _main(
 ) -> None: ...
 
 
-@app.command()
+@app.command(epilog=options.examples("gradtide schemes", "gradtide schemes --all"))
 def schemes(
     every: Annotated[
         bool, Option("--all", help="All that have a name, and the baselines.")
@@ -102,11 +112,19 @@ def schemes(
     console.print(f"\n{GRAMMAR}" if every else f"\n{MORE}")
 
 
-@app.command()
+@app.command(
+    epilog=options.examples(
+        "gradtide compare --schemes ddp,dear --hosts 4 --rate 50mbit --out out/steps",
+        "gradtide compare --schemes ddp,dear --workload mypkg.train:build "
+        "--hosts 4 --rate 1gbit --out out/mine",
+    )
+)
 def compare(
     schemes: Schemes,
-    workload: Annotated[str, Option(help="What is trained, such as gpt.")],
     out: Annotated[Path, Option(help="Folder for record, table, chart, trace.")],
+    workload: Annotated[
+        str, Option(help="What is trained: gpt, or a function, mypkg.train:build.")
+    ] = "gpt-small",
     hosts: options.Hosts = None,
     ranks_per_host: options.RanksPerHost = 1,
     rate: LinkRate = None,
@@ -138,11 +156,19 @@ def compare(
         lab_report.compare(spec, out, sys.argv, rank)
 
 
-@app.command()
+@app.command(
+    epilog=options.examples(
+        "gradtide race --schemes ddp,dear --hosts 4 --rate 50mbit --out out/race",
+        "gradtide race --schemes ddp,dear --workload mypkg.train:build "
+        "--hosts 2 --rate 1gbit --out out/mine",
+    )
+)
 def race(
     schemes: Schemes,
     out: Annotated[Path, Option(help="Folder for record, table and picture.")],
-    workload: Annotated[str, Option(help="What is trained.")] = "gpt-small",
+    workload: Annotated[
+        str, Option(help="What is trained: gpt, or a function, mypkg.train:build.")
+    ] = "gpt-small",
     hosts: options.Hosts = None,
     ranks_per_host: options.RanksPerHost = 1,
     rate: LinkRate = None,
@@ -189,7 +215,12 @@ def _place(
     return there, None if started is None else started.rank
 
 
-@app.command()
+@app.command(
+    epilog=options.examples(
+        "gradtide plan --trace replay:resnet50 --step-ms 300 --ranks 8 --rate 1gbit",
+        "gradtide plan --trace trace.json --network network.json --ranks 32",
+    )
+)
 def plan(
     trace: Annotated[
         str | None,

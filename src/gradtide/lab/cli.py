@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from gradtide.lab.cluster import Cluster, LabError
 from gradtide.lab.launch import launch
-from gradtide.lab.options import LocalRate, RanksPerHost, local_bits, told
+from gradtide.lab.options import LocalRate, RanksPerHost, examples, local_bits, told
 from gradtide.lab.probe import probe as measure
 from gradtide.lab.probe import table
 from gradtide.lab.rate import parse_rate
@@ -30,7 +30,12 @@ Rate = Annotated[
 Mtu = Annotated[int, Option(help="Largest packet of the links, in bytes.")]
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog=examples(
+        "gradtide lab run --hosts 4 --rate 100mbit -- python examples/train_gpt.py"
+    ),
+)
 def run(
     command: Annotated[
         list[str],
@@ -54,7 +59,7 @@ def run(
         launch(cluster, command, timeout=timeout)
 
 
-@app.command()
+@app.command(epilog=examples("gradtide lab probe --hosts 4 --rate 100mbit"))
 def probe(
     hosts: Hosts,
     rate: Rate,

@@ -32,6 +32,11 @@ Times = Annotated[
 N = TypeVar("N", bound=float)
 
 
+def examples(*lines: str) -> str:
+    """The end of a command's help: lines to copy, each of which fits a terminal."""
+    return "\n\n".join(["Examples:", *lines])
+
+
 @contextmanager
 def told() -> Iterator[None]:
     """What a user can put right is told in a line, without a traceback."""

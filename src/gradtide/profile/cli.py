@@ -23,7 +23,9 @@ QUICK = 10**6  # elements
 PICTURES = (".png", ".pdf", ".svg")
 
 
-@app.command()
+@app.command(
+    epilog=options.examples("gradtide profile selection --quick --out out/selection")
+)
 def selection(
     sizes: Annotated[
         str, Option(help="Numbers of elements, with commas between.")
@@ -75,7 +77,12 @@ def selection(
         write(out, record)
 
 
-@app.command()
+@app.command(
+    epilog=options.examples(
+        "gradtide profile trace mypkg.train:build --out trace.json",
+        "gradtide profile trace replay:resnet50 --step-ms 300 --out trace.json",
+    )
+)
 def trace(
     what: Annotated[
         str,
@@ -136,7 +143,12 @@ def trace(
             found.save(out)
 
 
-@app.command()
+@app.command(
+    epilog=options.examples(
+        "gradtide profile network --hosts 8 --rate 100mbit --out network.json",
+        "torchrun --nproc-per-node 1 -m gradtide profile network --out network.json",
+    )
+)
 def network(
     out: Annotated[Path | None, Option(help="File for the profile, JSON.")] = None,
     chart: Annotated[
