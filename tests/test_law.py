@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.collectives import COLLECTIVES, Dense
+from gradtide.collectives import COLLECTIVES, Dense, MomentumCorrection
 from gradtide.collectives.levels import TwoLevel
 from gradtide.core.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.core.payload import Collective, Payload
@@ -173,3 +173,18 @@ def test_what_is_not_agreed_is_found() -> None:
         check_law(Alone(), 2)
     with pytest.raises(DivergedError, match="asks for"):
         check_law(TwoLevel(Alone(), 2), 6)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("make", COLLECTIVES, ids=lambda c: c.__name__)
+def test_an_empty_bucket_is_exchanged(make: Any, size: int) -> None:
+    """A parameter may have no elements, and a bucket, or a fragment, to itself."""
+    wires = (None, *WIRES) if "wire" in make.__dataclass_fields__ else (None,)
+    for wire in wires:
+        plain = make() if wire is None else make(wire=wire)
+        for collective in (plain, TwoLevel(plain, 2), MomentumCorrection(plain)):
+            loads = [Payload(torch.zeros(0), [torch.zeros(0, 5)]) for _ in range(size)]
+            groups = [Group(rank, size) for rank in range(size)]
+            if size % 2 == 0 or not isinstance(collective, TwoLevel):
+                for mean in lockstep(list(map(collective.reduce, loads, groups))):
+                    assert mean.shape == (0,)

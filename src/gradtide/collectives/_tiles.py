@@ -103,7 +103,7 @@ class Places:
     def __init__(self, grids: Sequence[Grid], density: float) -> None:
         self.grids = grids
         self._kept = [grid.kept(density) for grid in grids]
-        self._count = int(torch.cat(self._kept).sum())
+        self._count = sum(int(kept.sum()) for kept in self._kept)
 
     def __len__(self) -> int:
         return self._count

@@ -57,7 +57,7 @@ class Dense(Traits):
     def reduce(self, payload: Payload, group: Group) -> Flow:
         x = payload.flat
         codec = codec_of(self.wire, x.dtype)
-        if codec.exact or group.size == 1:
+        if codec.exact or group.size == 1 or not len(x):
             yield Mean(x)
             return x
         mean = x

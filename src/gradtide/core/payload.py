@@ -79,7 +79,8 @@ class Payload:
 
     def check_all_finite(self, dtype: torch.dtype) -> None:
         """`check_finite` all of `flat`, as `dtype`: one reading pass."""
-        self.check_finite(torch.stack(torch.aminmax(self.flat)).to(dtype))
+        if len(self.flat):
+            self.check_finite(torch.stack(torch.aminmax(self.flat)).to(dtype))
 
     def add_residual(self, where: Tensor, values: Tensor) -> None:
         """Add `values` to the residuals of the entries at `where` (unique)."""

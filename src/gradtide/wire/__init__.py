@@ -22,7 +22,9 @@ WIRES = (*CASTS, *NARROW)
 class Codec(Protocol):
     """How values travel: as a message (uint8) whose length their number decides.
 
-    A codec is a projection: what was decoded once is encoded without loss.
+    A codec is a projection: what was decoded once is encoded without loss, in single
+    precision and above. Where ranks have to hold the same bits in half precision, too,
+    all of them decode the same message, or it is sent on as it is.
     """
 
     @property

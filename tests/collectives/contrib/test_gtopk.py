@@ -83,6 +83,26 @@ def test_gradients_of_half_precision(dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_what_is_coded_in_half_precision_is_not_coded_again(size: int) -> None:
+    """As codes of small numbers it would be something else: for some ranks alone."""
+    for magnitude in (1e-5, 1e-3, 1.0):
+
+        def gradient(rng: torch.Generator, n: int, scale: float = magnitude) -> Tensor:
+            return torch.randn(n, generator=rng).pow(3) * scale
+
+        for seed in range(6):
+            check_law(
+                GTopK(0.1, wire="int8"),
+                size,
+                numel=(400 + seed) * size,
+                steps=3,
+                dtype=torch.float16,
+                tolerance=3,  # the smallest numbers that there are
+                gradient=gradient,
+            )
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_mean_is_what_the_merges_leave(size: int) -> None:
     rng = torch.Generator().manual_seed(size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from gradtide.collectives._entries import Entries, Selecting, Steps, filled_up, 
 from gradtide.collectives.dense import Dense, pays
 from gradtide.core.ops import AllToAll, Flow, Group, Swap
 from gradtide.core.payload import Payload
-from gradtide.wire import codec_of, round_off
+from gradtide.wire import codec_of
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class GTopK(Selecting):
         x = payload.selection_scores
         where = at_most(k, self.select(x, k, payload.state), x)
         own = filled_up((where, payload.pop_entries(where, codec.dtype)), k)
+        merging = _Merging(payload, k, encoding, own)
         if not codec.exact:
-            payload.add_residual(own[0], round_off(own[1], codec))
-        merging = _Merging(payload, k, encoding, own, [own])
+            payload.add_residual(own[0], merging.hold(own))
+        merging.stakes = [merging.total]
         where, sums = yield from _all_merged(merging, group)
         return payload.sparse_mean(where, sums / group.size)
 
@@ -93,19 +94,30 @@ class _Merging:
     """A partial sum of some ranks' entries, and what this rank has at stake in it.
 
     It has k entries, as the codec holds them: zeros at the last index, or what the
-    codec made of them, make up for those that are missing.
+    codec made of them, make up for those that are missing. What a codec rounds is coded
+    once, and that is sent: coded again it could be something else, in half precision.
     """
 
     payload: Payload
     k: int
     encoding: _entries.Encoding
     total: Entries
-    stakes: list[Entries]
+    stakes: list[Entries] = field(default_factory=list)
+    coded: Tensor | None = None
 
     def message(self) -> Tensor:
         """The sum, as k entries."""
+        if self.coded is not None:
+            return self.coded
         where, values = self.total
         return self.encoding.pack((where, values.clone()))
+
+    def hold(self, total: Entries) -> Tensor:
+        """Have k entries for the sum, coded; returns what that takes off."""
+        where, rest = total[0], total[1].clone()
+        self.coded = self.encoding.pack((where, rest))
+        self.total = where, self.read(self.coded)[1]
+        return rest
 
     def read(self, message: Tensor) -> Entries:
         return self.encoding.unpack(message, self.k)
@@ -127,8 +139,7 @@ class _Merging:
             most = min(torch.finfo(dtype).max for dtype in kinds)
             narrow = torch.where(sums.isinf(), sums, sums.clamp(-most, most))
             rest = (sums - narrow).nan_to_num_(0.0, 0.0, 0.0)
-            rest += round_off(narrow, codec)
-            self.total = where, narrow
+            rest += self.hold((where, narrow))
             if keeper:
                 self.payload.add_residual(where, rest)
                 # Whoever has a stake in this sum has one in the rest, too.
