@@ -304,6 +304,11 @@ def _aliases() -> None:
                 said = [w for w in caught if "shares the memory of" in str(w.message)]
                 expected = scheme is SCHEMES[1] and dist.get_rank() == 1
                 assert len(said) == expected, alias.__name__
+                for told in said:
+                    text, every = str(told.message), alias is not one_of_them
+                    assert ("100% of what is exchanged" in text) == every, text
+                    assert "parameters in all" in text
+                    assert ("'wfbp' would do as well" in text) or not every
             (eager, _), (lazy, due) = results
             assert eager == lazy, alias.__name__
             whole = alias is not one_of_them and dist.get_rank()

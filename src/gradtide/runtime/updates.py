@@ -15,7 +15,7 @@ read too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from sys import getrefcount
 from typing import Any
@@ -34,6 +34,8 @@ from gradtide.runtime.deferred_step import DeferredStep
 from gradtide.runtime.due import Aliases, Kind, begin_due, due_kind, end_due
 from gradtide.runtime.owned import scale
 from gradtide.runtime.placement import Placement
+
+PLAINLY = 0.5  # of what is exchanged: where more cannot be deferred, hardly any use
 
 
 class Updates:
@@ -204,17 +206,30 @@ class Updates:
         """Buckets of parameters that are read past their class, see [Note: aliases]."""
         places = self._placement.places
         found = self._aliases.find() + self._rigid
+        buckets = {places[p].bucket for p in found}
         if found and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"another tensor shares the memory of {places[found[0]].slot.name} (a "
-                "kept .data, .detach() or state_dict(), a flat view, another "
-                "parameter, a graph that was not freed), so its deferred update is "
-                "carried out at step(), and the exchange of its bucket does not hide "
-                "in the next forward: let go of it before step(), or keep a copy",
-                stacklevel=2,
-            )
-        return {places[p].bucket for p in found}
+            warnings.warn(self._told(found, buckets), stacklevel=2)
+        return buckets
+
+    def _told(
+        self, found: Sequence[nn.Parameter], buckets: Iterable[GradientBucket]
+    ) -> str:
+        """What shared memory costs, and what to do about it."""
+        places = self._placement.places
+        everything = sum(b.payload.flat.nbytes for b in self._placement.buckets)
+        share = sum(b.payload.flat.nbytes for b in buckets) / max(everything, 1)
+        most = share > PLAINLY
+        return (
+            f"another tensor shares the memory of {places[found[0]].slot.name} (a kept "
+            ".data, .detach() or state_dict(), as of a moving average; a flat view, "
+            f"another parameter, a graph that was not freed), and of {len(found)} of "
+            f"{len(places)} parameters in all. So their deferred updates are carried "
+            f"out at step(), and {share:.0%} of what is exchanged does not hide in the "
+            "next forward: let go of it before step(), or keep a copy"
+            + "; otherwise 'wfbp' would do as well"
+            * most
+        )
 
     def apply(self, bucket: GradientBucket) -> None:
         """Carry out the noted step for the parameters of a bucket."""
