@@ -27,7 +27,6 @@ ELSEWHERE = {
     "collectives/contrib/topkdsa": "collectives/test_topka2a",
     "collectives/dense": "test_replica",
     "collectives/partitions": "collectives/test_partitioned",
-    "core/autograd": "test_replica",
     "core/compilation": "test_compiled",
     "core/fields": "test_scheme",
     "core/grouped": "doctor/test_checks",

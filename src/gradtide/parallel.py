@@ -340,6 +340,14 @@ class DistributedDataParallel(Torchs):
 
     # - What else DDP has --------------------------------------------------------------
 
+    def exchange(self) -> None:
+        """Exchange the gradients that are in `.grad` now, as `Replica.exchange`.
+
+        This is a collective call, for gradients that no backward has exchanged:
+        written by hand, or accumulated inside `no_sync`.
+        """
+        self.replica.exchange()
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let a communication hook exchange the gradients, as in DDP.
 

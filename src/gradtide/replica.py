@@ -214,6 +214,7 @@ class Replica:
             self,
         )
         self._hooks.follow()
+        self._training.check_setup = self._admitted.check
         self._auto: AutoSelector | None = None
         auto = undecided(self.scheme)
         if auto is not None and not self.waiting:
@@ -292,7 +293,7 @@ class Replica:
         """It has stepped: a scheme that has waited for it begins."""
         if optimizer is self.optimizer:
             return
-        self._hooks.stepped()
+        self._hooks.stepped(optimizer)
         if knows_optimizer(self.scheme):
             self._change(optimizer)
 
@@ -493,6 +494,22 @@ class Replica:
         if self._auto is not None:
             self._auto.inspector.note()
         return norm
+
+    def exchange(self) -> None:
+        """Exchange the gradients that are in `.grad` now.
+
+        This is a collective call, between backward and `optimizer.step()`, for
+        gradients that no backward has exchanged: written by hand (`p.grad = ...`, from
+        torch.func or several tasks), or accumulated inside `no_sync`. It does what the
+        end of a backward does, by the scheme in use: what is in `.grad` afterwards is
+        the mean, or stands for it under a schedule that defers. A rank that has no
+        gradient of a parameter takes part with zeros. Where steps are exchanged
+        (LOCAL, rounds), gradients stay the rank's own.
+
+        Raises:
+            RuntimeError: The call comes during a backward pass.
+        """
+        self._training.exchange()
 
     def gather_gradients(self) -> None:
         """Put the averaged gradients into `.grad` now, also under a deferred schedule.

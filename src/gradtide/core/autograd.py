@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -55,6 +56,61 @@ def before_backward(output: Any, call: Callable[[], object]) -> None:
             leaf.register_hook(untraced(hook))  # type: ignore[no-untyped-call]
 
 
+class _GradientHooks(OrderedDict[int, Callable[[Tensor], None]]):
+    """The hooks of a parameter's gradient, of which one stays behind all others.
+
+    torch calls what is in the dictionary when a gradient is there, in its order.
+    """
+
+    last: int | None = None  # the key of the one that stays behind
+
+    def __setitem__(self, key: int, hook: Callable[[Tensor], None]) -> None:
+        super().__setitem__(key, hook)
+        if self.last is not None and self.last != key and self.last in self:
+            super().__setitem__(self.last, self.pop(self.last))
+
+
+def after_accumulation(p: Tensor, hook: Callable[[Any], None]) -> Any:
+    """Have `hook` called when a parameter's gradient is complete, behind all others.
+
+    Also behind those that are registered later: as under DistributedDataParallel, they
+    see the rank's own gradient, and what they make of it is exchanged. Returns a
+    handle that has `remove()`.
+    """
+    before = p._post_accumulate_grad_hooks
+    if not isinstance(before, _GradientHooks):
+        p._post_accumulate_grad_hooks = _GradientHooks()
+        if before:  # in the dictionary from which their handles remove them
+            p._post_accumulate_grad_hooks[-1] = _each_of(before)
+    handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    hooks: Any = p._post_accumulate_grad_hooks
+    hooks.last = handle.id
+    return handle
+
+
+def _each_of(hooks: dict[int, Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
+    def call(p: Tensor) -> None:
+        for hook in list(hooks.values()):
+            hook(p)
+
+    return call
+
+
+def rehook(p: Tensor) -> None:
+    """Have a parameter's hooks called again: torch.utils.swap_tensors drops them.
+
+    They stay in its dictionary, and autograd no longer knows that.
+    """
+    p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
+
+
+def identity(p: Tensor) -> tuple[int, int]:
+    """Numbers of what autograd knows a tensor by: another one, or fewer writes to it,
+    where the tensor was swapped.
+    """
+    return p._cdata, p._version
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Have `call` called when the backward that is running has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(untraced(call))
@@ -66,13 +122,17 @@ def in_backward() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether what runs here is recorded as a program, which is no step of training."""
+    """Whether what runs here is recorded as a program, or transformed by torch.func.
+
+    It is no step of training then.
+    """
     kinds = torch._C._TorchDispatchModeKey
     modes = (torch._C._get_dispatch_mode(kind) for kind in (kinds.PROXY, kinds.FAKE))
     return (
         torch._C._is_tracing()
         or torch.compiler.is_compiling()
         or any(mode is not None for mode in modes)
+        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 

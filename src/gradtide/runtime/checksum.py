@@ -19,7 +19,8 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from gradtide.core.ops import Group
+from gradtide.core.engine import Engine
+from gradtide.core.ops import AllReduce, Group
 from gradtide.runtime.broadcast import digest
 from gradtide.runtime.parameters import shared_parameters
 from gradtide.transport import Transport
@@ -54,6 +55,7 @@ class ParameterCheck:
         self._steps = 0
         self._asked = False  # the all-reduce under way carries checksums
         self._differ = False
+        self._apart = 0  # times that a message of its own was asked for
 
     def words(self, abstain: bool = False) -> Callable[[], list[int]]:
         """This rank's part of the all-reduce, to be called when that is made.
@@ -81,6 +83,24 @@ class ParameterCheck:
             self._differ = False
             own = {name: digest(p) for name, p in self._named()}
             compare(self._transport, own, "", CAUSES, self._shards)
+
+    def compare_now(self, engine: Engine, causes: str) -> None:
+        """RuntimeError, on every rank, if they differ: a message of its own.
+
+        It is for what happens to all ranks at the same point. After `every` times that
+        all were alike, each `every`-th is for comparing.
+        """
+        if self._every == 0 or engine.group.size == 1:
+            return
+        self._apart += 1
+        if self._apart > self._every and self._apart % self._every:
+            return
+        total = checksum(p for _, p in self._named())
+        row = torch.tensor(words_of(total, engine.group))
+        told = engine.ask("unexchanged", AllReduce(row))().tolist()
+        if self._shards.anywhere(differ(told)):
+            own = {name: digest(p) for name, p in self._named()}
+            compare(self._transport, own, "", causes, self._shards)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, local(p)) for name, p in shared_parameters(self._model))

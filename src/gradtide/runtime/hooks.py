@@ -11,8 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from gradtide.core.autograd import Hook, before_backward, in_backward, is_traced
+from gradtide.core.autograd import (
+    Hook,
+    after_accumulation,
+    before_backward,
+    identity,
+    in_backward,
+    is_traced,
+    rehook,
+)
 from gradtide.core.compilation import Compilations, leave_out, untraced
 from gradtide.core.step import Event, Stage
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
@@ -50,9 +59,11 @@ class Hooks:
             settle,
         )
         self._rare = [untraced(call) for call in calls]  # of `take`, in this order
+        self._identities: dict[nn.Parameter, tuple[int, int]] = {}
         for p in training.placement.places:
-            hook = self._gradient_hook(p)
-            keep(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            keep(after_accumulation(p, self._gradient_hook(p)))
+            self._identities[p] = identity(p)
+        training.rehook = self._rehook
         before = Hook(lambda *_: self._before_forward(), needed=self._needed())
         keep(model.register_forward_pre_hook(before))
         # A gradient hook alone could not tell the backward's end from that of a nested
@@ -62,7 +73,7 @@ class Hooks:
         loading = Hook(lambda *_: self._loading())
         keep(model.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
         stepping = untraced(lambda _, *a: self.stepping(*a))
-        stepped = untraced(lambda *_: self.stepped())
+        stepped = untraced(lambda optimizer, *_: self.stepped(optimizer))
         keep(optimizer.register_step_pre_hook(stepping))
         keep(optimizer.register_step_post_hook(stepped))
 
@@ -94,7 +105,16 @@ class Hooks:
         self._compilations.remove()
         for handle in (*self._handles, *self._update_handles):
             handle.remove()
-        self._handles, self._update_handles = [], []
+        self._handles, self._update_handles, self._identities = [], [], {}
+
+    def _rehook(self, p: nn.Parameter) -> bool:
+        """Have a parameter's hook called, whatever was; returns if it was not."""
+        if p not in self._identities:
+            return False
+        rehook(p)
+        before, now = self._identities[p], identity(p)
+        self._identities[p] = now
+        return before[0] != now[0] or before[1] > now[1]
 
     def _gradient_hook(self, p: nn.Parameter) -> Callable[[nn.Parameter], None]:
         """What torch calls when the parameter's gradient is complete.
@@ -102,18 +122,19 @@ class Hooks:
         Hot path: models have hundreds of parameters, and Python is on backward's way.
         """
         training = self._training
-        placement, step, steps = training.placement, training.step, training.steps
+        placement, steps = training.placement, training.steps
+        unexchanged = training.unexchanged
         place, due, sharded = placement.places[p], Stage.DUE, is_sharded(p)
         large = local(p).numel() >= LARGE
         begin, full, again, copy_in, shard = self._rare
 
         def take(_: nn.Parameter) -> None:
             if training.no_sync_active:
-                training.kept.add(place)
+                unexchanged.kept.add(place)
                 return
             if sharded:
                 shard(p)
-            if not step.open:  # the backward did not start at the model's own output
+            if not training.begun:  # it is the first
                 begin()
             slot, bucket = place.slot, place.bucket
             if steps is not None and steps.on:
@@ -192,8 +213,8 @@ class Hooks:
 
     def _after_forward(self, *args: Any) -> None:
         training = self._training
-        if training.turns.trains:
-            before_backward(args[-1], training.begin)
+        if training.turns.trains and not is_traced():
+            before_backward(args[-1], training.expect)
 
     def send_buffers(self) -> None:
         """Overwrite the buffers with rank 0's; of a round, before its first step."""
@@ -227,12 +248,12 @@ class Hooks:
             changed = _evaluated(args, kwargs)
         if deferred:
             self._compilations.watch()
-        training.stepping()
+        training.stepping(args[0])
         return changed
 
-    def stepped(self) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
         """It is over."""
-        self._training.stepped()
+        self._training.stepped(optimizer)
         self._stepped()
 
 

@@ -203,10 +203,12 @@ class Member:
                 if training.step.schedule.update == "forward":  # as where it is called
                     training.placement.called |= {training.model}
                 training.step.begin()
-                training.step.end(arrived=not self.join.apart)
+                training.agree()
+                if not self.join.apart:
+                    training.end(arrived=True)
                 self._forget_gradients()
             case Event.END:
-                training.step.end(arrived=True)
+                training.end(arrived=True)
                 self._forget_gradients()
             case Event.RELEASE:
                 training.step.gather()

@@ -96,6 +96,10 @@ class Placement:
         )
         return [*chain.from_iterable(together)]
 
+    def record_all(self) -> None:
+        """A step is over in which no order was to be seen: it stays what it is."""
+        self.recorded = [slot.name for slot in self.slots]
+
     def seen(self) -> Seen:
         """What a run has to know of this one's steps, beside their order."""
         named = self._model.named_modules()

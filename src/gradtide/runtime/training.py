@@ -18,11 +18,11 @@ from gradtide.collectives.momentum_correction import (
     uses_optimizer_momentum,
     with_momentum,
 )
-from gradtide.core.autograd import after_backward
+from gradtide.core.autograd import after_backward, in_backward
 from gradtide.core.engine import Engine
 from gradtide.core.step import Event, Stage, Step
 from gradtide.runtime.answers import Answers
-from gradtide.runtime.buckets import GradientBucket, Place
+from gradtide.runtime.buckets import GradientBucket
 from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import Saved
 from gradtide.runtime.checksum import ParameterCheck
@@ -32,6 +32,7 @@ from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
 from gradtide.runtime.tally import Tally
 from gradtide.runtime.turns import Turns
+from gradtide.runtime.unexchanged import UNSEEN, Unexchanged
 from gradtide.runtime.updates import Updates
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, settle
@@ -63,16 +64,21 @@ class Training:
         self.engine, self.model, self.optimizer = engine, model, optimizer
         self.buffers = buffers
         self.turns = Turns(engine.transport.progress)
+        # Has a parameter's hook called; returns whether it was lost.
+        self.rehook: Callable[[nn.Parameter], bool] = lambda _: False
+        # RuntimeError, by name, for a parameter that no bucket has.
+        self.check_setup: Callable[[], None] = lambda: None
         self.joining: Member | None = None  # inside join()
         self.comm_hook: CommHook | None = None  # the user's own exchange
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
-        self.kept = set[Place]()  # of gradients that are here since no_sync() alone
+        self.begun = False  # a gradient of the backward under way is there
         self.num_skipped = 0  # exchanged gradients that no step took
         self.num_exchanges = 0  # backward passes whose gradients were exchanged
         self._untaken = False  # an exchanged backward is over that no step has taken
         self._stepping = False  # inside the optimizer's step
         self._deferred = False  # the last step's update was
+        self._unseen: str | None = None  # has a gradient that this step alone knows
         self.buffers_due = True  # no forward of this round has begun with rank 0's
         self.placement = Placement(model, scheme, engine.group.size)
         self.guard = NonFiniteGuard(self.placement, engine.transport)
@@ -81,6 +87,7 @@ class Training:
         )
         self.tally = Tally(engine, self.placement, self.guard, self.check, buffers)
         self.step = Step(self, scheme.schedule)
+        self.unexchanged = Unexchanged(self.placement)
         self.momentum = momentum_of(optimizer, scheme)
         self.steps: LocalSteps | None = None
         if scheme.schedule.launch == "step":
@@ -119,19 +126,45 @@ class Training:
     # - What hooks tell ----------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """A backward pass through the model begins, if it has not begun already."""
+    def expect(self) -> None:
+        """A backward through the model begins, if none has; gradients may not come.
+
+        With torch.autograd.grad() none do, and one rank alone may call it: nothing is
+        sent before the first is there (`begin`).
+        """
         with self.turns:
-            if self._untaken and not self.step.open and not self._accumulating():
-                self.num_skipped += 1
-                self._untaken = False
-                self.num_steps += self.step.skipped()
-            begun = self.step.begin(self.no_sync_active)
-            if begun and self._undone is not None:
-                self._undone.settle()
-        if begun:
+            opened = self._open(self.no_sync_active)
+        if opened:
             # Behind what others have called then: FSDP2 may have gradients till then.
             after_backward(lambda: after_backward(self._end))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """The first gradient of a backward is there, or what K-FAC makes of one."""
+        self.expect()
+        with self.turns:
+            if self.step.open and not self.begun:
+                self.agree()
+
+    def agree(self) -> None:
+        """All ranks have begun a backward: do what only all of them together can."""
+        self.begun = True
+        try:
+            if not self.step.silent:
+                self._agree()
+        except BaseException:
+            self.begun = self.step.open = False
+            raise
+
+    def _open(self, quiet: bool) -> bool:
+        if self._untaken and not self.step.open and not self._accumulating():
+            self.num_skipped += 1
+            self._untaken = False
+            self.num_steps += self.step.skipped()
+        opened = self.step.begin(quiet)
+        if opened and self._undone is not None:
+            self._undone.settle()
+        return opened
 
     @torch.no_grad()
     def full(self) -> None:
@@ -145,24 +178,61 @@ class Training:
             self._ended()
 
     def _ended(self) -> None:
+        absent = [slot for slot in self.placement.slots if not slot.arrived]
+        if absent:  # not used; or its hook is lost, or another is in its place
+            self.check_setup()
+        for slot in absent:
+            if self.rehook(slot.param):
+                slot.arrived = slot.grad is not None
         # With nothing arrived, it was torch.autograd.grad().
         arrived = any(slot.arrived for slot in self.placement.slots)
-        for place in self.kept if arrived else ():
+        for place in self.unexchanged.kept if arrived else ():
             # Nothing of this backward, but of one inside no_sync(): it leaves now.
             settle(place.slot.param)
             place.slot.arrived |= place.slot.grad is not None
-        self.kept.clear()
+        if arrived and not self.begun:
+            self.agree()
+        self._close(arrived)
+
+    def _close(self, arrived: bool) -> None:
+        """A backward is over; what has arrived is complete, and leaves."""
+        if arrived:
+            self.unexchanged.kept.clear()
         if arrived and not self.step.silent and self.joining is not None:
             self.joining.end()
-        self.step.end(arrived)
+        self.end(arrived)
         self.num_exchanges += arrived
         # What a step's closure evaluates is taken by that step.
         self._untaken = (self._untaken or arrived) and not self._stepping
 
+    def end(self, arrived: bool) -> None:
+        """A backward is over, on all ranks that have begun it."""
+        self.begun = False
+        self.step.end(arrived)
+
     @torch.no_grad()
-    def stepping(self) -> None:
-        """The optimizer's step begins."""
+    def exchange(self) -> None:
+        """Exchange what is in `.grad`, as the end of a backward does; collective."""
+        if self.step.open or in_backward():
+            raise RuntimeError(
+                "exchange() during a backward pass: call it between backward and step()"
+            )
         with self.turns:
+            self._open(quiet=False)
+            self.agree()
+            for slot in self.placement.slots:
+                settle(slot.param)
+                slot.arrived = slot.grad is not None
+            if self.recording:  # nobody has seen an order: it stays what it is
+                self.placement.record_all()
+            self._close(arrived=True)
+
+    @torch.no_grad()
+    def stepping(self, optimizer: Optimizer) -> None:
+        """A step of an optimizer begins: the replica's own, or one that was found."""
+        with self.turns:
+            if self.engine.group.size > 1:
+                self._look_for_unexchanged(optimizer)
             self._begin_step()
 
     def _begin_step(self) -> None:
@@ -175,14 +245,29 @@ class Training:
                 self.step.apply(bucket)
         self._stepping, self._untaken = True, False
 
+    def _look_for_unexchanged(self, optimizer: Optimizer) -> None:
+        self._unseen = self.unexchanged.find(optimizer, self.num_exchanges)
+        if self._unseen and self.steps is not None and self.joining is None:
+            self.steps.decide()  # no backward has: perhaps it is the step that counts
+        if self.local:
+            self._unseen = None
+        if self._unseen:
+            for p in self.placement.places:
+                self.rehook(p)
+            self.unexchanged.warn(self._unseen)
+
     @torch.no_grad()
-    def stepped(self) -> None:
-        """The optimizer's step is over."""
+    def stepped(self, optimizer: Optimizer) -> None:
+        """It is over."""
         with self.turns:
+            self.unexchanged.taken[optimizer] = self.num_exchanges
             self._end_step()
 
     def _end_step(self) -> None:
         self._stepping = False
+        if self._unseen and self.joining is None:
+            self._unseen = None
+            self.check.compare_now(self.engine, UNSEEN)
         self.num_steps += 1
         if self._deferred:
             self.updates.put_back()
@@ -326,9 +411,10 @@ class Training:
     def prepare(self, quiet: bool) -> None:
         self.updates.withdraw()
         self._second.settle()
-        if quiet:
-            return
-        self.updates.let_go()
+        if not quiet:
+            self.updates.let_go()
+
+    def _agree(self) -> None:
         number = self.step.position if self.local else bool(self.placement.recorded)
         ordering = self.announce(Event.BACKWARD, number) and not self.local
         self.tally.learn()  # on every rank, whatever each has asked for since

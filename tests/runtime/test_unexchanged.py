@@ -1,0 +1,312 @@
+"""A step takes exchanged gradients, or says so; and `exchange()` makes them that."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.conftest import Product
+from tests.ranks import run_ranks
+from torch import Tensor, nn
+
+import gradtide
+
+EXACT = ["wfbp", "dear", "sequential"]
+SCHEMES = [
+    *EXACT,
+    "topk(0.2)",
+    "oktopk(0.2, schedule='dear')",
+    "powersgd(2)",
+    "wfbp(wire='e3m0')",
+    "exdyna(0.1, schedule='local')",
+    "diloco(every=2)",
+]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+}
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Linear(8, 2))
+
+
+def loss(model: nn.Module, step: int) -> Tensor:
+    torch.manual_seed(10 * step + dist.get_rank())
+    value: Tensor = model(torch.randn(3, 6)).square().mean()
+    return value
+
+
+def by_hand(model: nn.Module, step: int) -> None:
+    params = list(model.parameters())
+    grads = torch.autograd.grad(loss(model, step), params)
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+
+
+def bits(model: nn.Module) -> str:
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return hashlib.sha1(flat.numpy().tobytes()).hexdigest()[:10]
+
+
+def finish(model: nn.Module, sync: gradtide.Replica) -> str:
+    sync.end_round()
+    sync.flush()
+    return bits(model)
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The warnings about such steps."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(w.message) for w in seen if "no exchange has seen" in str(w.message)]
+
+
+# - exchange() -------------------------------------------------------------------------
+
+
+def train(scheme: str, optimizer: str, how: str) -> str:
+    """Train; returns the parameters' bits."""
+    model = mlp()
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    sync = gradtide.replicate(model, opt, scheme, check_every=1)
+    with told() as said:
+        for step in range(6):
+            if how == "hand":
+                by_hand(model, step)
+                sync.exchange()
+            elif how == "backward":
+                loss(model, step).backward()
+            else:
+                with sync.no_sync():
+                    loss(model, 2 * step).backward()
+                    if how == "no_sync":
+                        loss(model, 2 * step + 1).backward()
+                if how == "no_sync":
+                    sync.exchange()
+                else:
+                    loss(model, 2 * step + 1).backward()
+            if step % 2:
+                sync.clip_grad_norm_(0.1)
+            opt.step()
+            opt.zero_grad(set_to_none=step % 3 > 0)
+    assert not said
+    result = finish(model, sync)
+    sync.remove()
+    return result
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_exchange_does_what_the_end_of_a_backward_does(
+    size: int, product: Product
+) -> None:
+    def run() -> list[Any]:
+        found = []
+        for scheme, optimizer in product(SCHEMES, OPTIMIZERS):
+            whole = train(scheme, optimizer, "backward")
+            windows = train(scheme, optimizer, "windows")
+            hand = train(scheme, optimizer, "hand")
+            quiet = train(scheme, optimizer, "no_sync")
+            found.append((scheme, optimizer, whole, hand, windows, quiet))
+        return found
+
+    ranks = run_ranks(size, run)
+    for scheme, optimizer, whole, hand, windows, quiet in ranks[0]:
+        assert hand == whole, (scheme, optimizer)
+        assert quiet == windows, (scheme, optimizer)
+    assert all(rank == ranks[0] for rank in ranks)
+
+
+def test_exchange_of_a_wrapper_with_a_scaler_and_on_ranks_without_gradients() -> None:
+    def run() -> Any:
+        model = mlp()
+        ddp = gradtide.DistributedDataParallel(model, scheme="dear")
+        opt = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(4):
+            with ddp.no_sync():
+                scaler.scale(loss(ddp, step)).backward()
+            if step == 2 and dist.get_rank() == 1:
+                opt.zero_grad()  # it has nothing to add
+            ddp.exchange()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        ddp.replica.flush()
+        first = bits(model)
+
+        same = mlp()
+        opt = torch.optim.SGD(same.parameters(), lr=0.05)
+        for step in range(4):
+            loss(same, step).backward()
+            for p in same.parameters():
+                assert p.grad is not None
+                if step == 2 and dist.get_rank() == 1:
+                    p.grad.zero_()
+                dist.all_reduce(p.grad)
+                p.grad /= 2
+            opt.step()
+            opt.zero_grad()
+        next(model.parameters()).register_hook(lambda _: ddp.exchange())
+        with pytest.raises(RuntimeError, match="during a backward pass"):
+            loss(ddp, 9).backward()
+        return first, bits(same)
+
+    ranks = run_ranks(2, run)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][0] == ranks[0][1]
+
+
+# - Steps that take others -------------------------------------------------------------
+
+
+def steps_until_told(scheme: str, kind: str) -> tuple[int, list[str], str]:
+    """Train by gradients that are not exchanged; returns the steps that went on."""
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sync = gradtide.replicate(model, opt, scheme)
+    done, text = 0, ""
+    with told() as said:
+        try:
+            for step in range(6):
+                odd = kind in ("hand", "no_sync") or step == 3
+                if not odd:
+                    loss(model, step).backward()
+                elif "hand" in kind:
+                    by_hand(model, step)
+                elif kind == "behind":  # of a window
+                    loss(model, step).backward()
+                    with sync.no_sync():
+                        loss(model, step + 1).backward()
+                else:
+                    with sync.no_sync():
+                        loss(model, step).backward()
+                        if "outside" not in kind:
+                            opt.step()
+                    if "outside" not in kind:
+                        opt.zero_grad()
+                        done += 1
+                        continue
+                opt.step()
+                opt.zero_grad()
+                done += 1
+        except RuntimeError as error:
+            text = str(error)
+    if not text:
+        text = finish(model, sync)
+    return done, said, text
+
+
+KINDS = ["hand", "no_sync", "last by hand", "last", "last, outside", "behind"]
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear", "topk(0.2)"])
+def test_ranks_that_part_are_told_in_that_step(scheme: str) -> None:
+    def run() -> list[Any]:
+        return [steps_until_told(scheme, kind) for kind in KINDS]
+
+    for rank in run_ranks(2, run):
+        for kind, (done, said, text) in zip(KINDS, rank, strict=True):
+            assert done == (0 if kind in ("hand", "no_sync") else 3), kind
+            assert text.startswith("0.weight differs between ranks 0 and 1"), kind
+            assert "sync.exchange()" in text
+            assert len(said) == 1, kind
+            assert "a gradient of 0.weight" in said[0]
+
+
+@pytest.mark.parametrize("scheme", ["diloco(every=4)", "exdyna(0.1, schedule='local')"])
+def test_where_steps_are_exchanged_any_gradient_will_do(scheme: str) -> None:
+    def run() -> list[Any]:
+        return [steps_until_told(scheme, kind) for kind in KINDS]
+
+    ranks = run_ranks(2, run)
+    assert ranks[0] == ranks[1]  # the bits, too
+    for done, said, _ in ranks[0]:
+        assert done == 6
+        assert not said
+
+
+def test_programs_that_average_by_themselves_go_on() -> None:
+    def run() -> Any:
+        found = []
+        for check_every in (2, 0):
+            model = mlp()
+            opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+            sync = gradtide.replicate(model, opt, "dear", check_every=check_every)
+            with told() as said:
+                for step in range(7):
+                    by_hand(model, step)
+                    for p in model.parameters():
+                        dist.all_reduce(p.grad)
+                    opt.step()
+                    opt.zero_grad()
+            found.append((len(said), bits(model)))
+            if check_every == 0:  # ranks may differ then
+                by_hand(model, 9)
+                opt.step()
+            sync.remove()
+        return found
+
+    first, second = run_ranks(2, run)
+    assert first == second
+    assert [count for count, _ in first] == [1, 1]
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear", "topk(0.2)"])
+def test_ordinary_programs_hear_nothing(scheme: str) -> None:
+    def run() -> int:
+        with told() as said:
+            one_optimizer()
+            if scheme != "dear":
+                two_optimizers()
+        return len(said)
+
+    def one_optimizer() -> None:
+        model = mlp()
+        opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+        sync = gradtide.replicate(model, opt, scheme)
+        opt.step()  # as some schedulers ask for
+        for p in model.parameters():  # as torch.distributed.checkpoint does
+            p.grad = torch.zeros_like(p)
+        opt.step()
+        for step in range(8):
+            opt.zero_grad(set_to_none=step % 2 > 0)
+            if step == 3:  # its gradients are not taken
+                with sync.no_sync():
+                    loss(model, step).backward()
+                opt.zero_grad(set_to_none=False)
+                opt.step()
+            loss(model, step).backward()
+            if step == 5:
+                for p in model.parameters():
+                    p.grad = p.grad / 2
+            opt.step()
+            if step == 6:  # again, by the same ones
+                opt.step()
+        sync.remove()
+
+    def two_optimizers() -> None:
+        model = mlp()
+        parts = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model[::2]]
+        sync = gradtide.replicate(model, None, scheme)
+        for step in range(3):
+            loss(model, step).backward()
+            for p in model.parameters():
+                p.grad = p.grad.clone()
+            for opt in parts:
+                opt.step()
+                opt.zero_grad()
+        sync.remove()
+
+    assert run_ranks(2, run) == [0, 0]
+    assert run_ranks(1, lambda: steps_until_told(scheme, "hand")[:2]) == [(6, [])]
