@@ -33,6 +33,7 @@ from gradtide.runtime.finder import Finder
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.owned import squares
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
+from gradtide.runtime.scales import Scales
 from gradtide.runtime.training import Training, momentum_of
 from gradtide.runtime.validation import (
     SetupGuard,
@@ -102,7 +103,8 @@ def replicate(
             (running statistics of norms), as in DistributedDataParallel. With "local"
             every rank keeps its own, which saves that exchange.
         grad_scaler: The GradScaler that multiplies the loss. Only a scheme with K-FAC
-            has to know it, because its factors are squares of gradients.
+            has to know it, because its factors are squares of gradients. Otherwise it
+            is found at its first step, from when on ranks compare its scale.
         check_every: After how many steps the ranks compare a checksum of their
             parameters, beginning after the first step; the same on every rank. Where
             they differ, the next backward raises RuntimeError, on every rank, which
@@ -184,7 +186,7 @@ class Replica:
         self._buffers = buffers == "broadcast"
         self.shares_buffers = self._buffers  # in training forwards, whoever begins them
         self._check_every = check_every
-        self._scale = None if grad_scaler is None else grad_scaler.get_scale
+        self._scales = Scales(self.engine, grad_scaler)
         params = [p for _, p in averaged(model)]
         self._unknown = optimizer is None
         found = params if self._unknown else []
@@ -203,7 +205,7 @@ class Replica:
             optimizer,
             now,
             self.engine,
-            self._scale,
+            self._scales,
             self._check_every,
             self._shared_buffers,
         )

@@ -239,7 +239,9 @@ class Member:
         synchronize(engine, [*self._parameters(), *buffers], source)
         optimizer, piece = training.optimizer, b""
         if training.steps is None and engine.group.rank == source:
-            piece = packed(optimizer.state_dict())
+            scaler = training.scales.scaler
+            scaling = None if scaler is None else scaler.state_dict()
+            piece = packed((optimizer.state_dict(), scaling))
         known = training.num_steps, len(piece)
         training.num_steps, length = engine.transport.gather_objects(known)[source]
         if training.steps is not None:  # every rank's optimizer has a state of its own
@@ -247,6 +249,8 @@ class Member:
         state = torch.frombuffer(bytearray(piece or length), dtype=torch.uint8)
         broadcast(engine, [state], source)
         if engine.group.rank not in self.join.active:
-            optimizer.load_state_dict(
-                unpacked(state.numpy().tobytes(), "the optimizer")
-            )
+            piece = state.numpy().tobytes()
+            own, scaling = unpacked(piece, "the optimizer's state")
+            optimizer.load_state_dict(own)
+            if scaling and training.scales.scaler is not None:
+                training.scales.scaler.load_state_dict(scaling)

@@ -1,11 +1,11 @@
 """What all ranks add up at the end of backward, in one small message.
 
-It says who used which parameters, who met what is not finite, and who has other buffers
-than all agreed on; now and then it has a checksum of each rank's parameters. Once any
-rank has been asked for a norm it also holds, of every parameter, the square of the
-2-norm of the mean: each rank adds up that of the part it owns. A rank's wish travels
-with the message of one step and is granted by all in the next: so nobody asks by
-itself.
+It says who used which parameters, who met what is not finite, who has other buffers
+than all agreed on, and whether GradScalers have the same scale; now and then it has a
+checksum of each rank's parameters. Once any rank has been asked for a norm it also
+holds, of every parameter, the square of the 2-norm of the mean: each rank adds up that
+of the part it owns. A rank's wish travels with the message of one step and is granted
+by all in the next: so nobody asks by itself.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gradtide.runtime.checksum import ParameterCheck
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.owned import measure
 from gradtide.runtime.placement import Placement
+from gradtide.runtime.scales import Scales
 
 
 @dataclass(eq=False)
@@ -36,6 +37,7 @@ class Tally:
     _guard: NonFiniteGuard
     _check: ParameterCheck
     _buffers: SharedBuffers
+    _scales: Scales
     _answer: Callable[[], Any] | None = None
     _measured: bool = False  # the message on its way has norms
     wished: bool = False  # this rank has been asked for norms
@@ -55,12 +57,13 @@ class Tally:
         arrived = [slot.arrived and not slot.undefined for slot in slots]
         # The training thread may finish them before the message is made.
         flights = [bucket.flight for bucket in buckets]
-        words, changed = self._check.words(abstain), self._buffers.changed()
+        words, scales = self._check.words(abstain), self._scales.words(abstain)
+        changed = self._buffers.changed()
         self._measured = measured = self.granted and hold
 
         def message() -> AllReduce:
             own = changed, self.wished
-            flags = [*arrived, *words(), *self._guard.flags(), *own]
+            flags = [*arrived, *words(), *scales(), *self._guard.flags(), *own]
             if not measured:
                 return AllReduce(torch.tensor(flags, dtype=torch.int32))
             norms = measure(buckets, flights, self._engine.group)
@@ -78,6 +81,7 @@ class Tally:
         for slot, count in zip(slots, told, strict=False):
             slot.used = count > 0
         self._check.update(told)
+        self._scales.update(told)
         numbers = [*told]
         self.squares = None
         if self._measured:

@@ -30,6 +30,7 @@ from gradtide.runtime.deferred_grads import DeferredGrad
 from gradtide.runtime.momentum import Momentum
 from gradtide.runtime.nonfinite import NonFiniteGuard
 from gradtide.runtime.placement import Placement
+from gradtide.runtime.scales import Scales
 from gradtide.runtime.tally import Tally
 from gradtide.runtime.turns import Turns
 from gradtide.runtime.unexchanged import UNSEEN, Unexchanged
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 class Training:
     """Carries steps out, on one rank. With K-FAC its constructor is a collective call.
 
-    `scale` tells the factor of a GradScaler, which K-FAC has to know.
+    `scales` knows the GradScaler; K-FAC has to, if there is one.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class Training:
         optimizer: Optimizer,
         scheme: Scheme,
         engine: Engine,
-        scale: Callable[[], float] | None,
+        scales: Scales,
         check_every: int,
         buffers: SharedBuffers,
     ) -> None:
         self.engine, self.model, self.optimizer = engine, model, optimizer
-        self.buffers = buffers
+        self.buffers, self.scales = buffers, scales
         self.turns = Turns(engine.transport.progress)
         # Has a parameter's hook called; returns whether it was lost.
         self.rehook: Callable[[nn.Parameter], bool] = lambda _: False
@@ -85,7 +86,8 @@ class Training:
         self.check = ParameterCheck(
             model, engine.transport, check_every, self.placement.shards
         )
-        self.tally = Tally(engine, self.placement, self.guard, self.check, buffers)
+        told = self.guard, self.check, buffers, scales
+        self.tally = Tally(engine, self.placement, *told)
         self.step = Step(self, scheme.schedule)
         self.unexchanged = Unexchanged(self.placement)
         self.momentum = momentum_of(optimizer, scheme)
@@ -101,8 +103,8 @@ class Training:
             from gradtide.kfac.preconditioner import Preconditioner
             from gradtide.runtime import preconditioning
 
-            config = scheme.preconditioner
-            kfac = Preconditioner(model, config, engine, self.begin, self.full, scale)
+            known = self.begin, self.full, scales.given
+            kfac = Preconditioner(model, scheme.preconditioner, engine, *known)
             self.preconditioning = preconditioning.Preconditioning(self.placement, kfac)
         self._second = self.preconditioning or Unpreconditioned(self.placement)
         # Where K-FAC is, nobody may have gradients delivered to find them out.
@@ -232,6 +234,7 @@ class Training:
         """A step of an optimizer begins: the replica's own, or one that was found."""
         with self.turns:
             if self.engine.group.size > 1:
+                self.scales.look()
                 self._look_for_unexchanged(optimizer)
             self._begin_step()
 
@@ -419,6 +422,7 @@ class Training:
         ordering = self.announce(Event.BACKWARD, number) and not self.local
         self.tally.learn()  # on every rank, whatever each has asked for since
         self.check.refuse()
+        self.scales.refuse()
         if self.steps is not None:
             self.steps.decide()
         if ordering:
@@ -481,6 +485,7 @@ class Training:
     def update(self, fresh: bool) -> None:
         """Refuse what would destroy the model; momentum and K-FAC before the step."""
         self.guard.refuse()
+        self.scales.refuse()
         self.updates.withdraw()
         if self.steps is not None and self.steps.on:
             self.steps.stepping()
