@@ -103,8 +103,8 @@ class Training:
             from gradtide.kfac.preconditioner import Preconditioner
             from gradtide.runtime import preconditioning
 
-            known = self.begin, self.full, scales.given
-            kfac = Preconditioner(model, scheme.preconditioner, engine, *known)
+            told_of = self.begin, self.full, scales.given
+            kfac = Preconditioner(model, scheme.preconditioner, engine, *told_of)
             self.preconditioning = preconditioning.Preconditioning(self.placement, kfac)
         self._second = self.preconditioning or Unpreconditioned(self.placement)
         # Where K-FAC is, nobody may have gradients delivered to find them out.
