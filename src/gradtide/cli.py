@@ -11,11 +11,12 @@ if __name__ == "__main__":  # before anything that an extra installs
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 import gradtide
 from gradtide.doctor.cli import doctor
@@ -161,6 +162,7 @@ def compare(
         "gradtide race --schemes ddp,dear --hosts 4 --rate 50mbit --out out/race",
         "gradtide race --schemes ddp,dear --workload mypkg.train:build "
         "--hosts 2 --rate 1gbit --out out/mine",
+        "gradtide race --schemes ddp,dear --hosts 2 --rate 1gbit --out o -- train.py",
     )
 )
 def race(
@@ -182,13 +184,22 @@ def race(
     resume: Annotated[
         bool, Option("--resume", help="Train only whom the record in --out lacks.")
     ] = False,
+    loss: Annotated[
+        str | None, Option(help="Of a script: how it prints one, r'loss=(\\S+)'.")
+    ] = None,
+    script: Annotated[
+        list[str] | None,
+        Argument(help="A training script, after --.", metavar="[-- SCRIPT]"),
+    ] = None,
 ) -> None:
     """Train the same model for a time with each scheme, and show which loss is when.
 
     They race to the lowest loss of one of them. --hosts and --rate emulate a cluster;
-    under torchrun, its ranks are used.
+    under torchrun, its ranks are used. A script is started with each scheme in turn
+    ({scheme} in its arguments, or gradtide run), and its printed losses are read.
     """
     from gradtide.lab.race import report as lab_race
+    from gradtide.lab.race import script as lab_script
     from gradtide.lab.spec import RaceSpec, split_schemes
 
     with options.told():
@@ -197,7 +208,14 @@ def race(
         inside = options.local_bits(local_rate)
         how = names, workload, *there, seconds, every
         spec = RaceSpec(*how, seed=seed, local_rate=inside, target=target)
-        lab_race.race(spec, out, sys.argv, rank, resume)
+        if not script:
+            lab_race.race(spec, out, sys.argv, rank, resume)
+            return
+        if rank is not None:
+            raise ValueError("a script is started here: leave out torchrun")
+        pattern = lab_script.LOSS if loss is None else loss
+        spec = replace(spec, workload=f"script:{' '.join(script)}")
+        lab_script.race(spec, script, pattern, out, sys.argv, resume)
 
 
 def _place(

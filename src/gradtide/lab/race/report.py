@@ -23,6 +23,7 @@ from gradtide.lab.record import milliseconds, origin
 from gradtide.lab.spec import RaceSpec, check_race
 from gradtide.lab.tables import folded, grid, number
 
+NOTED = 2  # stalled laps of a contestant
 WIDTH = 120  # columns of table.txt
 SHOWN = 0.4  # of the way down to the target; in the picture, above all fall alike
 _ALONG: dict[str, Callable[[Point], float]] = {
@@ -46,10 +47,10 @@ def race(
     """
     if resume and not rank:
         spec = resumed(spec, out / "record.json")
-    hold(spec, out, argv, rank, check_race, laps.run, _progress, _conclude)
+    hold(spec, out, argv, rank, check_race, laps.run, progress, conclude)
 
 
-def _conclude(
+def conclude(
     spec: RaceSpec,
     found: dict[str, list[Point]],
     out: Path,
@@ -65,7 +66,7 @@ def _conclude(
 
 
 @contextmanager
-def _progress(spec: RaceSpec, console: Console) -> Iterator[Tell]:
+def progress(spec: RaceSpec, console: Console) -> Iterator[Tell]:
     """A bar over the seconds of all contestants, with the one that trained last."""
     with bar(console, spec.seconds * len(spec.missing)) as advance:
 
@@ -153,7 +154,7 @@ def table(record: RaceRecord) -> Group:
             f"{min(point.loss for point in each.points):.3f}",
             f"{there.seconds:.1f}" if there else "-",
             _spread(each) or "-",
-            f"{there.sent_bytes / 1e6:.3g}" if there else "-",
+            f"{there.sent_bytes / 1e6:.3g}" if there and there.sent_bytes else "-",
         )
     said = (
         "there: seconds until it first had that loss; MB then: sent by a rank until "
@@ -172,13 +173,18 @@ def _spread(standing: Standing) -> str:
 
 
 def noted(record: RaceRecord) -> list[str]:
-    """What is odd in a course: laps in which something else happened."""
-    return [
-        f"{each.scheme} stalled at step {stall.steps:.0f}: its lap took "
-        f"{stall.times:.1f} times as long as those around it"
-        for each in record.standings
-        for stall in each.stalled
-    ]
+    """What is odd in a course: laps in which something else happened, the worst."""
+    lines = []
+    for each in record.standings:
+        found = sorted(each.stalled, key=lambda stall: -stall.times)
+        lines += [
+            f"{each.scheme} stalled at step {stall.steps:.0f}: its lap took "
+            f"{stall.times:.1f} times as long as those around it"
+            for stall in found[:NOTED]
+        ]
+        if len(found) > NOTED:
+            lines.append(f"{each.scheme} stalled {len(found)} times in all")
+    return lines
 
 
 def preface(record: RaceRecord) -> list[str]:
