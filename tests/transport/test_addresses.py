@@ -60,3 +60,14 @@ def test_a_name_that_stands_for_nothing_means_the_loopback(
 
 def test_what_leads_to_other_hosts() -> None:
     assert outward(THERE) == {"eth0": "10.0.0.2"}
+
+
+def test_an_interface_with_an_address_of_its_link_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others call it by their own interface: a link has another name on each host."""
+    monkeypatch.setenv(VARIABLE, "eth1")
+    monkeypatch.setattr(addresses, "_sixes", lambda _: {"eth1": "fe80::1"})
+    assert chosen(THERE).address == "fe80::1%eth1"
+    assert addresses.from_here("fe80::2%enp3") == "fe80::2%eth1"
+    assert addresses.from_here("10.0.0.1") == "10.0.0.1"

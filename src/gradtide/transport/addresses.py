@@ -20,6 +20,7 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 ASKED = 0x8915  # SIOCGIFADDR of Linux
 SIXES = Path("/proc/net/if_inet6")
 GLOBAL = "00"  # the scope of an address that leads to other hosts
+LINK = "20"  # of one that leads to those on the same link
 LOOPBACK = "127.0.0.1"
 INSIDE = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "podman", "lxc")
 
@@ -43,7 +44,7 @@ def interfaces() -> dict[str, str]:
         import fcntl
     except ImportError:
         return {}
-    found = _sixes()
+    found = _sixes(GLOBAL)
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             request = struct.pack("256s", name.encode()[:15])
@@ -55,14 +56,14 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def _sixes() -> dict[str, str]:
+def _sixes(scope: str) -> dict[str, str]:
     if not SIXES.exists():
         return {}
     rows = (line.split() for line in SIXES.read_text().splitlines())
     return {
         row[5]: str(ipaddress.IPv6Address(bytes.fromhex(row[0])))
         for row in rows
-        if row[3] == GLOBAL
+        if row[3] == scope
     }
 
 
@@ -71,14 +72,17 @@ def chosen(there: dict[str, str] | None = None) -> Chosen:
     there = interfaces() if there is None else there
     asked = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
     if asked:
-        missing = [name for name in asked if name not in there]
+        near = _sixes(LINK)
+        missing = [name for name in asked if name not in there and name not in near]
         if missing and there:
             error = (
                 f"{VARIABLE} names {', '.join(missing)}, which this host does not have "
                 f"(it has {', '.join(f'{at} {there[at]}' for at in sorted(there))})"
             )
             return Chosen("", missing[0], VARIABLE, error)
-        return Chosen(there.get(asked[0], LOOPBACK), asked[0], VARIABLE)
+        name = asked[0]
+        address = there.get(name) or (f"{near[name]}%{name}" if name in near else "")
+        return Chosen(address or LOOPBACK, name, VARIABLE)
     name = socket.gethostname()
     for address in _resolved(name):
         if _is_own(address):
@@ -90,6 +94,12 @@ def chosen(there: dict[str, str] | None = None) -> Chosen:
 def loops(address: str) -> bool:
     """Whether an address leads nowhere but to the host itself."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def from_here(address: str) -> str:
+    """An address as this host calls it: one that is valid on a link names that link."""
+    bare, _, link = address.partition("%")
+    return f"{bare}%{chosen().interface}" if link else bare
 
 
 def outward(there: dict[str, str]) -> dict[str, str]:

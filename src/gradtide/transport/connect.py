@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup as ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradtide.core.ops import Group
 from gradtide.core.transport import Transport
+
+if TYPE_CHECKING:
+    from gradtide.transport.gloo import GlooTransport
+    from gradtide.transport.hosts import Whereabouts
 
 # Hosts and their ranks; or the groups of both that this rank is in.
 Mesh: TypeAlias = DeviceMesh | tuple[ProcessGroup, ProcessGroup]
@@ -44,15 +50,13 @@ def connect(
             "torchrun (on one machine: torchrun --nproc-per-node 2 train.py)"
         )
     # Here, as no program that imports gradtide for its schemes alone needs them.
-    from gradtide.transport.gloo import GlooTransport
     from gradtide.transport.hosts import hosts_of
 
     parent, by_hand = _members(process_group)
     ranks = dist.get_process_group_ranks(parent)
     if by_hand is not None:
         ranks = sorted(rank for host in by_hand for rank in host)
-    gloo = GlooTransport(_sibling(parent, ranks, "gloo"))
-    places = gloo.open()
+    gloo, places = _meet(parent, ranks)
     if by_hand is None:
         gloo.hosts = hosts_of(places)
     else:
@@ -66,6 +70,29 @@ def connect(
     from gradtide.transport.staged import StagedTransport
 
     return StagedTransport(gloo, device)
+
+
+def _meet(
+    parent: ProcessGroup, ranks: list[int]
+) -> tuple[GlooTransport, list[Whereabouts]]:
+    """Links to some ranks, and where these are, when all are there (`roll_call`)."""
+    from gradtide.transport.gloo import GlooTransport
+    from gradtide.transport.hosts import whereabouts
+    from gradtide.transport.opening import Meeting
+    from gradtide.transport.roll_call import RollCall
+
+    seconds = _timeout(parent).total_seconds()
+    meeting = Meeting(Group(ranks.index(dist.get_rank()), len(ranks)), seconds)
+    if len(ranks) == 1:
+        return GlooTransport(_sibling(parent, ranks, "gloo"), meeting), [whereabouts()]
+    try:
+        roll_call = RollCall(parent, ranks, meeting, seconds)
+        places = roll_call.answer()
+        group = roll_call.watch(lambda: _sibling(parent, ranks, "gloo"))
+    except Exception:
+        meeting.close()
+        raise
+    return GlooTransport(group, meeting), places
 
 
 def _members(
@@ -105,16 +132,21 @@ def _sibling(
     parent: dist.ProcessGroup, ranks: list[int], backend: str
 ) -> dist.ProcessGroup:
     """A new group of some ranks, with the parent's timeout."""
-    device = torch.device("cpu" if "gloo" in _backends(parent) else "cuda")
     group = dist.new_group(
         ranks,
         backend=backend,
-        timeout=parent._get_backend(device).options._timeout,
+        timeout=_timeout(parent),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc=f"gradtide {backend}",
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _timeout(parent: dist.ProcessGroup) -> timedelta:
+    device = torch.device("cpu" if "gloo" in _backends(parent) else "cuda")
+    found: timedelta = parent._get_backend(device).options._timeout
+    return found
 
 
 def _backends(parent: dist.ProcessGroup) -> str:

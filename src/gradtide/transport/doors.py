@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gradtide.transport.addresses import loops
+from gradtide.transport.addresses import from_here, loops
 
 
 class Door(NamedTuple):
@@ -34,7 +34,8 @@ class Door(NamedTuple):
     def place(self) -> tuple[int, Any]:
         """The family of its address, and what to connect to by the network."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        return family, socket.getaddrinfo(self.address, self.port, family)[0][4]
+        address = from_here(self.address)
+        return family, socket.getaddrinfo(address, self.port, family)[0][4]
 
 
 class Presence:

@@ -270,8 +270,8 @@ def _link(peer: int | None) -> str:
     )
 
 
-def own_store(pg: dist.ProcessGroup) -> Store:
-    """The job's store, of which `pg` has a part of its own; torch names it alike.
+def own_store(name: str) -> Store:
+    """The job's store, of which who has the same name has a part of their own.
 
     It is another connection: one that waits blocks all others that use it, and its
     timeout would be that of the user's.
@@ -280,4 +280,4 @@ def own_store(pg: dist.ProcessGroup) -> Store:
     if hasattr(store, "clone"):  # not before torch 2.8
         store = store.clone()
         store.set_timeout(timedelta(seconds=REPORT_SECONDS))
-    return PrefixStore(f"gradtide/{pg.group_name}", store)
+    return PrefixStore(f"gradtide/{name}", store)

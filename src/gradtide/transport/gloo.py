@@ -18,7 +18,7 @@ from gradtide.core.transport import CommunicationError, Job, Progress
 from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
 from gradtide.transport.fault import ALIKE
-from gradtide.transport.hosts import Whereabouts, give_up, whereabouts
+from gradtide.transport.hosts import give_up
 from gradtide.transport.inquiry import Inquiry, end
 from gradtide.transport.links import (
     DIFFERENT,
@@ -46,7 +46,7 @@ class GlooTransport:
     request gets the future that Gloo lacks for most of them.
     """
 
-    def __init__(self, pg: dist.ProcessGroup) -> None:
+    def __init__(self, pg: dist.ProcessGroup, meeting: Meeting) -> None:
         self.group = Group(pg.rank(), pg.size())
         self.hosts: Members = rows(pg.size(), 1)
         self.progress = Progress()
@@ -56,7 +56,7 @@ class GlooTransport:
         self.submit = self._queue.submit
         timeout = pg._get_backend(torch.device("cpu")).options._timeout
         seconds = timeout.total_seconds()
-        self._meeting = meeting = Meeting(self.group, seconds)
+        self._meeting = meeting
         self._links = tuple(Links(meeting, *lane, seconds) for lane in enumerate(LANES))
         self._inquiry = Inquiry(pg, self._queue, self.progress, meeting)
         self._queue.late = self._inquiry.late
@@ -141,16 +141,6 @@ class GlooTransport:
             who = ", ".join(f"rank {rank} in {where}" for rank, where in names.items())
             raise CommunicationError(f"{DIFFERENT}: {who}. {ALIKE}")
         return [other for _, other in told]
-
-    def open(self) -> list[Whereabouts]:
-        """Learn where all ranks are, and where to connect to them."""
-        here = whereabouts()
-        told = self.gather_objects((here, self._meeting.door))
-        self._meeting.doors = [
-            door if place.network == here.network else door._replace(name="")
-            for place, door in told
-        ]
-        return [place for place, _ in told]
 
     def close(self) -> None:
         ended = self._queue.close()

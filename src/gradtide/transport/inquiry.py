@@ -88,7 +88,7 @@ class Inquiry:
         self._suspects: dict[int, Position] = {}
         self._patience = AGAIN
         self._closed = False
-        self._store, self._asking = own_store(pg), own_store(pg)
+        self._store, self._asking = own_store(pg.group_name), own_store(pg.group_name)
         self._turn = threading.Lock()  # to ask
         ranks = dist.get_process_group_ranks(pg)
         self._host = None if AGENT in os.environ or 0 not in ranks else ranks.index(0)

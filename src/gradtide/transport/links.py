@@ -323,8 +323,9 @@ class Links:
 
     def _enter(self, transfer: Transfer) -> None:
         track = transfer.track
+        calls, peers = self._meeting.calls, transfer.peers - track.to.keys()
         # Calls first, from the highest on: they wait for nobody.
-        for peer in sorted(transfer.peers - track.to.keys(), reverse=True):
+        for peer in sorted(peers, key=lambda peer: (calls(peer), peer), reverse=True):
             self._connect(peer, track)
         if transfer.unsent:
             track.sending.append(transfer)
@@ -332,7 +333,7 @@ class Links:
             track.to[peer].coming.append(coming)
 
     def _connect(self, peer: int, track: Track) -> None:
-        meet = self._meeting.call if peer > self._meeting.rank else self._meeting.answer
+        meet = self._meeting.call if self._meeting.calls(peer) else self._meeting.answer
         try:
             link = Link(peer, meet(peer, track.number))
         except OSError as error:

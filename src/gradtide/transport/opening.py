@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from gradtide.core.ops import Group
-from gradtide.transport.addresses import VARIABLE, chosen
+from gradtide.transport.addresses import VARIABLE, chosen, from_here, loops
 from gradtide.transport.doors import Door, Presence
 
 HELLO = struct.Struct("!32sII")  # the word of who is called, who calls, and the lane
@@ -72,8 +72,12 @@ class Meeting:
         self._listening: dict[int, socket.socket] = {}  # by their numbers
         self._poll = select.poll()  # these, and callers
         self.door = Door("", 0, "", secrets.token_bytes(32))
+        self.problem = ""  # why this rank has no door
         if group.size > 1:
-            self.door = self._listen(self.door.word)
+            try:
+                self.door = self._listen(self.door.word)
+            except OSError as error:
+                self.problem = chosen().error or f"no door at {chosen()}: {error}"
         self.presence = Presence()
         self.doors = [self.door]
         # Whether a rank answers no questions; the transport knows how to ask.
@@ -90,8 +94,10 @@ class Meeting:
 
     def _listen(self, word: bytes) -> Door:
         address, name = chosen().address, ""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        tcp = socket.create_server((address, 0), family=family, backlog=BACKLOG)
+        if chosen().error:
+            raise OSError(chosen().error)
+        family, place = Door(address, 0, "", word).place
+        tcp = socket.create_server(place, family=family, backlog=BACKLOG)
         listening = [tcp]
         if sys.platform == "linux":
             name = f"\0gradtide-{secrets.token_hex(16)}"
@@ -106,8 +112,18 @@ class Meeting:
         self._made.extend(listening)
         return Door(address, tcp.getsockname()[1], name, word)
 
+    def calls(self, peer: int) -> bool:
+        """Whether this rank calls another one, or is called.
+
+        The lower one calls, unless the higher one listens inside its host alone.
+        """
+        low, high = (self.doors[r] for r in sorted((self.rank, peer)))
+        far = not self.doors[peer].name and bool(self.door.name)
+        turned = far and loops(high.address) and not loops(low.address)
+        return (peer > self.rank) != turned
+
     def call(self, peer: int, lane: int) -> socket.socket:
-        """Connect to a higher rank; OSError says where it was not to be reached."""
+        """Connect to a rank; OSError says where it was not to be reached."""
         door = self.doors[peer]
         try:
             connection = self._reach(door)
@@ -130,10 +146,10 @@ class Meeting:
                 return connection
             except OSError:  # its network has the same name, and is another
                 connection.close()
-        return socket.create_connection((door.address, door.port), CALL)
+        return socket.create_connection((from_here(door.address), door.port), CALL)
 
     def answer(self, peer: int, lane: int) -> socket.socket:
-        """Wait until a lower rank has called; OSError if it never will."""
+        """Wait until a rank has called; OSError if it never will."""
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline:
             with self._lock:  # who holds it listens for the other lanes, too

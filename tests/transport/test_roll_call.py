@@ -1,0 +1,122 @@
+"""All are there before anything is made; who never comes is named, who is late is not.
+
+Two helpers of the tests of inquiries run ranks that end as programs do.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from tests.test_inquiry import LIMIT, run_to_the_end
+from torch import nn
+
+import gradtide
+from gradtide.core.ops import Group
+from gradtide.transport import roll_call
+from gradtide.transport.doors import Door
+from gradtide.transport.hosts import Whereabouts
+from gradtide.transport.opening import Meeting
+
+pytestmark = pytest.mark.waits
+
+
+def link() -> gradtide.Replica:
+    model = nn.Linear(4, 2)
+    return gradtide.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+@pytest.mark.parametrize("when", ["before", "connecting"])
+def test_a_rank_that_dies_before_it_is_linked_is_named(
+    tmp_path: Path, when: str, dead: int
+) -> None:
+    connecting: Any = sys.modules["gradtide.transport.connect"]
+
+    def work(rank: int) -> None:
+        def end(*_: Any) -> None:
+            (tmp_path / "stopped").write_text(str(time.monotonic()))
+            os._exit(9)
+
+        if rank == dead and when == "before":
+            end()
+        if rank == dead:
+            connecting._sibling = end
+        link()
+
+    seconds, told = run_to_the_end(tmp_path, 3, work)
+    assert seconds < LIMIT
+    for rank in {0, 1, 2} - {dead}:
+        assert f"rank {dead} is gone" in told[rank], told
+
+
+def test_a_rank_that_comes_late_is_waited_for() -> None:
+    def run() -> int:
+        time.sleep(4 * (dist.get_rank() == 1))
+        return link().engine.group.size
+
+    assert run_ranks(3, run) == [3] * 3
+
+
+def test_a_rank_with_too_few_descriptors_is_told_on_all() -> None:
+    def run() -> str:
+        before = len(os.listdir("/proc/self/fd"))
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + 8, before + 8))
+        with pytest.raises(ValueError, match="file descriptors") as caught:
+            link()
+        return str(caught.value)
+
+    for told in run_ranks(2, run):
+        assert "rank 1 cannot connect" in told
+        assert "takes up to 21" in told
+        assert "ulimit -n" in told
+
+
+def test_the_limit_of_descriptors_is_raised_where_that_will_do() -> None:
+    def run() -> int:
+        taken = len(os.listdir("/proc/self/fd"))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 8, hard))
+        return link().engine.group.size
+
+    assert run_ranks(2, run) == [2, 2]
+
+
+def places(*networks: str) -> list[Whereabouts]:
+    return [Whereabouts(name, None, name) for name in networks]
+
+
+def test_ranks_that_reach_only_themselves_are_refused() -> None:
+    inside, outside = (Door(at, 1, "", b"") for at in ("127.0.1.1", "10.0.0.1"))
+    roll_call.refuse_blind(places("a", "a"), [inside, inside])
+    roll_call.refuse_blind(places("a", "b"), [inside, outside])
+    words = r"rank 0 and rank 2 .* 127\.0\.1\.1.*GLOO_SOCKET_IFNAME"
+    with pytest.raises(ValueError, match=words):
+        roll_call.refuse_blind(places("a", "a", "b"), [inside, outside, inside])
+
+
+@pytest.mark.parametrize(
+    ("addresses", "caller"),
+    [
+        (("10.0.0.1", "10.0.0.2"), 0),
+        (("10.0.0.1", "127.0.0.1"), 1),  # the lower one would call itself
+        (("127.0.0.1", "10.0.0.2"), 0),
+    ],
+)
+def test_who_can_be_reached_is_called(addresses: tuple[str, str], caller: int) -> None:
+    for rank in range(2):
+        meeting = Meeting(Group(rank, 2), 1.0)
+        doors = [Door(at, 1, "", b"") for at in addresses]
+        doors[rank] = doors[rank]._replace(name="own")
+        meeting.doors = doors
+        assert meeting.calls(1 - rank) == (rank == caller)
+        meeting.close()
