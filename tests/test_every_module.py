@@ -112,6 +112,7 @@ ELSEWHERE = {
     "selectors/triton_kernels": "selectors/test_triton",
     "simulate/cli": "simulate/test_grid",
     "simulate/report": "simulate/test_grid",
+    "startup/sitecustomize": "test_run",
     "testing": "test_law",
     "core/levels": "core/test_host_by_host",
     "transport/comm_queue": "test_transport",

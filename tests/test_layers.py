@@ -24,7 +24,7 @@ LAYERS = (
     {"lab", "integrations"},
     {"profile", "simulate"},
     {"doctor"},
-    {"cli", "__init__"},
+    {"cli", "run", "startup", "__init__"},
     {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

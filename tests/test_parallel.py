@@ -603,10 +603,12 @@ def test_install_and_undo(tmp_path: Any) -> None:
     )
     sys.path.insert(0, str(tmp_path))
     program = importlib.import_module("program")
+    own = Torchs.__init__
     with gradtide.install("dear"):
         assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
         assert program.DDP is DistributedDataParallel
         assert DistributedDataParallel.default_scheme == gradtide.parse("dear")
+        assert Torchs.__init__ is not own
 
         def work() -> Any:
             model = torch.nn.parallel.DistributedDataParallel(network())
@@ -618,11 +620,58 @@ def test_install_and_undo(tmp_path: Any) -> None:
     assert torch.nn.parallel.DistributedDataParallel is Torchs
     assert torch.nn.parallel.distributed.DistributedDataParallel is Torchs
     assert program.DDP is Torchs
+    assert Torchs.__init__ is own
     assert DistributedDataParallel.default_scheme == "wfbp"
     gradtide.install().close()
     with pytest.raises(ValueError, match="is not known"):
         gradtide.install("daer")
     sys.path.remove(str(tmp_path))
+
+
+class Framework(Torchs):
+    """A framework's own class, of before `install`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.calls = 0
+
+    def train_step(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self(x)  # type: ignore[no-any-return]
+
+
+def test_install_reaches_what_was_there_before() -> None:
+    """Classes that derive from torch's, and references to it that were kept."""
+
+    def work() -> Any:
+        with gradtide.install("dear"):
+            model = Framework(network())
+            kept = Torchs(network())
+            steps(kept, sgd(kept), range(2))
+        optimizer = sgd(model)
+        for step in range(3):
+            model.train_step(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for one in (model, kept):
+            assert isinstance(one, Torchs)
+            assert isinstance(one, DistributedDataParallel)
+            assert one.replica.scheme == gradtide.parse("dear")
+        assert isinstance(model, Framework)
+        assert model.calls == 3
+        assert type(model).__name__ == "Framework"
+        copied = pickle.loads(pickle.dumps(model))
+        assert isinstance(copied, Framework)
+        assert bits(copied) == bits(model)
+        plain = Framework(network())
+        assert not isinstance(plain, DistributedDataParallel)
+        with pytest.warns(UserWarning, match=r"1 models \(Framework\) were wrapped"):
+            gradtide.install().close()
+        return bits(model)
+
+    before = Torchs.__init__
+    assert same(run_ranks(2, work))
+    assert Torchs.__init__ is before
 
 
 def test_hooks_that_cast_become_the_wire() -> None:

@@ -9,6 +9,10 @@ from gradtide.lab.checks import require
 
 def main() -> None:
     """Run the command line; exit with status 2, and say why, where it cannot be."""
+    if sys.argv[1:2] == ["run"]:  # on every worker, perhaps: it needs no extra
+        from gradtide import run
+
+        return run.main(sys.argv[2:])
     try:
         require("cli", "typer", "rich")
     except ValueError as error:

@@ -19,6 +19,7 @@ import typer
 from typer import Argument, Option
 
 import gradtide
+from gradtide import run
 from gradtide.doctor.cli import doctor
 from gradtide.lab import options
 from gradtide.lab.checks import check_file, require
@@ -91,6 +92,20 @@ def _main(
         Option("--version", help="Print it.", callback=_version, is_eager=True),
     ] = False,
 ) -> None: ...
+
+
+@app.command(
+    "run",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=options.examples(
+        "gradtide run --scheme dear -- torchrun --nproc-per-node 2 train.py",
+        "torchrun --nproc-per-node 2 -m gradtide run --scheme dear -- train.py",
+    ),
+)
+def run_program(context: typer.Context) -> None:
+    """Run a program that uses torch's DistributedDataParallel with gradtide's."""
+    run.main(context.args)
 
 
 @app.command(epilog=options.examples("gradtide schemes", "gradtide schemes --all"))

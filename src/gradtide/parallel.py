@@ -6,6 +6,7 @@ recognised where programs ask for DDP. None of DDP's machinery is made.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import warnings
@@ -13,7 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from functools import cache
+from types import ModuleType, SimpleNamespace, new_class
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +38,8 @@ from gradtide.scheme import Scheme, as_scheme
 from gradtide.transport import ProcessGroup
 
 Recipe: TypeAlias = "str | Scheme"
+
+SCHEME = "GRADTIDE_SCHEME"  # in the environment: what programs use that say nothing
 
 # What to do where two models have a parameter in common.
 HELD = "wrap one module that holds both, nn.ModuleList([a, b]), with one optimizer"
@@ -552,25 +556,77 @@ def install(scheme: Recipe = "wfbp") -> ExitStack:
     """Put gradtide's class in the place of torch's DistributedDataParallel.
 
     It is for programs that name torch's class, or use frameworks that do: it is
-    replaced in torch and in all modules that have imported it. `isinstance` holds with
-    either class. It takes effect at once, and lasts until what is returned is closed.
+    replaced in torch and in all modules that have imported it, and what is made of
+    torch's own class by who has kept it is gradtide's, too. So are models of classes
+    that derive from it, whenever these were defined. `isinstance` holds with either
+    class. It takes effect at once, and lasts until what is returned is closed.
+
+    Models that were made before keep torch's exchange, and there is a warning. So does
+    what is made in other processes: see `gradtide run`.
 
     Args:
         scheme: What `DistributedDataParallel` uses where no `scheme` is passed.
 
     Returns:
         A context manager that puts everything back when it is left, or by `close()`.
+            Models that were made inside stay gradtide's.
 
     Raises:
         ValueError: There is no such scheme.
     """
     chosen = as_scheme(scheme)
-    places = [(DistributedDataParallel, "default_scheme", chosen), *_places()]
+    made = [one for one in gc.get_objects() if issubclass(type(one), Torchs)]
+    before = [type(one).__name__ for one in made if "reducer" in vars(one)]
+    if before:
+        kinds = ", ".join(sorted({*before}))
+        warnings.warn(
+            f"{len(before)} models ({kinds}) were wrapped before gradtide.install(), "
+            "and keep torch's exchange: call it earlier",
+            stacklevel=2,
+        )
+    places = [
+        (DistributedDataParallel, "default_scheme", chosen),
+        (Torchs, "__init__", _becomes_ours),
+        *_places(),
+    ]
     undo = ExitStack()
     for place, name, value in places:
         undo.callback(setattr, place, name, getattr(place, name))
         setattr(place, name, value)
     return undo
+
+
+def _becomes_ours(self: Any, *args: Any, **kwargs: Any) -> None:
+    """The constructor of torch's class, and of what derives from it, once installed."""
+    if not isinstance(self, DistributedDataParallel):
+        self.__class__ = _joined(type(self))  # type: ignore[arg-type]  # it is hashable
+    DistributedDataParallel.__init__(self, *args, **kwargs)
+
+
+@cache
+def _joined(kind: Any) -> Any:
+    """A class of torch's, or a program's own that derives from it, on top of ours.
+
+    The program's own class stays as it is, for models that it has made already.
+    """
+    if kind is Torchs:
+        return DistributedDataParallel
+    return new_class(
+        kind.__name__,
+        (kind, DistributedDataParallel),
+        exec_body=lambda names: names.update(
+            __module__=kind.__module__,
+            __qualname__=kind.__qualname__,
+            __doc__=kind.__doc__,
+            __reduce_ex__=lambda self, _: (_blank, (kind,), self.__getstate__()),
+        ),
+    )
+
+
+def _blank(kind: Any) -> Any:
+    """An object of such a class, whose state is yet to come: for pickles."""
+    joined = _joined(kind)
+    return joined.__new__(joined)
 
 
 def _places() -> Iterator[tuple[Any, str, Any]]:

@@ -8,10 +8,8 @@ from itertools import product
 
 from torch.optim import Optimizer
 
-from gradtide.parallel import DistributedDataParallel
+from gradtide.parallel import SCHEME, DistributedDataParallel
 from gradtide.scheme import Scheme
-
-SCHEME = "GRADTIDE_SCHEME"
 
 
 def scheme_or_default(scheme: str | Scheme | None) -> str | Scheme:

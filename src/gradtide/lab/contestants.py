@@ -6,6 +6,7 @@ Knows how each is set up and asked; knows nothing of timing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.payload import traits
 from gradtide.core.schedule import WFBP, Schedule
 from gradtide.lab.workloads import Workload
+from gradtide.parallel import SCHEME
 from gradtide.replica import Replica, replicate
 from gradtide.scheme import Scheme, parse
 from gradtide.scheme.spelling import respelled
@@ -115,6 +117,7 @@ def enter(name: str, workload: Workload, size: int) -> Contestant:
     if name not in BASELINES:
         replica = replicate(workload.model, workload.optimizer, name)
         return Contestant(name, workload, workload.model, replica)
+    os.environ.pop(SCHEME, None)  # a baseline is torch's own class
     module = DistributedDataParallel(
         workload.model, gradient_as_bucket_view=True, static_graph=True
     )

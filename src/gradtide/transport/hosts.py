@@ -83,7 +83,10 @@ def give_up(group: dist.ProcessGroup) -> None:
     """Close a group of gradtide's own, unless it is one of some ranks alone.
 
     Torch names such a group by the number of groups that there are. If it were closed,
-    the next would have its name, and find the addresses of ranks that are gone.
+    the next would have its name, and find the addresses of ranks that are gone. Where
+    the program has destroyed all groups, this one is gone, too.
     """
+    if not dist.is_initialized():
+        return
     if dist.get_world_size(group) == dist.get_world_size():
         dist.destroy_process_group(group)
