@@ -108,14 +108,16 @@ class Engine:
         elif hands_over:
             last = None if hold else self._last(flight)
             job = Job(begin, work, first, last, name=name)
-        flight.ticket = self.transport.submit(job)
+        with record_function(f"gradtide::{name}::launch"):
+            flight.ticket = self.transport.submit(job)
         return flight
 
     def wait(self, flight: InFlight) -> None:
         """Wait until a held flow is at its cut, or at its end if it has none."""
         assert flight.ticket is not None
         start = self.clock()
-        flight.ticket.join()
+        with record_function(f"gradtide::{flight.name}::wait"):
+            flight.ticket.join()
         self.telemetry.wait(start, self.clock())
 
     def release(self, flight: InFlight) -> None:
@@ -139,7 +141,8 @@ class Engine:
         flight.hold = False
         after = self._last(flight) if flight.hands_over else None
         job = Job(leave, run, after=after, name=flight.name)
-        flight.ticket = self.transport.submit(job)
+        with record_function(f"gradtide::{flight.name}::release"):
+            flight.ticket = self.transport.submit(job)
 
     def finish(self, flight: InFlight) -> Any:
         """Wait for a flow that is not held; returns what it came to."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C._profiler import _RecordFunctionFast as record_function
 from torch.optim import Optimizer
 
 from gradtide.collectives.momentum_correction import (
@@ -536,7 +537,8 @@ class Training:
             return
         self._second.update(bucket)
         start = self.engine.clock()
-        self.updates.apply(bucket)
+        with record_function(f"gradtide::{bucket.name}::apply"):
+            self.updates.apply(bucket)
         self.engine.telemetry.applied.append((start, self.engine.clock()))
 
 
