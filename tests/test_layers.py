@@ -21,10 +21,10 @@ LAYERS = (
     {"optim", "planner"},
     {"replica"},
     {"parallel"},
-    {"lab", "integrations"},
+    {"lab", "integrations", "startup"},
     {"profile", "simulate"},
-    {"doctor"},
-    {"cli", "run", "startup", "__init__"},
+    {"doctor", "run"},
+    {"cli", "__init__"},
     {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import io
+import logging
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -846,3 +847,22 @@ def _only_the_difference() -> None:
     dist.all_gather_object(agreed, changed.tolist())
     assert agreed[0] == agreed[1] == agreed[2]
     sync.remove()
+
+
+def test_what_was_chosen_is_logged_once() -> None:
+    def work() -> list[str]:
+        said: list[str] = []
+        log, handler = logging.getLogger("gradtide"), logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        gradtide.replicate(model, optimizer, "dear", buffers="local").remove()
+        return said
+
+    first, second = run_ranks(2, work)
+    assert len(first) == 1
+    assert "Linear is replicated: Scheme(" in first[0]
+    assert "2 ranks on 1 hosts, all ranks alike, by GlooTransport" in first[0]
+    assert not second

@@ -8,6 +8,7 @@ the public side; what hooks (`hooks`) tell of the program goes to `training`.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -59,6 +60,8 @@ if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py
     from gradtide.kfac.preconditioner import Preconditioner
     from gradtide.planner.auto.selector import AutoSelector
     from gradtide.planner.tuning.online import Tuner
+
+LOG = logging.getLogger("gradtide")
 
 Buffers: TypeAlias = Literal["broadcast", "local"]
 
@@ -195,6 +198,18 @@ class Replica:
         self._train_with(SGD(params) if optimizer is None else optimizer)
         self._counted = self._totals()  # when metrics() was last called
         self._density = 0.0
+        if transport.group.rank == 0:
+            LOG.info("%s is replicated: %s", type(model).__name__, self._words())
+
+    def _words(self) -> str:
+        """What was chosen, for the log."""
+        transport, scheme = self.engine.transport, self.scheme
+        averaging = "host by host" if self.engine.levels else "all ranks alike"
+        return (
+            f"{scheme!r}, {transport.group.size} ranks on {len(transport.hosts)} "
+            f"hosts, {averaging}, by {type(transport).__name__}"
+            + (", when its optimizer is known" if self.waiting else "")
+        )
 
     def _train_with(self, optimizer: Optimizer) -> None:
         """Begin to train; with K-FAC, a collective call."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
 
+import gradtide
 from gradtide.collectives import Dense
 from gradtide.collectives.levels import TwoLevel
 from gradtide.core.engine import Engine, InFlight
@@ -159,3 +160,23 @@ def _bounded() -> None:
     engine.ask("probe", AllReduce(torch.ones(1)))()
     assert [record.bucket for record in engine.telemetry.records] == ["probe"]
     engine.transport.close()
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear", "exdyna(schedule='local')"])
+def test_a_default_profile_has_ranges_of_exchanges(scheme: str) -> None:
+    def work() -> set[str]:
+        model = torch.nn.Linear(300, 300)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sync = gradtide.replicate(model, optimizer, scheme)
+        with torch.profiler.profile() as profile:
+            for _ in range(4):
+                model(torch.randn(2, 300)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        sync.remove()
+        return {e.name for e in profile.events() if e.name.startswith("gradtide::")}
+
+    for found in run_ranks(2, work):
+        kinds = {name.rpartition("::")[2] for name in found}
+        deferred = {"apply"} if scheme == "dear" else set()
+        assert {"launch", "wait"} | deferred <= kinds

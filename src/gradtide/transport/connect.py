@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,6 +17,8 @@ from gradtide.core.transport import Transport
 if TYPE_CHECKING:
     from gradtide.transport.gloo import GlooTransport
     from gradtide.transport.hosts import Whereabouts
+
+LOG = logging.getLogger("gradtide.transport")
 
 # Hosts and their ranks; or the groups of both that this rank is in.
 Mesh: TypeAlias = DeviceMesh | tuple[ProcessGroup, ProcessGroup]
@@ -61,6 +64,7 @@ def connect(
         gloo.hosts = hosts_of(places)
     else:
         gloo.hosts = tuple(tuple(map(ranks.index, host)) for host in by_hand)
+    LOG.debug("rank %d is connected; hosts have ranks %s", gloo.group.rank, gloo.hosts)
     if device.type == "cpu":
         return gloo
     if device.type == "cuda" and "nccl" in _backends(parent):
