@@ -261,7 +261,7 @@ def _nothing(step: int, group: Group, numel: int) -> float:
 
 def _few(step: int, group: Group, numel: int) -> Tensor:
     """Fewer entries than are sent are not zero, and each rank has others."""
-    scale = torch.zeros(numel)
+    scale = torch.zeros(numel, dtype=torch.float32, device="cpu")
     scale[(7 * step + group.rank) % numel] = 1.0
     return scale
 
@@ -275,7 +275,7 @@ def _window(
     numel: int, first: int, count: int, of: int, *, inside: float, outside: float
 ) -> Tensor:
     """Factors for a bucket that is cut into `of` parts, of which some are `inside`."""
-    scale = torch.full((numel,), outside)
+    scale = torch.full((numel,), outside, dtype=torch.float32, device="cpu")
     scale[numel * first // of : numel * (first + count) // of] = inside
     return scale
 
@@ -322,10 +322,14 @@ def check_law(
     numel = numel or 64 * size
     if scales is None:
         scales = [] if gradient else list(SCALES.values())
-    make = gradient or (lambda rng, n: torch.randn(n, generator=rng).pow(3))
+    make = gradient or (
+        lambda rng, n: torch.randn(
+            n, generator=rng, dtype=torch.float32, device="cpu"
+        ).pow(3)
+    )
     rng = torch.Generator().manual_seed(size)
     groups = [Group(rank, size) for rank in range(size)]
-    flats = [torch.zeros(numel, dtype=dtype) for _ in groups]
+    flats = [torch.zeros(numel, dtype=dtype, device="cpu") for _ in groups]
     loads = [Payload(flat, [flat]) for flat in flats]
     traffic: Counter[str] = Counter()
     for step, scale in enumerate([*[None] * steps, *scales]):

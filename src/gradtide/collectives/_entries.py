@@ -102,7 +102,9 @@ def length(count: int, span: int, codec: Codec) -> int:
 def encode(where: Tensor, span: int, blocks: Tensor, halves: Tensor) -> None:
     """Write sorted indices below `span` to block counts and lower halves."""
     if len(blocks):
-        edges = torch.arange(0, span + BLOCK, BLOCK, device=where.device)
+        edges = torch.arange(
+            0, span + BLOCK, BLOCK, device=where.device, dtype=torch.int64
+        )
         begins = torch.searchsorted(where, edges.clamp_(max=span).to(where.dtype))
         blocks.copy_(begins.diff())
     halves[: len(where)].copy_(where & (BLOCK - 1))

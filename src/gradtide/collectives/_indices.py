@@ -81,8 +81,8 @@ def _pack(
     if not found:
         return message
     head, blocks, halves = torch.split(message, kind.sizes)
-    numbers = torch.tensor([r[1:] for r in reports], dtype=torch.float32)
-    counts = torch.tensor([[r.found] for r in reports], dtype=torch.int32)
+    numbers = torch.tensor([r[1:] for r in reports], dtype=torch.float32, device="cpu")
+    counts = torch.tensor([[r.found] for r in reports], dtype=torch.int32, device="cpu")
     table = torch.cat([counts, numbers.view(torch.int32)], 1)
     head.copy_(table.view(torch.uint8).flatten())
     where = torch.cat([w + begin for w, begin in zip(found, kind.begins, strict=False)])
@@ -96,6 +96,8 @@ def _unpack(message: Tensor, kind: _Bin, counts: Sequence[int], n: int) -> Tenso
     where = decode(blocks.view(torch.int32), own, index_dtype(n))
     if len(counts) == 1:
         return where.add_(kind.shifts[0])
-    shifts = torch.tensor(kind.shifts, dtype=where.dtype)
-    repeated = shifts.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    shifts = torch.tensor(kind.shifts, dtype=where.dtype, device="cpu")
+    repeated = shifts.repeat_interleave(
+        torch.tensor(counts, dtype=torch.int64, device="cpu")
+    )
     return where.add_(repeated.to(where.device))

@@ -80,7 +80,10 @@ class Grid:
     def kept(self, density: float) -> Tensor:
         """How many entries each tile gives (int64, on the CPU): at least one."""
         (height, width), (down, across) = self.shape, self.tiles
-        heights, widths = torch.full((down,), height), torch.full((across,), width)
+        heights, widths = (
+            torch.full((down,), height, dtype=torch.int64, device="cpu"),
+            torch.full((across,), width, dtype=torch.int64, device="cpu"),
+        )
         heights[-1] = self.rows - (down - 1) * height
         widths[-1] = self.columns - (across - 1) * width
         sizes = (heights[:, None] * widths).flatten()
@@ -119,7 +122,9 @@ class Places:
             most = int(kept.max())
             places = torch.topk(sizes, most, dim=1).indices.to(torch.int32).flatten()
             if int(kept.min()) < most:
-                there = torch.arange(most) < kept[:, None]
+                there = (
+                    torch.arange(most, dtype=torch.int64, device="cpu") < kept[:, None]
+                )
                 places = places.index_select(
                     0, there.flatten().nonzero().squeeze(1).to(places.device)
                 )
@@ -138,7 +143,7 @@ class Places:
         found = []
         for grid, kept in zip(self.grids, self._kept, strict=True):
             (height, width), (_, across) = grid.shape, grid.tiles
-            tile = torch.arange(len(kept))
+            tile = torch.arange(len(kept), dtype=torch.int64, device="cpu")
             row, column = tile // across * height, tile % across * width
             first = grid.begin + row * grid.columns + column
             widths = (torch.full_like(tile, w) for w in (grid.columns, width))

@@ -55,9 +55,11 @@ def rank_sums(
         for n, _, *levels in rows
     ]
     numbers, level = shares(curves, k)
-    state["level"] = torch.tensor(level, dtype=torch.float64)
+    state["level"] = torch.tensor(level, dtype=torch.float64, device="cpu")
     shared = [row[1] for row in rows]
-    state["skewed"] = torch.tensor(max(shared) * group.size > SKEW * sum(shared))
+    state["skewed"] = torch.tensor(
+        max(shared) * group.size > SKEW * sum(shared), dtype=torch.bool, device="cpu"
+    )
     mine = order[len(order) - numbers[group.rank] :]
     return numbers, looked_at.index_select(0, mine).sort().values
 
@@ -78,7 +80,9 @@ def _candidates(values: Tensor, known: Tensor | None, least: int) -> Entries:
 def _sample(ranked: Tensor) -> Tensor:
     """Levels (log2, float64) of ascending magnitudes at their `curve_ranks`."""
     count = len(ranked)
-    at = torch.tensor([count - rank for rank in curve_ranks(count)])
+    at = torch.tensor(
+        [count - rank for rank in curve_ranks(count)], dtype=torch.int64, device="cpu"
+    )
     if not count:
         return ranked.new_zeros(len(at), dtype=torch.float64)
     levels = ranked.index_select(0, at.to(ranked.device)).double().log2()

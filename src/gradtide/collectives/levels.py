@@ -146,7 +146,7 @@ def _gather_entries(
     None, on all of them, where any has no sparse mean, or there are too many entries.
     """
     found = -1 if where is None else len(where)
-    count = torch.tensor([found], device=mean.device)
+    count = torch.tensor([found], device=mean.device, dtype=torch.int64)
     gathered: Tensor = yield levels.inside(AllGather(count))
     counts: list[int] = (yield ToHost(gathered)).flatten().tolist()
     if where is None or min(counts) < 0 or FEW * sum(counts) > payload.flat.numel():

@@ -133,7 +133,7 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
     basis is complete even where columns are zero or dependent. Factors that are not
     finite are returned as NaN.
     """
-    bases = [torch.empty(0)] * len(factors)
+    bases = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(factors)
     for alike in grouped(range(len(factors)), lambda i: factors[i].shape).values():
         stack = torch.stack([factors[i] for i in alike])
         wide = stack.to(torch.promote_types(stack.dtype, torch.float32))
@@ -220,7 +220,9 @@ def recall(
         draws = []
         for i, shape in enumerate(shapes):
             rng = torch.Generator().manual_seed(SEED + i)
-            draws.append(torch.randn(shape, generator=rng))
+            draws.append(
+                torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu")
+            )
         known = _flat(draws).to(payload.flat)
     return _split(known, shapes)
 

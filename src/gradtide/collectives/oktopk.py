@@ -184,10 +184,16 @@ def _balance(
 ) -> Steps:
     """Cut regions that hold equally many selected entries: averaged quantiles."""
     size = group.size
-    at = torch.arange(1, size, device=where.device) * len(where) // size
+    at = (
+        torch.arange(1, size, device=where.device, dtype=torch.int64)
+        * len(where)
+        // size
+    )
     cuts = yield from _entries.tell(where.index_select(0, at).long(), group)
     cuts = yield ToHost(cuts.sum(0) // size)
-    state["bounds"] = torch.tensor([0, *cuts.tolist(), numel])
+    state["bounds"] = torch.tensor(
+        [0, *cuts.tolist(), numel], dtype=torch.int64, device="cpu"
+    )
 
 
 def _gather_even(message: Tensor, lengths: list[int], group: Group) -> Steps:

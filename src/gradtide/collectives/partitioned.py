@@ -93,7 +93,9 @@ class PartitionedTopK(Traits):
         self, payload: Payload, scores: Tensor, plan: Plan, turn: int, group: Group
     ) -> Steps:
         """The union of what the ranks select; reports are learned from."""
-        thresholds = payload.state.get("thresholds", torch.empty(0)).tolist()
+        thresholds = payload.state.get(
+            "thresholds", torch.empty(0, dtype=torch.float32, device="cpu")
+        ).tolist()
         if len(thresholds) != len(plan.quotas):
             thresholds = [math.nan] * len(plan.quotas)
         bins = [plan.bins[(turn + rank) % group.size] for rank in range(group.size)]
@@ -106,7 +108,9 @@ class PartitionedTopK(Traits):
             reports.append(Report(len(where), threshold, norm))
         told = gather_indices(found, reports, plan, bins, payload.flat.device, group)
         rows, everybody = yield from told
-        payload.state["thresholds"] = torch.tensor([r.threshold for r in everybody])
+        payload.state["thresholds"] = torch.tensor(
+            [r.threshold for r in everybody], dtype=torch.float32, device="cpu"
+        )
         self.partition.learn(payload, plan, everybody)
         first = -turn % group.size  # the rank with bin 0: segments in their order
         return torch.cat([*rows[first:], *rows[:first]])
@@ -117,7 +121,7 @@ def _take_due(
 ) -> Tensor:
     """The entries at `union` that count as much here as where they were found, taken
     out; and zeros for the others, which stay."""
-    ends = torch.tensor(plan.edges[1:], dtype=union.dtype)
+    ends = torch.tensor(plan.edges[1:], dtype=union.dtype, device="cpu")
     segment = torch.bucketize(union, ends.to(union.device), right=True)
     thresholds = payload.state["thresholds"].to(scores)
     # Not where there is no threshold yet: NaN.

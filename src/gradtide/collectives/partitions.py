@@ -98,7 +98,7 @@ class Dynamic(Partition):
 
     def learn(self, payload: Payload, plan: Plan, reports: Sequence[Report]) -> None:
         moved = rebalance(plan.edges, [r.threshold for r in reports], self.gain)
-        payload.state["edges"] = torch.tensor(moved, dtype=torch.int64)
+        payload.state["edges"] = torch.tensor(moved, dtype=torch.int64, device="cpu")
 
 
 def _one_each(edges: Sequence[int], k: int, turn: int) -> Plan:

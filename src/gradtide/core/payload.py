@@ -148,7 +148,7 @@ class Payload:
 
 def next_step(state: dict[str, Tensor], key: str = "step") -> int:
     """How often this was called on `state` before: the number of a payload's step."""
-    step = state.setdefault(key, torch.zeros((), dtype=torch.int64))
+    step = state.setdefault(key, torch.zeros((), dtype=torch.int64, device="cpu"))
     step += 1
     return int(step) - 1
 

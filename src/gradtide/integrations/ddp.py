@@ -155,7 +155,7 @@ def comm_hook(
             for name, (why, true) in reasons.items()
         }
         refuse(wrong)
-        ahead.prepare([torch.empty(0, device=device)], chosen)
+        ahead.prepare([torch.empty(0, dtype=torch.float32, device=device)], chosen)
         return chosen, {"scheme": repr(chosen)}
 
     try:

@@ -144,7 +144,10 @@ def _probe(engine: Engine, numel: int) -> float:
     seconds = []
     for _ in range(REPEATS):
         begin = engine.clock()
-        engine.ask("kfac.probe", AllGather(torch.zeros(numel)))()
+        engine.ask(
+            "kfac.probe",
+            AllGather(torch.zeros(numel, dtype=torch.float32, device="cpu")),
+        )()
         seconds.append(engine.clock() - begin)
     return median(seconds)
 
@@ -172,9 +175,9 @@ def estimate_inverses(
 
 def _time(d: int, device: torch.device, form: Form) -> float:
     # Diagonally dominant: definite, and not as easy as a diagonal one.
-    factor = torch.full((1, d, d), 0.5 / d, device=device)
+    factor = torch.full((1, d, d), 0.5 / d, device=device, dtype=torch.float32)
     factor.diagonal(dim1=1, dim2=2).fill_(1.0)
-    damping = torch.full((1,), 1e-3, device=device)
+    damping = torch.full((1,), 1e-3, device=device, dtype=torch.float32)
     seconds = []
     for _ in range(REPEATS + 1):
         begin = time.perf_counter()

@@ -140,7 +140,7 @@ class Share:
         order = sorted(pieces, key=lambda piece: piece.source)
         met = [piece for piece in order if group.rank in ranks[piece]]
         lengths = [piece.numel for piece in met]
-        self.flat = torch.zeros(sum(lengths), device=device)
+        self.flat = torch.zeros(sum(lengths), device=device, dtype=torch.float32)
         # Only of those that this rank has or needs.
         self.views = dict(zip(met, torch.split(self.flat, lengths), strict=True))
 

@@ -130,7 +130,7 @@ def _places(h: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of the upper triangle in a flat h x h matrix; of all elements in the triangle."""
     rows, columns = torch.triu_indices(h, h, device=device).unbind()
     square = torch.zeros(h, h, dtype=torch.long, device=device)
-    square[rows, columns] = torch.arange(len(rows), device=device)
+    square[rows, columns] = torch.arange(len(rows), device=device, dtype=torch.int64)
     return rows * h + columns, (square + square.triu(1).T).flatten()
 
 
@@ -142,4 +142,4 @@ def _diagonal(d: int, device: torch.device) -> Tensor:
         h = min(BLOCK, d - begin)
         places += [place + i * h - i * (i - 1) // 2 for i in range(h)]
         place += h * (h + 1) // 2
-    return torch.tensor(places, device=device)
+    return torch.tensor(places, device=device, dtype=torch.int64)

@@ -250,10 +250,12 @@ class Statistics:
         layer, kind = factor
         shape, device = layer.shape(kind), layer.weight.device
         if not temporary:
-            return torch.empty(shape, device=device)
+            return torch.empty(shape, device=device, dtype=torch.float32)
         if device not in self._scratch:
             length = max(prod(other.shape(k)) for other, k in self._sums)
-            self._scratch[device] = torch.empty(length, device=device)
+            self._scratch[device] = torch.empty(
+                length, device=device, dtype=torch.float32
+            )
         return self._scratch[device][: prod(shape)].view(shape)
 
     def check_scale(self) -> None:

@@ -93,7 +93,7 @@ def signature(groups: Sequence[ParamGroup]) -> dict[str, str]:
         rest = {k: v for k, v in group.items() if k not in ("params", "lr")}
         named[f"group {i}"] = repr({**rest, "lr": float(group["lr"])})
         # What cannot be computed is refused here, and not by owners alone.
-        orthogonalized(torch.zeros(1, 1, device=device), group)
+        orthogonalized(torch.zeros(1, 1, dtype=torch.float32, device=device), group)
         for j, p in enumerate(group["params"]):
             name = f"parameter {j} of group {i}"
             wrong = {

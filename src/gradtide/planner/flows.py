@@ -68,7 +68,7 @@ class Sharp:
 
     def __call__(self, x: Tensor, k: int, state: dict[str, Tensor]) -> Tensor:
         if k >= x.numel():
-            return torch.arange(x.numel(), dtype=torch.int32)
+            return torch.arange(x.numel(), dtype=torch.int32, device="cpu")
         # Partitioned in a fifth of torch.topk's time, and not counted as work.
         sizes = np.abs(x.float().numpy())
         found = np.argpartition(sizes, x.numel() - max(k, 1))[-max(k, 1) :]
@@ -137,7 +137,7 @@ def _by_numbers(
 ) -> tuple[Script, ...]:
     groups = [Group(rank, size) for rank in range(size if everybody else 1)]
     draws = [torch.Generator().manual_seed(1 + group.rank) for group in groups]
-    flats = [torch.zeros(numel, dtype=dtype) for _ in groups]
+    flats = [torch.zeros(numel, dtype=dtype, device="cpu") for _ in groups]
     loads = [Payload(flat, [flat]) for flat in flats]
     alike = traits(collective).alike
 
@@ -148,7 +148,9 @@ def _by_numbers(
     with torch.no_grad():
         for step in range(2):
             for draw, flat in zip(draws, flats, strict=True):
-                fresh = torch.randn(numel, generator=draw, dtype=torch.float32)
+                fresh = torch.randn(
+                    numel, generator=draw, dtype=torch.float32, device="cpu"
+                )
                 flat += fresh.pow_(3).to(dtype)
             rows = zip(loads, groups, strict=True)
             flows = [collective.reduce(*row) for row in rows]

@@ -161,7 +161,11 @@ def reflected(op: Op, group: Group, alike: bool) -> Any:
             return x.clone()
         case ops.Broadcast(tensor=x, source=source):
             if source != rank and not x.dtype.is_floating_point:
-                x.copy_(torch.arange(x.numel()).view(x.shape))
+                x.copy_(
+                    torch.arange(x.numel(), dtype=torch.int64, device="cpu").view(
+                        x.shape
+                    )
+                )
     return shaped(op, group)
 
 

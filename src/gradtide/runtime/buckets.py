@@ -434,7 +434,9 @@ class GradientBucket(Bucket):
             numbers = {_count(value) for _, value in found}
             if None not in numbers:
                 if len(numbers) == 1:
-                    kept[key] = torch.tensor(numbers.pop())
+                    kept[key] = torch.tensor(
+                        numbers.pop(), dtype=torch.int64, device="cpu"
+                    )
             elif all(_is_like(value, old.payload.flat) for old, value in found):
                 kept[key] = torch.zeros_like(self.payload.flat)
                 for slot, place in zip(self.slots, before, strict=True):

@@ -138,7 +138,10 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     sums = [_sums_of_bits(tensor) for tensor in tensors]
     together = torch.cat([each.to(sums[0].device) for each in sums])
     # Odd factors, so that none of them loses a bit; no two of them are alike.
-    factors = torch.arange(len(together), device=together.device) * FACTOR + 1
+    factors = (
+        torch.arange(len(together), device=together.device, dtype=torch.int64) * FACTOR
+        + 1
+    )
     return (together * factors).sum()
 
 

@@ -120,7 +120,9 @@ class Join:
     def _say(
         self, event: Event, number: float = 0.0, member: int = 0
     ) -> Callable[[], Any]:
-        word = torch.tensor([float(event), number, member], dtype=torch.float64)
+        word = torch.tensor(
+            [float(event), number, member], dtype=torch.float64, device="cpu"
+        )
         return self._engine.ask("join", AllGather(word))
 
     def _read(self) -> None:

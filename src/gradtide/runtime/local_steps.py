@@ -292,7 +292,9 @@ class LocalSteps:
         self._widen_once()
         # The optimizer steps for what has a gradient.
         trained = [slot.grad is not None for slot in slots]
-        flags = torch.tensor([self._moved_outside(), *trained], dtype=torch.int32)
+        flags = torch.tensor(
+            [self._moved_outside(), *trained], dtype=torch.int32, device="cpu"
+        )
         self._moved_on = self._engine.ask("alike", AllReduce(flags))
         self._ahead = self._look_ahead()
 

@@ -42,7 +42,9 @@ class NonFiniteGuard:
         """Take the sum of all ranks' flags, and the parameter if this rank knows it."""
         shards = self._placement.shards
         if flags and shards:  # all parts of a parameter are dealt with alike
-            flags = shards.everywhere(torch.tensor(flags)).tolist()
+            flags = shards.everywhere(
+                torch.tensor(flags, dtype=torch.int64, device="cpu")
+            ).tolist()
         self.ranks = [rank for rank, flag in enumerate(flags) if flag]
         self._culprit = culprit
 

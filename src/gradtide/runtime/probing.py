@@ -134,7 +134,7 @@ def _moves(twin: Twin, scale: float, start: float) -> list[Tensor]:
             p.fill_(start)
     grads = []
     for p in twin.trainable:
-        place = torch.arange(p.numel(), device=p.device)
+        place = torch.arange(p.numel(), device=p.device, dtype=torch.int64)
         # Large and small ones, up and down.
         values = 0.5 ** (place % 7) * (1 - 2 * (place % 3 % 2))
         grads.append((scale * values).view(p.shape))
@@ -214,7 +214,7 @@ def _filled(optimizer: Optimizer) -> Twin:
 
 def _pattern(like: Tensor, turn: int) -> Tensor:
     """Numbers that differ from one `turn` to the next, and none of which is zero."""
-    place = torch.arange(like.numel(), device=like.device)
+    place = torch.arange(like.numel(), device=like.device, dtype=torch.int64)
     return ((place * 7 + turn * 5) % 11 - 4.5).view(like.shape) / 8
 
 

@@ -74,7 +74,11 @@ def save(training: Training, saved: dict[str, Any]) -> None:
         "parameters": {name: local(p).clone() for name, p in named.items()},
         "buffers": {name: b.clone() for name, b in shared_buffers(training.model)},
         "moved": moved,
-        "changed": {n: torch.empty(0) for n, p in named.items() if p in steps.changed},
+        "changed": {
+            n: torch.empty(0, dtype=torch.float32, device="cpu")
+            for n, p in named.items()
+            if p in steps.changed
+        },
     }
     saved[rank]["round"] = packed(own)
 

@@ -65,9 +65,11 @@ class Tally:
             own = changed, self.wished
             flags = [*arrived, *words(), *scales(), *self._guard.flags(), *own]
             if not measured:
-                return AllReduce(torch.tensor(flags, dtype=torch.int32))
+                return AllReduce(torch.tensor(flags, dtype=torch.int32, device="cpu"))
             norms = measure(buckets, flights, self._engine.group)
-            return AllReduce(torch.tensor([*flags, *norms], dtype=torch.float64))
+            return AllReduce(
+                torch.tensor([*flags, *norms], dtype=torch.float64, device="cpu")
+            )
 
         self._answer = self._engine.ask("used", message, settled=measured)
 

@@ -55,7 +55,11 @@ def follow(x: Tensor, k: int, memory: Tensor, gain: float, hits: int) -> Tensor:
         else:
             velocity = 0.0
         following = ideal
-    memory.copy_(torch.tensor([following, velocity, slope, calls + 1]))
+    memory.copy_(
+        torch.tensor(
+            [following, velocity, slope, calls + 1], dtype=torch.float32, device="cpu"
+        )
+    )
     return found
 
 

@@ -90,7 +90,7 @@ def entries(x: Tensor, threshold: float, limit: int) -> tuple[Tensor, Tensor]:
     """`above`, and the values there: of the same pass where it is a compiled one."""
     compiled = x.device.type == "cpu" and x.dtype in BITS and x.numel() < 1 << 31
     if compiled and _compact() is not None:
-        values = torch.empty(min(limit, x.numel()), dtype=x.dtype)
+        values = torch.empty(min(limit, x.numel()), dtype=x.dtype, device="cpu")
         found = _scan(x, threshold, limit, values)
         return found, values[: len(found)]
     found = above(x, threshold, limit)
@@ -104,12 +104,14 @@ def _scan(
     # above infinity
     integer = BITS[x.dtype]
     bits = x.detach().numpy().view(integer)
-    bound = torch.tensor(threshold, dtype=x.dtype).numpy().view(integer)[()]
+    bound = (
+        torch.tensor(threshold, dtype=x.dtype, device="cpu").numpy().view(integer)[()]
+    )
     if threshold < 0:
         bound = integer(-1)
     compact = _compact()
     if compact is not None:
-        out = torch.empty(min(limit, x.numel()), dtype=torch.int32)
+        out = torch.empty(min(limit, x.numel()), dtype=torch.int32, device="cpu")
         there = None if values is None else values.numpy().view(integer)
         return out[: compact(bits, bound, out.numpy(), there)]
     magnitude = np.empty(min(CHUNK, bits.size), integer)

@@ -102,7 +102,7 @@ class Threshold:
         k = max(k, 1)
         if k >= x.numel():
             return everything(x)
-        fresh = torch.zeros(MEMORY, dtype=torch.float64)
+        fresh = torch.zeros(MEMORY, dtype=torch.float64, device="cpu")
         memory = state.setdefault("threshold", fresh)
         return follow(x, k, memory, self.gain, self.sample)
 

@@ -188,7 +188,9 @@ class Inquiry:
         self._meeting.hang_up()
         peer = (self._group.rank + 1) % self._group.size
         with suppress(RuntimeError):
-            never = self._pg.recv([torch.empty(1)], peer, NEVER)
+            never = self._pg.recv(
+                [torch.empty(1, dtype=torch.float32, device="cpu")], peer, NEVER
+            )
             never.wait(timedelta(milliseconds=1))
 
     def _ask(self) -> dict[int, Position]:

@@ -237,7 +237,9 @@ class Track:
         """
         kept = self._scratches.get(key)
         if kept is None or kept.numel() < nbytes:
-            kept = self._scratches[key] = torch.empty(nbytes, dtype=torch.uint8)
+            kept = self._scratches[key] = torch.empty(
+                nbytes, dtype=torch.uint8, device="cpu"
+            )
         return kept[:nbytes]
 
     def send(self) -> None:

@@ -169,7 +169,11 @@ class Shards:
 
     def anywhere(self, true: bool) -> bool:
         """Whether something is true on any of these ranks."""
-        return bool(self.everywhere(torch.tensor(int(true))) if self else true)
+        return bool(
+            self.everywhere(torch.tensor(int(true), dtype=torch.int64, device="cpu"))
+            if self
+            else true
+        )
 
     def total(self, numbers: Tensor, spread: Spread) -> Tensor:
         """Numbers added up over the parts of what is divided in one way."""

@@ -106,7 +106,7 @@ class StagedTransport:
         return target.copy_(answer, non_blocking=True)
 
     def _to_host(self, x: Tensor) -> Tensor:
-        pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
         return pinned.copy_(x, non_blocking=True)
 
 

@@ -204,8 +204,8 @@ def prepare(codec: Blockwise, dtype: torch.dtype, device: torch.device) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     if device.type != "cpu" or wide not in COMPILED:
         return
-    values = torch.zeros(BLOCK, dtype=wide)
-    message = torch.zeros(codec.nbytes(BLOCK), dtype=torch.uint8)
+    values = torch.zeros(BLOCK, dtype=wide, device="cpu")
+    message = torch.zeros(codec.nbytes(BLOCK), dtype=torch.uint8, device="cpu")
 
     def both(_: Any) -> None:
         codec.encode(values, message)

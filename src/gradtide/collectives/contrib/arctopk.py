@@ -89,7 +89,9 @@ class ARCTopK(Traits):
     def _sketch(self, matrix: Tensor, step: int) -> Tensor:
         """The matrix times a random one, [rows, rank], in single precision at least."""
         rng = torch.Generator().manual_seed(SEED + step)
-        draw = torch.randn(self.columns, self.rank, generator=rng)
+        draw = torch.randn(
+            self.columns, self.rank, generator=rng, dtype=torch.float32, device="cpu"
+        )
         wide = torch.promote_types(matrix.dtype, torch.float32)
         return matrix.to(wide) @ draw.to(matrix.device, wide)
 

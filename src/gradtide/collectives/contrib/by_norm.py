@@ -30,7 +30,9 @@ class ByNorm(Partition):
     def plan(self, payload: Payload, k: int, size: int, turn: int) -> Plan:
         edges = _edges_of_parts(payload, size)
         lengths = [end - begin for begin, end in pairwise(edges)]
-        norms = payload.state.get("norms", torch.empty(0)).tolist()
+        norms = payload.state.get(
+            "norms", torch.empty(0, dtype=torch.float32, device="cpu")
+        ).tolist()
         quotas = shares(k, lengths, norms if len(norms) == len(lengths) else [])
         work = [n + ENTRY * q for n, q in zip(lengths, quotas, strict=True)]
         return Plan(edges, quotas, deal(work, size))
@@ -40,7 +42,7 @@ class ByNorm(Partition):
 
     def learn(self, payload: Payload, plan: Plan, reports: Sequence[Report]) -> None:
         norms = [r.norm if isfinite(r.norm) else 0.0 for r in reports]
-        payload.state["norms"] = torch.tensor(norms, dtype=torch.float64)
+        payload.state["norms"] = torch.tensor(norms, dtype=torch.float64, device="cpu")
 
 
 def _edges_of_parts(payload: Payload, size: int) -> list[int]:

@@ -135,7 +135,7 @@ def _turned(tiles: Tensor, grid: Grid, back: bool) -> Tensor:
 
 def _cosines(n: int, like: Tensor) -> Tensor:
     """The orthonormal matrix of the DCT-II: a row for each frequency."""
-    k = torch.arange(n, dtype=torch.float64)
+    k = torch.arange(n, dtype=torch.float64, device="cpu")
     rows = torch.cos(math.pi / n * k[:, None] * (k + 0.5)) * math.sqrt(2 / n)
     rows[0] /= math.sqrt(2)
     return rows.to(like)

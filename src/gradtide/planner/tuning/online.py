@@ -85,7 +85,7 @@ class Tuner:
             return
         self._act()
         if not self.done:
-            word = torch.zeros(2, dtype=torch.float64)
+            word = torch.zeros(2, dtype=torch.float64, device="cpu")
             if self._engine.group.rank == 0:
                 word[0], word[1] = self._judge()
             self._word = self._engine.ask("tune", Broadcast(word, 0))
