@@ -116,8 +116,10 @@ def replicate(
             (LOCAL), parameters are looked at in every step anyway.
 
     Returns:
-        The `Replica`, which links module, optimizer and ranks. Keep it as long as the
-            training lasts.
+        The `Replica`, which links module, optimizer and ranks. Training goes on
+            without it as long as the module or the optimizer is there. When all three
+            are gone, its threads and connections are closed. A copy of a module that
+            holds its Replica has an object in that place that does nothing.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -129,6 +131,17 @@ def replicate(
     alike += [buffer for _, buffer in shared_buffers(model)]
     rest = buffers, grad_scaler, alike, check_every
     return Replica(model, optimizer, scheme, process_group, *rest)
+
+
+class Unlinked:
+    """What a copy has in the place of a `Replica`: of a model that holds its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: this is a copy of a Replica, or was loaded from a pickle, and "
+            "has no link to the other ranks: call replicate() for the copied model; what a "
+            "run needs to go on is saved by sync.state_dict()"
+        )
 
 
 class Replica:
@@ -270,6 +283,10 @@ class Replica:
         """The K-FAC preconditioner; None if the scheme has none. Local."""
         second = self._training.preconditioning
         return None if second is None else second.kfac
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what is loaded from a pickle, has no link to the other ranks."""
+        return Unlinked, ()
 
     # - The optimizer ------------------------------------------------------------------
 

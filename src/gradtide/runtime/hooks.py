@@ -5,7 +5,10 @@ A copy of the module has none of them.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -60,10 +63,15 @@ class Hooks:
         )
         self._rare = [untraced(call) for call in calls]  # of `take`, in this order
         self._identities: dict[nn.Parameter, tuple[int, int]] = {}
+        self._takes = []
         for p in training.placement.places:
-            keep(after_accumulation(p, self._gradient_hook(p)))
+            self._takes.append(take := self._gradient_hook(p))
+            keep(after_accumulation(p, _weakly(take, owner)))
             self._identities[p] = identity(p)
         training.rehook = self._rehook
+        for module in model.modules():  # each of them keeps the training alive
+            held = Hook(partial(_held, self))
+            keep(module.register_load_state_dict_pre_hook(held))  # type: ignore[no-untyped-call]
         before = Hook(lambda *_: self._before_forward(), needed=self._needed())
         keep(model.register_forward_pre_hook(before))
         # A gradient hook alone could not tell the backward's end from that of a nested
@@ -153,7 +161,6 @@ class Hooks:
                 full()
 
         leave_out(take)
-        take.gradtide = self._owner  # type: ignore[attr-defined]  # how validate() knows its own
         return take
 
     def _before_read(self, module: nn.Module) -> None:
@@ -302,6 +309,36 @@ class _Before:
     def remove(self) -> None:
         self._attributes.pop(self._name, None)
         self._attributes.update(self._own)
+
+
+def _weakly(
+    take: Callable[[nn.Parameter], None], owner: object
+) -> Callable[[nn.Parameter], None]:
+    """What calls `take` as long as somebody else refers to it.
+
+    torch never collects a parameter whose hook leads to it again.
+    """
+    known = weakref.ref(take)
+
+    def hook(p: nn.Parameter) -> None:
+        taking = known()
+        if taking is not None:
+            taking(p)
+        elif hook.gradtide is not None:  # type: ignore[attr-defined]
+            hook.gradtide = None  # type: ignore[attr-defined]
+            warnings.warn(
+                "a parameter is trained whose replica is gone, with the modules and "
+                "the optimizer that replicate() was given: its gradients are this "
+                "rank's own from now on; keep what replicate() returned",
+                stacklevel=2,
+            )
+
+    leave_out(hook)
+    hook.gradtide = weakref.ref(owner)  # type: ignore[attr-defined]  # for validate()
+    return hook
+
+
+def _held(_: Hooks, *__: object) -> None: ...
 
 
 def _take_again(bucket: GradientBucket, slot: Slot) -> None:

@@ -107,7 +107,8 @@ def is_dense(buffer: Tensor) -> bool:
 def owners(p: Tensor) -> Iterator[Any]:
     """Who averages a parameter's gradients already: replicas."""
     for hook in (p._post_accumulate_grad_hooks or {}).values():
-        if (owner := getattr(hook, "gradtide", None)) is not None:
+        known = getattr(hook, "gradtide", None)
+        if known is not None and (owner := known()) is not None:
             yield owner
 
 

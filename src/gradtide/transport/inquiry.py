@@ -53,6 +53,7 @@ from gradtide.transport.fault import (
     Position,
     own_store,
 )
+from gradtide.transport.hosts import give_up
 from gradtide.transport.opening import Meeting
 
 AGAIN = 2.0  # seconds after which a rank that seems stuck is asked again
@@ -278,6 +279,11 @@ class Inquiry:
         if self._queue.error is not None:
             raise self._queue.error
 
+    def give_up(self) -> None:
+        """Close the group, if the program has not closed all of them."""
+        with suppress(KeyError, ValueError, RuntimeError, AssertionError):
+            give_up(self._pg)
+
     def stop_queue(self) -> None:
         """End the queue's thread, which nobody has work for any more."""
         if not self._queue.close(STUCK):
@@ -291,6 +297,7 @@ def end(inquiry: Inquiry) -> None:
     if not is_exiting():
         inquiry.close("its replica has been deleted")
         inquiry.stop_queue()
+        inquiry.give_up()
         return
     error = getattr(sys, "last_value", None)
     if error is None:
