@@ -139,8 +139,8 @@ class Unlinked:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"{name}: this is a copy of a Replica, or was loaded from a pickle, and "
-            "has no link to the other ranks: call replicate() for the copied model; what a "
-            "run needs to go on is saved by sync.state_dict()"
+            "has no link to the other ranks: call replicate() for the copied model; "
+            "what a run needs to go on is saved by sync.state_dict()"
         )
 
 
