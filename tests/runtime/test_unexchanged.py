@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.conftest import Product
-from tests.ranks import run_ranks
+from tests.ranks import TIMEOUT, run_ranks
 from torch import Tensor, nn
 
 import gradtide
@@ -310,3 +310,56 @@ def test_ordinary_programs_hear_nothing(scheme: str) -> None:
 
     assert run_ranks(2, run) == [0, 0]
     assert run_ranks(1, lambda: steps_until_told(scheme, "hand")[:2]) == [(6, [])]
+
+
+def test_gradients_that_a_closure_writes_by_hand_are_seen() -> None:
+    def run() -> list[str]:
+        found = []
+        for scheme in ("wfbp", "dear"):
+            model = mlp()
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            gradtide.replicate(model, opt, scheme)
+
+            def closure(model: nn.Module = model) -> Tensor:
+                by_hand(model, 0)
+                return torch.zeros(())
+
+            with told() as said, pytest.raises(RuntimeError, match="no exchange has"):
+                opt.step(closure)
+            found += said
+        return found
+
+    assert [len(said) for said in run_ranks(2, run)] == [2, 2]
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_nobody_waits_where_one_rank_alone_makes_such_a_step(buffers: bool) -> None:
+    def run() -> tuple[int, int, str]:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(8) if buffers else nn.Tanh()
+        model = nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 2))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, opt, "wfbp")
+        with told() as said:
+            try:
+                for step in range(5):
+                    alone = step == 3 and dist.get_rank() == 0
+                    with sync.no_sync() if alone else nullcontext():
+                        loss(model, step).backward()
+                    opt.step()
+                    opt.zero_grad()
+            except RuntimeError as error:
+                return step, len(said), str(error)
+        return 5, 0, ""
+
+    def end() -> Any:
+        result = run()
+        dist.destroy_process_group()
+        dist.init_process_group(  # for what ends a rank of the tests
+            "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
+        return result
+
+    for rank, (step, count, text) in enumerate(run_ranks(2, end, limit=TIMEOUT)):
+        assert (step, count) == (3, rank == 0)
+        assert "All ranks have to make the same calls" in text

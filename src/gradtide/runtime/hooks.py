@@ -81,7 +81,7 @@ class Hooks:
         loading = Hook(lambda *_: self._loading())
         keep(model.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
         stepping = untraced(lambda _, *a: self.stepping(*a))
-        stepped = untraced(lambda optimizer, *_: self.stepped(optimizer))
+        stepped = untraced(lambda opt, *a: self.stepped(opt, closes(*a)))
         keep(optimizer.register_step_pre_hook(stepping))
         keep(optimizer.register_step_post_hook(stepped))
 
@@ -258,9 +258,9 @@ class Hooks:
         training.stepping(args[0])
         return changed
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """It is over."""
-        self._training.stepped(optimizer)
+    def stepped(self, optimizer: Optimizer, closed: bool = False) -> None:
+        """It is over; `closed` if it had a closure."""
+        self._training.stepped(optimizer, closed)
         self._stepped()
 
 

@@ -261,9 +261,11 @@ class Training:
             self.unexchanged.warn(self._unseen)
 
     @torch.no_grad()
-    def stepped(self, optimizer: Optimizer) -> None:
-        """It is over."""
+    def stepped(self, optimizer: Optimizer, closed: bool) -> None:
+        """It is over; `closed` if it had a closure, whose gradients it has taken."""
         with self.turns:
+            if closed and self._unseen is None and self.engine.group.size > 1:
+                self._look_for_unexchanged(optimizer)
             self.unexchanged.taken[optimizer] = self.num_exchanges
             self._end_step()
 
