@@ -24,6 +24,7 @@ all compare what must be common, and only then anything changes (`load`).
 from __future__ import annotations
 
 import io
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -125,7 +126,8 @@ def seal(
         "remainders": _digests(saved[f"rank{group.rank}"]["remainders"]),
         "notes": dict(notes),
     }
-    own["algorithm"] = packed((*own["algorithm"], contents))
+    # As a text: that of equal contents is equal, what pickle makes of them need not be.
+    own["algorithm"] = packed((*own["algorithm"], json.dumps(contents)))
 
 
 def own_key(placement: Placement, group: Group) -> str:
@@ -227,7 +229,7 @@ def _remembered(
         odd = [key for key, value in memory.items() if not isinstance(value, Tensor)]
         if odd:
             raise TypeError(f"{odd[0]} is no tensor")
-    return (host, device), contents[0] if contents else {}
+    return (host, device), json.loads(contents[0]) if contents else {}
 
 
 def _compare(rank: str, state: Mapping[str, Any], contents: Mapping[str, Any]) -> None:
