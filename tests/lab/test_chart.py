@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from matplotlib import image
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from gradtide.lab import chart
 from gradtide.lab.race import report as race
@@ -86,3 +88,13 @@ def test_texts_are_grey_but_for_those_on_a_colour(tmp_path: Path) -> None:
     assert axes.title.get_color() == chart.GREY
     assert axes.texts[0].get_color() == "black"
     assert axes.get_xticklabels()[0].get_color() == chart.GREY
+
+
+def test_a_simulations_table_is_whole_in_80_columns() -> None:
+    schemes = {name: candidates()[name] for name in ("wfbp", LONG)}
+    network = Network.ideal(2, 1, 1e9)
+    grid = run(replayed("gpt-30m", 100.0), network, schemes, [2, 4, 8, 16], [1e7])
+    file = StringIO()
+    simulated.show(grid, Console(width=80, file=file))
+    assert "…" not in file.getvalue()
+    assert "topka2a(" in file.getvalue()

@@ -11,7 +11,7 @@ from typer import Option
 
 from gradtide.lab.checks import check_folder, require
 from gradtide.lab.options import StepMs, numbers, told
-from gradtide.scheme.recommended import candidates
+from gradtide.scheme.recommended import candidates, unsuited
 
 
 def simulate(
@@ -54,12 +54,19 @@ def simulate(
             there = there.scaled(ranks_per_host=ranks_per_host)
         none = "--rates none: a link without a limit cannot be simulated"
         tried = [limited(rate, none) for rate in rates.split(",")] if rates else []
+        step = grid.read_trace(trace, step_ms)
+        if schemes is None:
+            asked = {
+                name: scheme
+                for name, scheme in candidates().items()
+                if not unsuited(name, step.steps)
+            }
+        else:
+            asked = {name: parse(name) for name in split_schemes(schemes)}
         found = grid.run(
-            grid.read_trace(trace, step_ms),
+            step,
             there,
-            {name: parse(name) for name in split_schemes(schemes)}
-            if schemes is not None
-            else candidates(),
+            asked,
             numbers("--ranks", ranks, int, "4,8,16"),
             tried,
         )

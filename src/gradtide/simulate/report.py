@@ -28,7 +28,7 @@ def show(grid: Grid, console: Console) -> None:
     for rate in grid.rates:
         name, link = grid.trace.name, rate_name(rate)
         table = tables.grid(
-            tables.name("scheme"),
+            tables.folded("scheme", list(grid.schemes)),
             *(tables.number(f"{ranks} ranks") for ranks in grid.ranks),
             title=f"{name}, {link} a host: ms a step (efficiency)",
             title_justify="left",
@@ -108,7 +108,8 @@ def draw_efficiency(grid: Grid, path: Path) -> None:
         axes.grid(**chart.PALE)
     for axes in panels.flat[count:]:
         axes.set_visible(False)
-    figure.supxlabel("ranks")
+    for axes in panels[-1]:
+        axes.set_xlabel("ranks")
     figure.supylabel("scaling efficiency, % of one rank alone")
     figure.suptitle(f"{grid.trace.name}: a rank's step without exchange, over its step")
     figure.legend(loc="outside lower center", frameon=False, fontsize=9)
