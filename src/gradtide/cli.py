@@ -96,16 +96,21 @@ def _main(
 
 @app.command(
     "run",
-    add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog=options.examples(
         "gradtide run --scheme dear -- torchrun --nproc-per-node 2 train.py",
         "torchrun --nproc-per-node 2 -m gradtide run --scheme dear -- train.py",
     ),
 )
-def run_program(context: typer.Context) -> None:
+def run_program(
+    context: typer.Context,
+    scheme: Annotated[
+        str | None, Option(help="Without: that of GRADTIDE_SCHEME, or wfbp.")
+    ] = None,
+) -> None:
     """Run a program that uses torch's DistributedDataParallel with gradtide's."""
-    run.main(context.args)
+    own = [] if scheme is None else ["--scheme", scheme]
+    run.main([*own, "--", *context.args])
 
 
 @app.command(epilog=options.examples("gradtide schemes", "gradtide schemes --all"))

@@ -55,6 +55,7 @@ class State:
         if not together or len(own_bucket.slots) > len(params):
             own_bucket = self._lay_out(params)[0].bucket
             own_bucket.carry(before, same=True)
+        own_bucket.name = f"ddp{bucket.index()}"  # the same on every rank
         return own_bucket
 
     def remainders(self) -> dict[nn.Parameter, Tensor]:
@@ -89,7 +90,6 @@ class State:
         named = [(str(i), p) for i, p in enumerate(params)]
         size, collective = self.engine.group.size, self.scheme.exchange
         (own_bucket,) = lay_out(named, _WHOLE, collective, size)
-        own_bucket.name = f"ddp{id(own_bucket)}"
         places = [Place(own_bucket, slot) for slot in own_bucket.slots]
         self._places.update(zip(params, places, strict=True))
         return places
