@@ -308,6 +308,7 @@ def check_law(
     tolerance: float = 1e-9,
     gradient: Callable[[torch.Generator, int], Tensor] | None = None,
     scales: Sequence[Scale] | None = None,
+    parts: Callable[[Tensor], Sequence[Tensor]] = lambda flat: [flat],
 ) -> Counter[str]:
     """Assert the conservation law over `steps` steps of `size` ranks in lockstep.
 
@@ -316,6 +317,7 @@ def check_law(
     size); `gradient(generator, numel)` makes a rank's gradient (default: heavy-tailed).
     After these steps come others with data that make ranks, and the places of a host,
     differ: one with each of `scales` (default: `SCALES`, or none with a `gradient`).
+    `parts` are the tensors that a bucket is made of, for collectives that look at them.
     `tolerance` is relative to the largest sum. Returns the traffic of the first `steps`
     in bytes. Raises AssertionError with the step and the error.
     """
@@ -330,7 +332,7 @@ def check_law(
     rng = torch.Generator().manual_seed(size)
     groups = [Group(rank, size) for rank in range(size)]
     flats = [torch.zeros(numel, dtype=dtype, device="cpu") for _ in groups]
-    loads = [Payload(flat, [flat]) for flat in flats]
+    loads = [Payload(flat, parts(flat)) for flat in flats]
     traffic: Counter[str] = Counter()
     for step, scale in enumerate([*[None] * steps, *scales]):
         for flat, group in zip(flats, groups, strict=True):
