@@ -5,8 +5,8 @@
         --out benchmarks/records/law_oktopk_3x2_202611.json
 
 The first, in lockstep: every collective, on every wire, among 1 to 16 ranks and on
-hosts of several ranks, with every kind of data (`gradtide.testing.SCALES`), for some
-steps each. After every exchange all ranks hold the same bits, what was there is what
+hosts of several ranks, with every kind of data (`gradtide.testing.SCALES`), for 2 to 14
+steps each, the more the fewer ranks there are. After every exchange all ranks hold the same bits, what was there is what
 was delivered and what is left, and nobody asked for what those whom it was asked did
 not. In every fourth case buckets are in half precision, where bits are compared alone.
 Densities, selectors, lengths and numbers are drawn, by `--seed`.
@@ -141,13 +141,14 @@ def cases() -> Iterator[Case]:
         yield Case(number, collective, size, local, data)
 
 
-def in_lockstep(steps: int, seed: int, only: str) -> dict[str, Any]:
+def in_lockstep(flows: int, seed: int, only: str) -> dict[str, Any]:
     """Check all cases, or those that have `only` in their words."""
     start, failures = time.perf_counter(), []
     exchanges: Counter[str] = Counter()
     for case in cases():
         if only not in str(case):
             continue
+        steps = max(2, min(14, flows // case.size))
         exchanges[type(case.collective).__name__] += steps
         try:
             case.check(steps, seed)
@@ -156,7 +157,7 @@ def in_lockstep(steps: int, seed: int, only: str) -> dict[str, Any]:
             print(failures[-1], flush=True)
     return {
         "seed": seed,
-        "steps_of_a_case": steps,
+        "flows_of_a_case": flows,
         "exchanges": exchanges.total(),
         "failures": failures,
         "seconds": round(time.perf_counter() - start, 1),
@@ -227,16 +228,17 @@ def on_real_ranks(hosts: int, steps: int, seed: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="default: 8; on real ranks 500")
+    parser.add_argument("--flows", type=int, default=40, help="of a case, about")
+    parser.add_argument("--steps", type=int, default=500, help="on real ranks")
     parser.add_argument("--only", default="", help="cases that have this in them")
     parser.add_argument("--hosts", type=int, help="on real ranks: how many to pretend")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.hosts:
-        found = on_real_ranks(args.hosts, args.steps or 500, args.seed)
+        found = on_real_ranks(args.hosts, args.steps, args.seed)
     else:
         torch.set_num_threads(1)
-        found = in_lockstep(args.steps or 8, args.seed, args.only)
+        found = in_lockstep(args.flows, args.seed, args.only)
     if os.environ.get("RANK", "0") == "0":
         record = json.dumps({**origin(sys.argv), **found}, indent=2)
         print(record)
