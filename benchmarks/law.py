@@ -6,10 +6,11 @@
 
 The first, in lockstep: every collective, on every wire, among 1 to 16 ranks and on
 hosts of several ranks, with every kind of data (`gradtide.testing.SCALES`), for 2 to 14
-steps each, the more the fewer ranks there are. After every exchange all ranks hold the same bits, what was there is what
-was delivered and what is left, and nobody asked for what those whom it was asked did
-not. In every fourth case buckets are in half precision, where bits are compared alone.
-Densities, selectors, lengths and numbers are drawn, by `--seed`.
+steps each, the more the fewer ranks there are. After every exchange all ranks hold the
+same bits, what was there is what was delivered and what is left, and nobody asked for
+what those whom it was asked did not. In every fourth case buckets are in half
+precision, where bits are compared alone. Densities, selectors, lengths and numbers are
+drawn, by `--seed`.
 
 The second, on real ranks, which are told that they are on so many hosts: `oktopk`
 with experts that shift, under two schedules. What all ranks have delivered and what is
