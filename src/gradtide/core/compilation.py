@@ -55,6 +55,11 @@ def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript runs a module, which takes no hooks on forwards then."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 class Compilations:
     """Calls a method before torch.compile begins to trace anything, in any graph.
 

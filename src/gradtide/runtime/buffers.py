@@ -92,7 +92,7 @@ class SharedBuffers:
         self._places = [
             (f"{prefix}.{key}" if prefix else key, module._buffers, key)
             for prefix, module in self._model.named_modules()
-            for key in module._buffers
+            for key in module._buffers.keys()  # noqa: SIM118  # TorchScript has no more
         ]
         self._places = [
             place for place in self._places if not is_ignored(self._model, place[0])
@@ -105,7 +105,7 @@ class SharedBuffers:
             self._look()
         first: dict[int, tuple[str, Tensor]] = {}
         for name, table, key in self._places:
-            buffer = table.get(key)
+            buffer = table[key] if key in table else None  # noqa: SIM401
             if buffer is not None:
                 first.setdefault(id(buffer), (name, buffer))
         return dict(first.values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -25,7 +25,7 @@ from gradtide.core.autograd import (
     is_traced,
     rehook,
 )
-from gradtide.core.compilation import Compilations, leave_out, untraced
+from gradtide.core.compilation import Compilations, is_scripted, leave_out, untraced
 from gradtide.core.step import Event, Stage
 from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
 from gradtide.runtime.deferred_step import closes
@@ -69,21 +69,27 @@ class Hooks:
             keep(after_accumulation(p, _weakly(take, owner)))
             self._identities[p] = identity(p)
         training.rehook = self._rehook
-        for module in model.modules():  # each of them keeps the training alive
+        for module in _hookable(model):  # each of them keeps the training alive
             held = Hook(partial(_held, self))
             keep(module.register_load_state_dict_pre_hook(held))  # type: ignore[no-untyped-call]
-        before = Hook(lambda *_: self._before_forward(), needed=self._needed())
-        keep(model.register_forward_pre_hook(before))
-        # A gradient hook alone could not tell the backward's end from that of a nested
-        # one (re-entrant activation checkpointing runs backwards inside backward).
-        look = Hook(self._after_forward)
-        keep(model.register_forward_hook(look))
-        loading = Hook(lambda *_: self._loading())
-        keep(model.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
+        if is_scripted(model):  # updates at step(): none of its forwards is seen
+            training.placement.compiled = True
+        else:
+            self._watch_model()
         stepping = untraced(lambda _, *a: self.stepping(*a))
         stepped = untraced(lambda opt, *a: self.stepped(opt, closes(*a)))
         keep(optimizer.register_step_pre_hook(stepping))
         keep(optimizer.register_step_post_hook(stepped))
+
+    def _watch_model(self) -> None:
+        keep, model = self._handles.append, self._model
+        before = Hook(lambda *_: self._before_forward(), needed=self._needed())
+        keep(model.register_forward_pre_hook(before))
+        # A gradient hook alone could not tell the backward's end from that of a nested
+        # one (re-entrant activation checkpointing runs backwards inside backward).
+        keep(model.register_forward_hook(Hook(self._after_forward)))
+        loading = Hook(lambda *_: self._loading())
+        keep(model.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
         """Have parameters change in the forward, or at step(), as the schedule says."""
@@ -104,7 +110,7 @@ class Hooks:
         keep(self._optimizer.register_load_state_dict_pre_hook(flush))
         for name in ("eval", "train"):  # those of schedule-free ones move parameters
             keep(_Before(self._optimizer, name, flush))
-        for module in self._model.modules():
+        for module in _hookable(self._model):
             keep(module.register_state_dict_pre_hook(Hook(flush)))  # type: ignore[no-untyped-call]
             keep(module.register_load_state_dict_pre_hook(Hook(flush)))  # type: ignore[no-untyped-call]
 
@@ -336,6 +342,11 @@ def _weakly(
     leave_out(hook)
     hook.gradtide = weakref.ref(owner)  # type: ignore[attr-defined]  # for validate()
     return hook
+
+
+def _hookable(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that Python runs."""
+    return (module for module in model.modules() if not is_scripted(module))
 
 
 def _held(_: Hooks, *__: object) -> None: ...

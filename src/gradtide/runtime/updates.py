@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook
+from gradtide.core.compilation import is_scripted
 from gradtide.core.engine import Engine
 from gradtide.core.step import Stage
 from gradtide.runtime.answers import Answers
@@ -73,6 +74,8 @@ class Updates:
         self._hook = Hook(lambda module, _: before_read(module))
         handles = []
         for module in model.modules():
+            if is_scripted(module):  # read before the one above it runs
+                continue
             handle = module.register_forward_pre_hook(self._hook, prepend=True)
             handles.append(handle)
             self._hooks[module] = module._forward_pre_hooks, handle.id

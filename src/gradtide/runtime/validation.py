@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradtide.core.autograd import Hook
-from gradtide.core.compilation import untraced
+from gradtide.core.compilation import is_scripted, untraced
 from gradtide.core.fields import refuse
 from gradtide.core.payload import traits
 from gradtide.core.schedule import Schedule
@@ -87,6 +87,12 @@ def validate(
         "the moment: each rank inside would have a gradient of its own. Call "
         "fully_shard() on the model itself, too, without ignored_params, and "
         "model.reshard() before replicate(); or freeze it": left is not None,
+        "the model is scripted and has buffers, which are sent before its forward: use "
+        "buffers='local', or put it into a module of its own": (
+            is_scripted(model)
+            and buffers == "broadcast"
+            and bool(shared_buffers(model))
+        ),
         f"buffers={buffers!r}: use 'broadcast' or 'local'": (
             buffers not in ("broadcast", "local")
         ),
@@ -244,10 +250,11 @@ class SetupGuard:
         alone = Hook(_refuse_ddp)
         self._handles = [
             optimizer.register_step_pre_hook(untraced(lambda *_: self.check())),
-            # Whether torch's replicate() was called before or after.
-            model.register_forward_pre_hook(alone),
-            model.register_forward_hook(alone),
         ]
+        if not is_scripted(model):
+            # Whether torch's replicate() was called before or after.
+            self._handles.append(model.register_forward_pre_hook(alone))
+            self._handles.append(model.register_forward_hook(alone))
         self._look()
 
     def remove(self) -> None:
