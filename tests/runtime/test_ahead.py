@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,13 +67,14 @@ for scheme in sys.argv[1:]:
 """
 
 
-def first_in_steps(*schemes: str) -> dict[str, list[str]]:
+def first_in_steps(*schemes: str, **environment: str) -> dict[str, list[str]]:
     """What the steps of each scheme load, and compile, for the first time."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *schemes],
         capture_output=True,
         text=True,
         timeout=300,
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
@@ -99,6 +102,20 @@ def test_steps_of_recipes_load_and_compile_nothing() -> None:
         for scheme, names in loaded.items()
     }
     assert ours == {scheme: [] for scheme in schemes}
+
+
+@pytest.mark.alone  # compiles for longer than all other tests of this file take
+@pytest.mark.timeout(300)
+def test_with_an_empty_cache_steps_compile_nothing(tmp_path: Path) -> None:
+    """What steps call is prepared, for all kinds of arguments: a full cache hides it."""
+    pytest.importorskip("numba")
+    schemes = [
+        "passed: topka2a(0.02, schedule='local', warmup=6, wire='e3m0')",
+        "passed: exdyna(0.02, warmup=6, momentum_correction=True, wire='sign')",
+        "passed: dear(wire='int8')",
+    ]
+    found = first_in_steps(*schemes, NUMBA_CACHE_DIR=str(tmp_path))
+    assert found == {scheme: [] for scheme in schemes}
 
 
 @pytest.mark.parametrize("kind", [k for k in COLLECTIVES if k.__name__ != "Dense"])
