@@ -107,7 +107,7 @@ def test_steps_of_recipes_load_and_compile_nothing() -> None:
 @pytest.mark.alone  # compiles for longer than all other tests of this file take
 @pytest.mark.timeout(300)
 def test_with_an_empty_cache_steps_compile_nothing(tmp_path: Path) -> None:
-    """What steps call is prepared, for all kinds of arguments: a full cache hides it."""
+    """Steps call nothing with arguments that were not prepared."""
     pytest.importorskip("numba")
     schemes = [
         "passed: topka2a(0.02, schedule='local', warmup=6, wire='e3m0')",
