@@ -80,6 +80,7 @@ def _meet(
     parent: ProcessGroup, ranks: list[int]
 ) -> tuple[GlooTransport, list[Whereabouts]]:
     """Links to some ranks, and where these are, when all are there (`roll_call`)."""
+    from gradtide.transport.fault import own_store
     from gradtide.transport.gloo import GlooTransport
     from gradtide.transport.hosts import whereabouts
     from gradtide.transport.opening import Meeting
@@ -87,16 +88,22 @@ def _meet(
 
     seconds = _timeout(parent).total_seconds()
     meeting = Meeting(Group(ranks.index(dist.get_rank()), len(ranks)), seconds)
+
+    def make() -> tuple[ProcessGroup, tuple[Any, Any]]:
+        group = _sibling(parent, ranks, "gloo")
+        return group, (own_store(group.group_name), own_store(group.group_name))
+
     if len(ranks) == 1:
-        return GlooTransport(_sibling(parent, ranks, "gloo"), meeting), [whereabouts()]
+        group, stores = make()
+        return GlooTransport(group, meeting, stores), [whereabouts()]
     try:
         roll_call = RollCall(parent, ranks, meeting, seconds)
         places = roll_call.answer()
-        group = roll_call.watch(lambda: _sibling(parent, ranks, "gloo"))
+        group, stores = roll_call.watch(make)
     except Exception:
         meeting.close()
         raise
-    return GlooTransport(group, meeting), places
+    return GlooTransport(group, meeting, stores), places
 
 
 def _members(

@@ -28,6 +28,7 @@ GONE = (
     "its own output)"
 )
 ALIKE = "All ranks have to make the same calls, in the same order"
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's agent hosts the store
 UNEQUAL = (
     "If ranks have different numbers of batches, train inside `with sync.join():`, or "
     "give all ranks equally many (DistributedSampler, drop_last=True)"

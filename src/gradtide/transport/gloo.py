@@ -46,7 +46,9 @@ class GlooTransport:
     request gets the future that Gloo lacks for most of them.
     """
 
-    def __init__(self, pg: dist.ProcessGroup, meeting: Meeting) -> None:
+    def __init__(
+        self, pg: dist.ProcessGroup, meeting: Meeting, stores: tuple[Any, Any]
+    ) -> None:
         self.group = Group(pg.rank(), pg.size())
         self.hosts: Members = rows(pg.size(), 1)
         self.progress = Progress()
@@ -58,7 +60,7 @@ class GlooTransport:
         seconds = timeout.total_seconds()
         self._meeting = meeting
         self._links = tuple(Links(meeting, *lane, seconds) for lane in enumerate(LANES))
-        self._inquiry = Inquiry(pg, self._queue, self.progress, meeting)
+        self._inquiry = Inquiry(pg, self._queue, self.progress, meeting, stores)
         self._queue.late = self._inquiry.late
         meeting.silent = self._inquiry.silent
         self._at_exit = Finalize(self, end, args=(self._inquiry,), exitpriority=1)

@@ -48,10 +48,10 @@ from gradtide.transport.comm_queue import (
     WorkItem,
 )
 from gradtide.transport.fault import (
+    AGENT,
     REPORT_SECONDS,
     FailureReporter,
     Position,
-    own_store,
 )
 from gradtide.transport.hosts import give_up
 from gradtide.transport.opening import Meeting
@@ -60,7 +60,6 @@ AGAIN = 2.0  # seconds after which a rank that seems stuck is asked again
 LONGEST = 30.0  # seconds between questions to ranks that are merely late
 END = 60.0  # seconds that the end of a program waits for what was submitted
 LINGER = 6.0  # seconds for which the host of the store waits for others to have read
-AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's agent hosts the store
 FOREVER = timedelta(days=1)
 NEVER = 1 << 30  # the tag of a message that nobody sends
 HERE = Path(__file__).parents[1]  # gradtide
@@ -79,7 +78,9 @@ class Inquiry:
         queue: CommQueue,
         progress: Progress,
         meeting: Meeting,
+        stores: tuple[Store, Store],
     ) -> None:
+        """`stores`: two connections to the job's store, one to wait for questions."""
         self._pg, self._queue, self._progress = pg, queue, progress
         self._meeting = meeting
         self._group = Group(pg.rank(), pg.size())
@@ -89,7 +90,7 @@ class Inquiry:
         self._suspects: dict[int, Position] = {}
         self._patience = AGAIN
         self._closed = False
-        self._store, self._asking = own_store(pg.group_name), own_store(pg.group_name)
+        self._store, self._asking = stores
         self._turn = threading.Lock()  # to ask
         ranks = dist.get_process_group_ranks(pg)
         self._host = None if AGENT in os.environ or 0 not in ranks else ranks.index(0)

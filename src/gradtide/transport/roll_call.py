@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from gradtide.core.transport import CommunicationError
 from gradtide.transport.addresses import VARIABLE, chosen, loops
 from gradtide.transport.doors import Door
-from gradtide.transport.fault import GONE, REPORT_SECONDS, own_store
+from gradtide.transport.fault import AGENT, GONE, REPORT_SECONDS, own_store
 from gradtide.transport.hosts import Whereabouts, whereabouts
 from gradtide.transport.links import TRACKS
 from gradtide.transport.opening import Meeting
@@ -58,10 +58,16 @@ class RollCall:
         """`seconds`: how long to wait for a rank that has not come."""
         self._parent, self._meeting, self._seconds = parent, meeting, seconds
         self._rank, self._size = meeting.rank, len(ranks)
+        self._told: dict[int, Any] = {}
         counts = _calls.setdefault(dist.group.WORLD, Counter())
         counts[tuple(ranks)] += 1
         names = ",".join(map(str, ranks))
-        self._store = own_store(f"roll call {counts[tuple(ranks)]} of {names}")
+        self._host = AGENT not in os.environ and dist.get_rank() == 0
+        self._sum = self._begin_sum()
+        self._ended = 0.0  # when that failed
+        name = f"roll call {counts[tuple(ranks)]} of {names}"
+        # Torch waits for a store, too, if who hosts it has died.
+        self._store = self._apart(lambda: own_store(name), self._look_at_sum)
 
     def answer(self) -> list[Whereabouts]:
         """Say where this rank is, and learn where all are, and where they listen.
@@ -70,10 +76,9 @@ class RollCall:
         CommunicationError if one never will.
         """
         here = whereabouts()
-        sum_of_all = self._begin_sum()
         word = here, self._meeting.door, self._meeting.problem or short_of(self._size)
         self._store.set(f"here/{self._rank}", pickle.dumps(word).hex())
-        told = self._gather(sum_of_all, here)
+        told = self._gather(here)
         for rank, (*_, problem) in enumerate(told):
             if problem:
                 raise ValueError(f"rank {rank} cannot connect to the others: {problem}")
@@ -83,6 +88,10 @@ class RollCall:
 
     def watch(self, make: Callable[[], T]) -> T:
         """Have something made that waits for all ranks, while all of them live."""
+        return self._apart(make, lambda: self._look(range(self._size)))
+
+    def _apart(self, make: Callable[[], T], look: Callable[[], None]) -> T:
+        """Make something in a thread of its own, and `look` whether that will be."""
         made: list[T] = []
         failed: list[BaseException] = []
 
@@ -98,9 +107,9 @@ class RollCall:
         while thread.is_alive():
             thread.join(TURN)
             if time.monotonic() - begin > PATIENCE:
-                self._look(range(self._size))
+                look()
         if failed:
-            self._look(range(self._size))
+            look()
             raise failed[0]
         return made[0]
 
@@ -111,31 +120,37 @@ class RollCall:
         one = torch.zeros(1, device="cpu")
         return dist.all_reduce(one, group=self._parent, async_op=True)
 
-    def _gather(self, sum_of_all: Any, here: Whereabouts) -> list[Any]:
+    def _look_at_sum(self) -> None:
+        """Raise CommunicationError if the sum failed some time ago."""
+        now = time.monotonic()
+        if self._sum is not None and self._sum.is_completed():
+            self._ended = now if _failed(self._sum) else 0.0
+            self._sum = None
+        if self._ended and now - self._ended > REPORT_SECONDS:
+            self._fail(f"{self._missing()} {GONE}, before it came to connect")
+
+    def _missing(self) -> str:
+        missing = [str(r) for r in range(self._size) if r not in self._told]
+        others = [rank for rank in missing if rank != str(self._rank)]
+        return ("one of " if len(others) > 1 else "") + f"rank {', '.join(others)}"
+
+    def _gather(self, here: Whereabouts) -> list[Any]:
         """What all ranks say."""
-        begin, told = time.monotonic(), dict[int, Any]()
-        ended = 0.0  # when the sum failed
+        begin, told = time.monotonic(), self._told
         while True:
             for rank in range(self._size):
                 key = f"here/{rank}"
                 if rank not in told and self._store.check([key]):
                     told[rank] = self._read(key)
-            missing = [r for r in range(self._size) if r not in told]
-            if not missing:
+            if len(told) == self._size:
                 return [told[rank] for rank in range(self._size)]
-            now = time.monotonic()
-            if sum_of_all is not None and not ended and sum_of_all.is_completed():
-                ended = now if _failed(sum_of_all) else 0.0
-                sum_of_all = None
-            if now - begin > PATIENCE:
+            waited = time.monotonic() - begin
+            if waited > PATIENCE:
                 self._meeting.doors = self._doors(told, here)
                 self._look(told)
-            ranks = ", ".join(map(str, missing))
-            if ended and now - ended > REPORT_SECONDS:
-                one = "" if len(missing) == 1 else "one of "
-                self._fail(f"{one}rank {ranks} {GONE}, before it came to connect")
-            if now - begin > self._seconds:
-                self._fail(f"rank {ranks} did not come in {self._seconds:g} s")
+            self._look_at_sum()
+            if waited > self._seconds:
+                self._fail(f"{self._missing()} did not come in {self._seconds:g} s")
             time.sleep(TURN)
 
     def _read(self, key: str) -> Any:
@@ -162,13 +177,31 @@ class RollCall:
         except RuntimeError as error:
             if isinstance(error, CommunicationError):
                 raise
-            self._fail("rank 0 is gone, or who else hosts the job's store")
+            host = (
+                f"rank 0 {GONE}, and" if 0 in gone else "the job's store is gone: who"
+            )
+            self._fail(f"{host} hosted the job's store")
 
-    def _fail(self, why: str) -> None:
-        with suppress(RuntimeError):
+    def _fail(self, why: str) -> NoReturn:
+        """Raise CommunicationError, and tell the others."""
+        with suppress(RuntimeError, AttributeError):  # no store
             if not self._store.check(["failed"]):
                 self._store.set("failed", why)
+            self._store.set(f"heard/{self._rank}", "")
+            self._linger()
         raise CommunicationError(f"rank {self._rank}: connecting failed: {why}")
+
+    def _linger(self) -> None:
+        """Keep the store until the others have heard, if it is here."""
+        deadline, there = time.monotonic() + REPORT_SECONDS, self._meeting.presence
+        others = [r for r in range(self._size) if r != self._rank] if self._host else []
+        while others and time.monotonic() < deadline:
+            others = [
+                rank
+                for rank in others
+                if not (self._store.check([f"heard/{rank}"]) or there.gone(rank))
+            ]
+            time.sleep(TURN)
 
 
 def _failed(work: Any) -> bool:
