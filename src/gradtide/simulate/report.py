@@ -45,7 +45,9 @@ def show(grid: Grid, console: Console) -> None:
 
 def _entry(grid: Grid, name: str, ranks: int, rate: float | None) -> str:
     cell = next(c for c in grid.at(ranks, rate) if c.scheme == name)
-    text = f"{1e3 * cell.prediction.step:.4g} ({100 * cell.efficiency:.0f} %)"
+    ms = 1e3 * cell.prediction.step
+    whole = f"{ms:.0f}" if ms >= 1000 else f"{ms:.4g}"
+    text = f"{whole} ({100 * cell.efficiency:.0f} %)"
     return f"[bold]{text}[/bold]" if cell == grid.fastest(ranks, rate) else text
 
 
