@@ -88,7 +88,6 @@ ELSEWHERE = {
     "profile/trace/report": "profile/test_trace_run",
     "profile/trace/subject": "profile/test_trace_run",
     "runtime/answers": "runtime/test_deferred_grads",
-    "runtime/broadcast": "test_replica",
     "runtime/deferred_step": "runtime/test_optimizers",
     "runtime/finder": "test_parallel",
     "runtime/hooks": "test_replica",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack
 
 from gradtide.core.engine import Engine
@@ -29,7 +30,7 @@ def synchronize(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> N
     Models that were built from one seed are equal already: of 440 MB that a link of 50
     Mb/s takes minutes for, 16 bytes of each tensor are compared.
     """
-    tensors = [local(tensor) for tensor in tensors]
+    tensors = [piece for tensor in tensors for piece in held(local(tensor))]
     everyone = engine.transport.gather_objects([digest(tensor) for tensor in tensors])
     told = zip(tensors, zip(*everyone, strict=True), strict=True)
     differing = [tensor for tensor, found in told if len(set(found)) > 1]
@@ -38,9 +39,22 @@ def synchronize(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> N
 
 def digest(tensor: Tensor) -> bytes:
     """16 bytes that tell a tensor's bits from any others."""
-    held = integers(tensor.detach()).resolve_conj().resolve_neg().cpu()
-    held = _aside(held.reshape(-1).view(torch.uint8))
-    return hashlib.blake2b(held.numpy().data, digest_size=16).digest()
+    found = hashlib.blake2b(digest_size=16)
+    for piece in held(tensor):
+        plain = integers(piece.detach()).resolve_conj().resolve_neg().cpu()
+        found.update(_aside(plain.reshape(-1).view(torch.uint8)).numpy().data)
+    return found.digest()
+
+
+def held(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that one of another class holds, such as codes and scales.
+
+    Few of torch's functions may take the whole.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [piece for name in names for piece in held(getattr(tensor, name))]
 
 
 def integers(tensor: Tensor) -> Tensor:

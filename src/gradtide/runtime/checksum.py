@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce, Group
-from gradtide.runtime.broadcast import digest
+from gradtide.runtime.broadcast import digest, held
 from gradtide.runtime.parameters import shared_parameters
 from gradtide.transport import Transport
 from gradtide.transport.shards import Shards, local
@@ -135,7 +135,7 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     It is computed on the first tensor's device, which nothing waits for. A change of
     one entry always changes it, whatever the entry is: a NaN is equal to itself.
     """
-    sums = [_sums_of_bits(tensor) for tensor in tensors]
+    sums = [_sums_of_bits(piece) for tensor in tensors for piece in held(tensor)]
     together = torch.cat([each.to(sums[0].device) for each in sums])
     # Odd factors, so that none of them loses a bit; no two of them are alike.
     factors = (
