@@ -96,7 +96,8 @@ class ParameterCheck:
         if self._apart > self._every and self._apart % self._every:
             return
         total = checksum(p for _, p in self._named())
-        row = torch.tensor(words_of(total, engine.group))
+        words = words_of(total, engine.group)
+        row = torch.tensor(words, dtype=torch.int64, device="cpu")
         told = engine.ask("unexchanged", AllReduce(row))().tolist()
         if self._shards.anywhere(differ(told)):
             own = {name: digest(p) for name, p in self._named()}
