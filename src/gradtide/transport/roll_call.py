@@ -117,7 +117,7 @@ class RollCall:
         """A sum over the user's group, see [Note: Not here yet]; None if it cannot."""
         if "gloo" not in str(dist.get_backend_config(self._parent)):
             return None
-        one = torch.zeros(1, device="cpu")
+        one = torch.zeros(1, dtype=torch.float32, device="cpu")
         return dist.all_reduce(one, group=self._parent, async_op=True)
 
     def _look_at_sum(self) -> None:
