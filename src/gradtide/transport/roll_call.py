@@ -38,6 +38,7 @@ from gradtide.transport.opening import Meeting
 T = TypeVar("T")
 
 TURN = 0.02  # seconds between two looks
+GRACE = 1.5  # seconds for those who are about to come, if one never will
 PATIENCE = 0.3  # seconds before a rank looks whether others live
 OPEN = Path("/proc/self/fd")
 SPARE = 16  # descriptors beside those of connections: stores, doors, Gloo's own
@@ -59,6 +60,7 @@ class RollCall:
         self._parent, self._meeting, self._seconds = parent, meeting, seconds
         self._rank, self._size = meeting.rank, len(ranks)
         self._told: dict[int, Any] = {}
+        self._ranks = ranks
         counts = _calls.setdefault(dist.group.WORLD, Counter())
         counts[tuple(ranks)] += 1
         names = ",".join(map(str, ranks))
@@ -126,10 +128,13 @@ class RollCall:
         if self._sum is not None and self._sum.is_completed():
             self._ended = now if _failed(self._sum) else 0.0
             self._sum = None
-        if self._ended and now - self._ended > REPORT_SECONDS:
+        if self._ended and now - self._ended > GRACE:
             self._fail(f"{self._missing()} {GONE}, before it came to connect")
 
     def _missing(self) -> str:
+        """Who has said nothing; while nobody can, who hosts the store."""
+        if not hasattr(self, "_store") and 0 in self._ranks and AGENT not in os.environ:
+            return f"rank {self._ranks.index(0)}"
         missing = [str(r) for r in range(self._size) if r not in self._told]
         others = [rank for rank in missing if rank != str(self._rank)]
         return ("one of " if len(others) > 1 else "") + f"rank {', '.join(others)}"
@@ -194,7 +199,7 @@ class RollCall:
     def _linger(self) -> None:
         """Keep the store until the others have heard, if it is here."""
         deadline, there = time.monotonic() + REPORT_SECONDS, self._meeting.presence
-        others = [r for r in range(self._size) if r != self._rank] if self._host else []
+        others = [r for r in self._told if r != self._rank] if self._host else []
         while others and time.monotonic() < deadline:
             others = [
                 rank
