@@ -88,7 +88,8 @@ class Readers:
                 self.torn += 1
 
     def trace(self) -> None:
-        torch.jit.trace(self.net, torch.ones(4, WIDTH), check_trace=False)
+        trace: Any = torch.jit.trace
+        trace(self.net, torch.ones(4, WIDTH), check_trace=False)
 
     def end(self) -> None:
         self.done.set()
