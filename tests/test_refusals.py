@@ -326,8 +326,12 @@ def test_parameters_that_come_later_are_refused(scheme: str) -> None:
                 opt.step()
                 opt.zero_grad()
             change(model, opt)
-            backward(model)
-            refused(opt.step, f"{name} was added or unfrozen", "sync.remove()")
+
+            def train(model: Any = model, opt: torch.optim.Optimizer = opt) -> None:
+                backward(model)
+                opt.step()
+
+            refused(train, f"{name} was added or unfrozen", "sync.remove()")
             sync.remove()
             opt.step()
 
