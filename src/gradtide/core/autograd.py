@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from gradtide.core.compilation import leave_out, untraced
+from gradtide.core.compilation import is_scripted, leave_out, untraced
 
 
 class Hook:
@@ -22,10 +22,12 @@ class Hook:
     Where torch.compile traces through the module, the hook vanishes, see
     `core.compilation`. One that is `needed` in every forward breaks the graph instead,
     and torch tells that text as the reason; but what is exported is no forward.
+    torch.jit.script compiles a module's hooks, but not those, see `_scriptable`.
     """
 
     def __init__(self, call: Callable[..., object], needed: str | None = None) -> None:
         leave_out(type(self).__call__)
+        nn.Module.__prepare_scriptable__ = _scriptable  # type: ignore[attr-defined]
         self._call = untraced(call, reason=needed)
         self._vanishes = needed is None
 
@@ -38,6 +40,34 @@ class Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         # Takes anything, returns None, and can be loaded where gradtide is not there.
         return getattr, (nullcontext(), "__exit__")
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether it is a `Hook`, or what a copy has in its place."""
+    known = getattr(hook, "__func__", None) is nullcontext.__exit__
+    return known or isinstance(hook, Hook)
+
+
+def _scriptable(module: nn.Module) -> nn.Module:
+    """What torch.jit.script, which asks every module so, reads in a module's place.
+
+    It has the module's own parameters and no `Hook`, and what state_dict() would bring
+    up to date is up to date. torch writes what it gets into the module above: so that
+    this stays as it is, another one stands for each that has a `Hook` anywhere below.
+    """
+    for hook in module._state_dict_pre_hooks.values():
+        if _is_ours(hook):
+            hook(module, "", False)
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    hooks = (getattr(each, name) for each in module.modules() for name in names)
+    if is_scripted(module) or not any(_is_ours(h) for d in hooks for h in d.values()):
+        return module
+    plain = object.__new__(type(module))
+    plain.__dict__.update(module.__dict__, _modules=module._modules.copy())
+    for name in names:
+        kept = getattr(module, name).items()
+        plain.__dict__[name] = OrderedDict((k, h) for k, h in kept if not _is_ours(h))
+    return plain
 
 
 def before_backward(output: Any, call: Callable[[], object]) -> None:
