@@ -32,7 +32,11 @@ from torch import nn
 
 import gradtide
 from gradtide.lab.record import commit, machine, versions
-from gradtide.runtime import join, local_steps, probing, rounds  # noqa: F401  # as above
+from gradtide.lab.spec import split_schemes
+from gradtide.runtime import join, rounds  # noqa: F401  # as above
+from gradtide.runtime.ahead import prepare
+from gradtide.scheme import as_scheme
+from gradtide.scheme.recommended import RECOMMENDED
 
 c10d: Any = dist  # whose stores are not exported for mypy
 
@@ -40,11 +44,14 @@ LIMIT = 5.0  # seconds that a survivor may take
 GROUP = 60.0  # seconds: the group's timeout, which nobody may wait for
 EARLY = 0.25  # seconds in which ranks connect: every second kill falls there
 LATE = 2.5  # seconds: trainings have begun anew by then
-STEPS = 9
-SCHEMES = (
-    "wfbp,dear,oktopk(0.05),exdyna(0.05, schedule='local'),diloco(every=4),"
-    "wfbp(wire='bf16'),powersgd(2)"
-)
+STEPS = 12
+# What README recommends, with warm-ups that end within these steps, and rounds.
+SCHEMES = [
+    re.sub(r"warmup=\d+", "warmup=6", row.recipe)
+    for row in RECOMMENDED
+    if row.recipe != "auto"
+]
+SCHEMES += ["diloco(every=4)", "sparseloco(every=4)"]
 
 
 def train(rank: int, scheme: str, ready: Any) -> None:
@@ -162,12 +169,16 @@ def where(text: str) -> str:
 def main(
     kills: Annotated[int, typer.Option(help="How many jobs, one kill each.")] = 300,
     seed: Annotated[int, typer.Option(help="Of the first job.")] = 0,
-    schemes: Annotated[str, typer.Option(help="Separated by commas.")] = SCHEMES,
+    schemes: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(
+        SCHEMES
+    ),
     out: Annotated[Path | None, typer.Option(help="The record to write.")] = None,
 ) -> None:
     """Kill a rank in so many jobs, and say which survivors were wrong."""
     begin, found = time.monotonic(), list[dict[str, Any]]()
-    names = re.split(r",(?![^(]*\))", schemes)
+    names = list(split_schemes(schemes))
+    for name in names:  # before the fork, so that no job is about loading and compiling
+        prepare([torch.zeros(1)], as_scheme(name))
     for number in range(seed, seed + kills):
         found.append(trial(number, names))
         for wrong in found[-1]["wrong"]:
