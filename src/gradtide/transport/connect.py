@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup as ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradtide.core.ops import Group
-from gradtide.core.transport import Transport
+from gradtide.core.transport import CommunicationError, Transport
 
 if TYPE_CHECKING:
     from gradtide.transport.gloo import GlooTransport
@@ -80,7 +80,7 @@ def _meet(
     parent: ProcessGroup, ranks: list[int]
 ) -> tuple[GlooTransport, list[Whereabouts]]:
     """Links to some ranks, and where these are, when all are there (`roll_call`)."""
-    from gradtide.transport.fault import own_store
+    from gradtide.transport.fault import host_is_gone, own_store
     from gradtide.transport.gloo import GlooTransport
     from gradtide.transport.hosts import whereabouts
     from gradtide.transport.opening import Meeting
@@ -89,17 +89,21 @@ def _meet(
     seconds = _timeout(parent).total_seconds()
     meeting = Meeting(Group(ranks.index(dist.get_rank()), len(ranks)), seconds)
 
-    def make() -> tuple[ProcessGroup, tuple[Any, Any]]:
-        group = _sibling(parent, ranks, "gloo")
-        return group, (own_store(group.group_name), own_store(group.group_name))
+    def make(name: str) -> tuple[ProcessGroup, tuple[Any, Any]]:
+        return _sibling(parent, ranks, "gloo"), (own_store(name), own_store(name))
 
     if len(ranks) == 1:
-        group, stores = make()
+        group, stores = make("alone")
         return GlooTransport(group, meeting, stores), [whereabouts()]
     try:
         roll_call = RollCall(parent, ranks, meeting, seconds)
         places = roll_call.answer()
-        group, stores = roll_call.watch(make)
+        group, stores = roll_call.watch(lambda: make(roll_call.name))
+    except dist.DistNetworkError as error:
+        meeting.close()
+        raise CommunicationError(
+            f"rank {meeting.rank}: connecting failed: {host_is_gone(ranks)} ({error})"
+        ) from error
     except Exception:
         meeting.close()
         raise

@@ -9,8 +9,9 @@ of its number of steps.
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -269,6 +270,13 @@ def _link(peer: int | None) -> str:
         f", rank {peer} too, with which the exchange was: the link to it was down, or "
         "another's before; see the first rank's error"
     )
+
+
+def host_is_gone(ranks: Sequence[int]) -> str:
+    """What to say where the job's store does not answer; `ranks` of the whole job."""
+    if AGENT in os.environ or 0 not in ranks:
+        return "the job's store is gone"
+    return f"rank {ranks.index(0)} {GONE}, and the job's store was there"
 
 
 def own_store(name: str) -> Store:

@@ -60,6 +60,7 @@ AGAIN = 2.0  # seconds after which a rank that seems stuck is asked again
 LONGEST = 30.0  # seconds between questions to ranks that are merely late
 END = 60.0  # seconds that the end of a program waits for what was submitted
 LINGER = 6.0  # seconds for which the host of the store waits for others to have read
+HEARD = PATIENCE + 1.0  # the same, where an exchange failed: who waits has asked then
 FOREVER = timedelta(days=1)
 NEVER = 1 << 30  # the tag of a message that nobody sends
 HERE = Path(__file__).parents[1]  # gradtide
@@ -178,7 +179,7 @@ class Inquiry:
         own, peer = self._position(), getattr(error, "peer", None)
         with suppress(RuntimeError):
             self.reporter.fail(own)
-        self._meeting.hang_up()  # so that those who wait for this rank learn of it
+        self._sever()  # so that those who wait for this rank learn of it
         return self.reporter.explain(request, error, peer, own)
 
     def _sever(self) -> None:
@@ -270,10 +271,8 @@ class Inquiry:
         if self._host != self._group.rank:
             return
         with suppress(RuntimeError):
-            if self._queue.error is None:
-                self.reporter.await_words(("ended", "failed"), LINGER)
-            else:
-                self.reporter.await_known(REPORT_SECONDS)
+            failed = self._queue.error is not None
+            self.reporter.await_known(HEARD if failed else LINGER)
 
     def tell(self) -> None:
         """Raise what ended the queue, which is printed where nobody can handle it."""

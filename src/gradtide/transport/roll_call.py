@@ -30,7 +30,13 @@ import torch.distributed as dist
 from gradtide.core.transport import CommunicationError
 from gradtide.transport.addresses import VARIABLE, chosen, loops
 from gradtide.transport.doors import Door
-from gradtide.transport.fault import AGENT, GONE, REPORT_SECONDS, own_store
+from gradtide.transport.fault import (
+    AGENT,
+    GONE,
+    REPORT_SECONDS,
+    Position,
+    own_store,
+)
 from gradtide.transport.hosts import Whereabouts, whereabouts
 from gradtide.transport.links import TRACKS
 from gradtide.transport.opening import Meeting
@@ -67,9 +73,10 @@ class RollCall:
         self._host = AGENT not in os.environ and dist.get_rank() == 0
         self._sum = self._begin_sum()
         self._ended = 0.0  # when that failed
-        name = f"roll call {counts[tuple(ranks)]} of {names}"
+        # Of the part of the store where these ranks leave word, now and later.
+        self.name = f"roll call {counts[tuple(ranks)]} of {names}"
         # Torch waits for a store, too, if who hosts it has died.
-        self._store = self._apart(lambda: own_store(name), self._look_at_sum)
+        self._store = self._apart(lambda: own_store(self.name), self._look_at_sum)
 
     def answer(self) -> list[Whereabouts]:
         """Say where this rank is, and learn where all are, and where they listen.
@@ -193,6 +200,9 @@ class RollCall:
             if not self._store.check(["failed"]):
                 self._store.set("failed", why)
             self._store.set(f"heard/{self._rank}", "")
+            # For those who are connected, and find that this rank has gone.
+            where = Position(0, 0, "could not connect", final=True, error=why)
+            self._store.set(f"ended/{self._rank}", where.write())
             self._linger()
         raise CommunicationError(f"rank {self._rank}: connecting failed: {why}")
 
