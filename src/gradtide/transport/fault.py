@@ -123,7 +123,7 @@ class FailureReporter:
             why = certain or self._guess(peer)
             self.fail(own, certain, looked=True)
         except RuntimeError:  # the store lived in a process that has ended
-            why = self.storeless() or "the job's store is gone"
+            why = self._look_for_host() or "the job's store is gone"
         rank, step = self._group.rank, self._progress.steps + 1
         return f"rank {rank}: {request} failed in step {step}: {why} ({text})"
 
@@ -172,6 +172,13 @@ class FailureReporter:
             return f"rank {self._host} {GONE}, and the job's store was there"
         ranks = ", ".join(map(str, gone))
         return f"rank {ranks} {GONE}, and so has the job's store" if gone else ""
+
+    def _look_for_host(self) -> str:
+        """`storeless`, as soon as the system has closed the door of who is gone."""
+        deadline = time.monotonic() + REPORT_SECONDS
+        while not (why := self.storeless()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return why
 
     def _apart(self, own: Position | None, text: str) -> str:
         """What ranks do that ask for different things; empty if they do not."""

@@ -179,7 +179,7 @@ class Inquiry:
         own, peer = self._position(), getattr(error, "peer", None)
         with suppress(RuntimeError):
             self.reporter.fail(own)
-        self._sever()  # so that those who wait for this rank learn of it
+        self._meeting.hang_up()  # so that those who wait for this rank learn of it
         return self.reporter.explain(request, error, peer, own)
 
     def _sever(self) -> None:

@@ -184,6 +184,8 @@ class RollCall:
         try:
             if self._store.check(["failed"]):
                 self._fail(self._store.get("failed").decode())
+            # Others have ended since, because they know.
+            gone = [r for r in gone if not self._has_left_word(r)] or gone
             if gone:
                 self._fail(f"rank {', '.join(map(str, gone))} {GONE}")
         except RuntimeError as error:
@@ -193,6 +195,9 @@ class RollCall:
                 f"rank 0 {GONE}, and" if 0 in gone else "the job's store is gone: who"
             )
             self._fail(f"{host} hosted the job's store")
+
+    def _has_left_word(self, rank: int) -> bool:
+        return any(self._store.check([f"{w}/{rank}"]) for w in ("failed", "ended"))
 
     def _fail(self, why: str) -> NoReturn:
         """Raise CommunicationError, and tell the others."""
