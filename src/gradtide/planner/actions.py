@@ -128,7 +128,8 @@ class Actions:
             self.steps.collect()
 
     def conclude(self, hold: bool) -> None:
-        numel = len(self.trace.units) + self._ranks + 2
+        # Who used what and met what is not finite; two flags, and three of a GradScaler.
+        numel = len(self.trace.units) + self._ranks + 5
         norms = hold and self.second is not None  # see `runtime.tally`
         if norms:
             numel += len(self.trace.units) + 2 * len(self.buckets)
@@ -153,7 +154,7 @@ class Actions:
         if self.local and not self._rounds:
             for bucket in self.buckets:
                 self._pass(bucket, BEFORE)
-            self.engine.ask("alike", _flags(1))()
+            self.engine.ask("alike", _flags(1 + len(self.trace.units)))()
 
     def defer(self) -> None:
         if self.second is not None:
