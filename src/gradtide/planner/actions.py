@@ -128,7 +128,7 @@ class Actions:
             self.steps.collect()
 
     def conclude(self, hold: bool) -> None:
-        # Who used what and met what is not finite; two flags, and three of a GradScaler.
+        # Who used what, who met what is not finite; two flags, three of a GradScaler.
         numel = len(self.trace.units) + self._ranks + 5
         norms = hold and self.second is not None  # see `runtime.tally`
         if norms:
