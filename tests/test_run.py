@@ -35,7 +35,9 @@ def main(rank=None):
             optimizer.zero_grad()
         ours = "gradtide" in sys.modules and model.replica.scheme.schedule.update
         told = ["typer" in sys.modules, isinstance(model, DDP)]
-        print(dist.get_rank(), kind.__name__, ours, *told, flush=True)
+        told = [dist.get_rank(), kind.__name__, ours, *told]
+        # In one go: ranks share the pipe, and print() may write word by word.
+        os.write(1, (" ".join(map(str, told)) + "\\n").encode())
     del model
     dist.destroy_process_group()
 
