@@ -7,7 +7,9 @@ take part, which all then raise. Who waits looks whether the others still live.
 
 [Note: Not here yet] A rank that loads its data for minutes and one that has died have
 both said nothing. The user's group tells one from the other: a sum over it, for which
-nobody waits, fails where a process has ended.
+nobody waits, fails where a process has ended. There is one before a rank has said its
+word and one after it: who has a part in the first may die before the word, and who has
+one in the second has a door.
 """
 
 from __future__ import annotations
@@ -87,6 +89,7 @@ class RollCall:
         here = whereabouts()
         word = here, self._meeting.door, self._meeting.problem or short_of(self._size)
         self._store.set(f"here/{self._rank}", pickle.dumps(word).hex())
+        self._sum = self._begin_sum()
         told = self._gather(here)
         for rank, (*_, problem) in enumerate(told):
             if problem:
