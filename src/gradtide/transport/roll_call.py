@@ -37,6 +37,7 @@ from gradtide.transport.fault import (
     GONE,
     REPORT_SECONDS,
     Position,
+    host_is_gone,
     own_store,
 )
 from gradtide.transport.hosts import Whereabouts, whereabouts
@@ -194,10 +195,9 @@ class RollCall:
         except RuntimeError as error:
             if isinstance(error, CommunicationError):
                 raise
-            host = (
-                f"rank 0 {GONE}, and" if 0 in gone else "the job's store is gone: who"
-            )
-            self._fail(f"{host} hosted the job's store")
+            lost = isinstance(error, dist.DistNetworkError)
+            silent = f"the job's store does not answer ({error})"
+            self._fail(host_is_gone(self._ranks) if lost else silent)
 
     def _has_left_word(self, rank: int) -> bool:
         return any(self._store.check([f"{w}/{rank}"]) for w in ("failed", "ended"))
