@@ -58,6 +58,19 @@ def test_a_rank_that_dies_before_it_is_linked_is_named(
         assert f"rank {dead} is gone" in told[rank], told
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_store_that_nobody_hosts_any_more_is_abandoned(size: int) -> None:
+    """Whoever asks torch for another connection waits for the group's timeout."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    mine = dist.PrefixStore("mine", dist.TCPStore("127.0.0.1", store.port, 1, False))
+    for _ in range(size - 1):
+        mine = dist.PrefixStore("mine", mine)
+    assert not roll_call.is_abandoned(mine)
+    del store
+    assert roll_call.is_abandoned(mine)
+    assert not roll_call.is_abandoned(dist.HashStore())
+
+
 def test_a_rank_that_comes_late_is_waited_for() -> None:
     def run() -> int:
         time.sleep(4 * (dist.get_rank() == 1))

@@ -249,12 +249,16 @@ class FailureReporter:
             time.sleep(0.05)
 
     def await_known(self, seconds: float) -> None:
-        """Wait until all others have ended, or know what there is to know."""
+        """Wait until all others have ended, or know what there is to know.
+
+        One that failed has hung up, and seems to be gone while it still looks.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            know = {r for r, failure in self.failed().items() if failure.looked}
+            failed = self.failed()
+            know = {r for r, failure in failed.items() if failure.looked}
             left = [r for r in self.silent(["ended"]) if r not in know]
-            if all(self._gone(r) for r in left):
+            if all(r not in failed and self._gone(r) for r in left):
                 return
             time.sleep(0.05)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -76,10 +77,11 @@ class RollCall:
         self._host = AGENT not in os.environ and dist.get_rank() == 0
         self._sum = self._begin_sum()
         self._ended = 0.0  # when that failed
+        self._knocked = 0.0  # when this rank last looked whether the store is there
         # Of the part of the store where these ranks leave word, now and later.
         self.name = f"roll call {counts[tuple(ranks)]} of {names}"
         # Torch waits for a store, too, if who hosts it has died.
-        self._store = self._apart(lambda: own_store(self.name), self._look_at_sum)
+        self._store = self._apart(lambda: own_store(self.name), self._look_for_store)
 
     def answer(self) -> list[Whereabouts]:
         """Say where this rank is, and learn where all are, and where they listen.
@@ -132,6 +134,14 @@ class RollCall:
             return None
         one = torch.zeros(1, dtype=torch.float32, device="cpu")
         return dist.all_reduce(one, group=self._parent, async_op=True)
+
+    def _look_for_store(self) -> None:
+        """Raise CommunicationError if nobody hosts the store any more."""
+        self._look_at_sum()
+        if time.monotonic() - self._knocked > PATIENCE:
+            self._knocked = time.monotonic()
+            if is_abandoned(dist.distributed_c10d._get_default_store()):
+                self._fail(host_is_gone(self._ranks))
 
     def _look_at_sum(self) -> None:
         """Raise CommunicationError if the sum failed some time ago."""
@@ -225,6 +235,21 @@ class RollCall:
                 if not (self._store.check([f"heard/{rank}"]) or there.gone(rank))
             ]
             time.sleep(TURN)
+
+
+def is_abandoned(store: Any) -> bool:
+    """Whether nobody listens any more where a job's store was, if it was at a port."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not hasattr(store, "port"):
+        return False
+    try:
+        socket.create_connection((store.host, store.port), REPORT_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # it says nothing of who listens there
+        pass
+    return False
 
 
 def _failed(work: Any) -> bool:
