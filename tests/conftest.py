@@ -1,9 +1,10 @@
-"""Shared set-up: one thread a process, so that ranks may be forked; and `--whole`."""
+"""Shared set-up: one thread a process, so that ranks can fork; `--whole`; `gpu`."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,11 +23,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    # To ask for a CUDA device otherwise leaves none to ranks that are forked.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
 def pytest_collectstart() -> None:
     import torch  # not above: the process that only hands out tests needs none
 
     # Forking a process that has an OpenMP pool may hang the child.
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` may be told that what they run never ran on one."""
+    told = "ignore:.* has never been run on a GPU:UserWarning"
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings(told))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("torch finds no CUDA device here")
 
 
 def pytest_collection_finish() -> None:

@@ -36,11 +36,14 @@ def run_ranks(
     """
     _load_kernels()
     _load_codec()
-    fork = mp.get_context("fork")
+    # Where this process uses a CUDA device, forked ones could not.
+    context = mp.get_context("spawn" if torch.cuda.is_initialized() else "fork")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [fork.Pipe(duplex=False) for _ in range(size)]
+        pipes = [context.Pipe(duplex=False) for _ in range(size)]
         ranks = [
-            fork.Process(target=_rank, args=(r, size, folder, pipes[r][1], work, args))
+            context.Process(
+                target=_rank, args=(r, size, folder, pipes[r][1], work, args)
+            )
             for r in range(size)
         ]
         for process in ranks:
