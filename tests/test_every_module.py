@@ -116,7 +116,6 @@ ELSEWHERE = {
     "core/levels": "core/test_host_by_host",
     "transport/comm_queue": "test_transport",
     "transport/connect": "test_transport",
-    "transport/fault": "test_refusals",
     "transport/gloo": "test_transport",
     "transport/hosts": "test_two_levels",
     "transport/inquiry": "test_inquiry",
