@@ -38,6 +38,10 @@ from gradtide.runtime.ahead import prepare
 from gradtide.scheme import as_scheme
 from gradtide.scheme.recommended import RECOMMENDED
 
+# Torch's store looks up the name of whoever connects, and answers nobody meanwhile:
+# five seconds where no name server does.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 c10d: Any = dist  # whose stores are not exported for mypy
 
 LIMIT = 5.0  # seconds that a survivor may take

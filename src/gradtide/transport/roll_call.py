@@ -50,6 +50,7 @@ T = TypeVar("T")
 TURN = 0.02  # seconds between two looks
 GRACE = 1.5  # seconds for those who are about to come, if one never will
 PATIENCE = 0.3  # seconds before a rank looks whether others live
+KNOCK = 1.0  # seconds before it looks whether the store does; then twice as many
 OPEN = Path("/proc/self/fd")
 SPARE = 16  # descriptors beside those of connections: stores, doors, Gloo's own
 # How often the same ranks were called in a job, by its default group: all count alike.
@@ -77,7 +78,7 @@ class RollCall:
         self._host = AGENT not in os.environ and dist.get_rank() == 0
         self._sum = self._begin_sum()
         self._ended = 0.0  # when that failed
-        self._knocked = 0.0  # when this rank last looked whether the store is there
+        self._knock = time.monotonic() + KNOCK, KNOCK  # when, and how long after that
         # Of the part of the store where these ranks leave word, now and later.
         self.name = f"roll call {counts[tuple(ranks)]} of {names}"
         # Torch waits for a store, too, if who hosts it has died.
@@ -136,10 +137,14 @@ class RollCall:
         return dist.all_reduce(one, group=self._parent, async_op=True)
 
     def _look_for_store(self) -> None:
-        """Raise CommunicationError if nobody hosts the store any more."""
+        """Raise CommunicationError if nobody hosts the store any more.
+
+        Knocking is dear where names are: the store looks up that of whoever comes.
+        """
         self._look_at_sum()
-        if time.monotonic() - self._knocked > PATIENCE:
-            self._knocked = time.monotonic()
+        (when, pause), now = self._knock, time.monotonic()
+        if now > when and not self._host:
+            self._knock = now + 2 * pause, 2 * pause
             if is_abandoned(dist.distributed_c10d._get_default_store()):
                 self._fail(host_is_gone(self._ranks))
 
