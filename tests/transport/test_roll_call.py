@@ -58,6 +58,25 @@ def test_a_rank_that_dies_before_it_is_linked_is_named(
         assert f"rank {dead} is gone" in told[rank], told
 
 
+def test_who_failed_before_it_came_has_said_why(tmp_path: Path) -> None:
+    """Rank 1 is at the next call already when rank 0 dies in what rank 2 waits for."""
+
+    def work(rank: int) -> None:
+        sync = link()
+        if rank == 0:
+            (tmp_path / "stopped").write_text(str(time.monotonic()))
+            os._exit(9)
+        if rank == 2:
+            sync.model(torch.ones(1, 4)).sum().backward()
+            sync.flush()
+        link()
+
+    seconds, told = run_to_the_end(tmp_path, 3, work)
+    assert seconds < LIMIT
+    assert "connecting failed: rank 0 is gone" in told[1], told
+    assert "rank 0 is gone" in told[2], told
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_store_that_nobody_hosts_any_more_is_abandoned(size: int) -> None:
     """Whoever asks torch for another connection waits for the group's timeout."""

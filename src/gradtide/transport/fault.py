@@ -290,7 +290,7 @@ def host_is_gone(ranks: Sequence[int]) -> str:
     return f"rank {ranks.index(0)} {GONE}, and the job's store was there"
 
 
-def own_store(name: str) -> Store:
+def own_store(name: str) -> PrefixStore:
     """The job's store, of which who has the same name has a part of their own.
 
     It is another connection: one that waits blocks all others that use it, and its
@@ -300,4 +300,9 @@ def own_store(name: str) -> Store:
     if hasattr(store, "clone"):  # not before torch 2.8
         store = store.clone()
         store.set_timeout(timedelta(seconds=REPORT_SECONDS))
+    return part_of(store, name)
+
+
+def part_of(store: Store, name: str) -> PrefixStore:
+    """The part of the job's store where those who know `name` leave word."""
     return PrefixStore(f"gradtide/{name}", store)

@@ -37,9 +37,11 @@ from gradtide.transport.fault import (
     AGENT,
     GONE,
     REPORT_SECONDS,
+    Failure,
     Position,
     host_is_gone,
     own_store,
+    part_of,
 )
 from gradtide.transport.hosts import Whereabouts, whereabouts
 from gradtide.transport.links import TRACKS
@@ -49,6 +51,7 @@ T = TypeVar("T")
 
 TURN = 0.02  # seconds between two looks
 GRACE = 1.5  # seconds for those who are about to come, if one never will
+LONG_GRACE = 4.0  # the same where several may be meant: one may wait, and say for whom
 PATIENCE = 0.3  # seconds before a rank looks whether others live
 KNOCK = 1.0  # seconds before it looks whether the store does; then twice as many
 OPEN = Path("/proc/self/fd")
@@ -79,8 +82,12 @@ class RollCall:
         self._sum = self._begin_sum()
         self._ended = 0.0  # when that failed
         self._knock = time.monotonic() + KNOCK, KNOCK  # when, and how long after that
-        # Of the part of the store where these ranks leave word, now and later.
-        self.name = f"roll call {counts[tuple(ranks)]} of {names}"
+        # Of the part of the store where these ranks leave word, now and later; and of
+        # that of the call before, on which another may still be at work.
+        number = counts[tuple(ranks)]
+        self.name, self._last = (
+            f"roll call {n} of {names}" for n in (number, number - 1)
+        )
         # Torch waits for a store, too, if who hosts it has died.
         self._store = self._apart(lambda: own_store(self.name), self._look_for_store)
 
@@ -154,16 +161,30 @@ class RollCall:
         if self._sum is not None and self._sum.is_completed():
             self._ended = now if _failed(self._sum) else 0.0
             self._sum = None
-        if self._ended and now - self._ended > GRACE:
-            self._fail(f"{self._missing()} {GONE}, before it came to connect")
+        if not self._ended:
+            return
+        if before := self._learnt_before():
+            self._fail(before)
+        missing = self._missing()
+        if now - self._ended > (GRACE if len(missing) == 1 else LONG_GRACE):
+            one_of = "one of " if len(missing) > 1 else ""
+            names = f"{one_of}rank {', '.join(map(str, missing))}"
+            self._fail(f"{names} {GONE}, before it came to connect")
 
-    def _missing(self) -> str:
+    def _learnt_before(self) -> str:
+        """Why exchanges of the last call's replica failed, if somebody knows."""
+        if not hasattr(self, "_store"):
+            return ""
+        last = part_of(self._store.underlying_store, self._last)
+        keys = [key for r in range(self._size) if last.check([key := f"failed/{r}"])]
+        told = (Failure.read(last.get(key).decode()).why for key in keys)
+        return next(filter(None, told), "")
+
+    def _missing(self) -> list[int]:
         """Who has said nothing; while nobody can, who hosts the store."""
         if not hasattr(self, "_store") and 0 in self._ranks and AGENT not in os.environ:
-            return f"rank {self._ranks.index(0)}"
-        missing = [str(r) for r in range(self._size) if r not in self._told]
-        others = [rank for rank in missing if rank != str(self._rank)]
-        return ("one of " if len(others) > 1 else "") + f"rank {', '.join(others)}"
+            return [self._ranks.index(0)]
+        return [r for r in range(self._size) if r not in (self._rank, *self._told)]
 
     def _gather(self, here: Whereabouts) -> list[Any]:
         """What all ranks say."""
@@ -181,7 +202,8 @@ class RollCall:
                 self._look(told)
             self._look_at_sum()
             if waited > self._seconds:
-                self._fail(f"{self._missing()} did not come in {self._seconds:g} s")
+                names = ", ".join(map(str, self._missing()))
+                self._fail(f"rank {names} did not come in {self._seconds:g} s")
             time.sleep(TURN)
 
     def _read(self, key: str) -> Any:
