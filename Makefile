@@ -1,7 +1,7 @@
 # Everything is installed into .venv by the first target that needs it; see `make help`.
 
 PYTHON ?= python3
-DEMO_SECONDS ?= 50# of training for each scheme; more: lower losses, a longer demo
+DEMO_SECONDS ?= 40# of training for each scheme; more: lower losses, a longer demo
 DEMO_SCHEMES ?= ddp,ddp(wire='bf16'),dear(wire='bf16'),$(DEMO_SPARSE)
 DEMO_SPARSE ?= topka2a(0.02, $(DEMO_LOCAL)),exdyna(0.01, $(DEMO_LOCAL))
 DEMO_LOCAL ?= schedule='local', warmup=60, wire='e3m0'# as recommended; a warm-up for so few steps
