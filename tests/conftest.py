@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 gc.disable()  # until all is imported: the heap would be looked through again and again
 
 Product = Callable[..., list[tuple[Any, ...]]]
+Run = Callable[..., Any]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +61,20 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Run]:
+    """Calls functions in a process in which Triton interprets its kernels.
+
+    That has to be chosen before Triton is imported.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            pool.submit(abs, 0).result()  # the process starts
+        yield lambda function, *given: pool.submit(function, *given).result()
 
 
 @pytest.fixture

@@ -127,6 +127,7 @@ ELSEWHERE = {
     "transport/staged": "core/test_unproven",  # the same
     "wire/fast": "wire/test_blocks",
     "wire/formats": "wire/test_blocks",
+    "wire/tools": "wire/test_blocks",
 }
 MODULES = {
     str(path.relative_to(ROOT).with_suffix("")): path

@@ -1,4 +1,4 @@
-"""What numba compiles is made ready once, alone on a machine, or done without."""
+"""What is compiled is made ready once, by numba alone on a machine, or done without."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes Kernels of a module with this text."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def make(text: str) -> Kernels:
+    def make(text: str, compiler: kernels.Compiler = kernels.NUMBA) -> Kernels:
         name = f"kernels_of_{tmp_path.name}"
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
-        return Kernels(lambda: importlib.import_module(name), "sums", SLOWER)
+        load = lambda: importlib.import_module(name)  # noqa: E731
+        return Kernels(load, "sums", SLOWER, compiler)
 
     return make
 
@@ -72,6 +73,23 @@ def test_what_cannot_be_compiled_is_done_without(made: Any) -> None:
 def test_without_numba_it_is_named(made: Any) -> None:
     with pytest.warns(UserWarning, match=r"^numba is not installed.*gradtide\[fast\]"):
         assert made("import a_package_that_is_not_here").module() is None
+
+
+def test_without_triton_it_is_named(made: Any) -> None:
+    found = made("import a_package_that_is_not_here", kernels.TRITON)
+    with pytest.warns(UserWarning, match=r"^Triton is not installed.*gradtide\[gpu\]"):
+        assert found.module() is None
+
+
+def test_without_a_compiler_for_c_triton_is_done_without(made: Any) -> None:
+    found = made("", kernels.TRITON)
+
+    def refused(_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    with pytest.warns(UserWarning, match="Triton does not work.*by hand.*CC"):
+        found.prepare("", refused)
+    assert found.module() is None
 
 
 def test_compiling_is_told_and_once_is_enough(

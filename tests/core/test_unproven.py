@@ -13,6 +13,7 @@ import torch
 from gradtide.core.unproven import warn_unproven
 from gradtide.selectors import kernels
 from gradtide.transport import nccl, staged
+from gradtide.wire import tools
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +47,24 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Any:
     return kernels.above(x, 0.5, 10)
 
 
+def encoded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    gpu = tools.TOOLS["cuda"]
+    found: Any = SimpleNamespace(module=lambda: SimpleNamespace(cast=lambda *_: None))
+    monkeypatch.setitem(tools.TOOLS, "cuda", gpu._replace(kernels=found))
+    x: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    cast = tools.compiled("cast", x)
+    assert cast is not None
+    cast(x, x)
+    return cast
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (over_nccl, "over NCCL has never"),
         (over_host_memory, "through host memory, has never"),
-        (by_triton, "Triton kernels has never"),
+        (by_triton, "selection of entries by Triton kernels has never"),
+        (encoded, "encoding of values by Triton kernels has never"),
     ],
 )
 def test_it_is_said_once_with_what_to_do(

@@ -1,36 +1,21 @@
 """Triton's kernels against plain torch, in Triton's interpreter; and they compile.
 
-The interpreter has to be chosen before Triton is imported, so it runs in a process of
-its own. Whether a GPU orders memory as the interpreter does is not tested here.
+Whether a GPU orders memory as the interpreter does is what those marked `gpu` test.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.conftest import Run
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-Run = Callable[..., Any]
 BLOCK = 4096  # the kernels'; asserted below
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Run]:
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            pool.submit(abs, 0).result()  # the process starts
-        yield lambda function, *given: pool.submit(function, *given).result()
 
 
 # What follows, up to the tests, runs in the other process.

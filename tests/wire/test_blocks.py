@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waits import Waits
 from torch import Tensor
 
-from gradtide.wire import NARROW, WIRES, Codec, codec_of, round_off
+from gradtide.wire import NARROW, WIRES, Codec, codec_of, round_off, tools
 from gradtide.wire import blocks as module
 from gradtide.wire.formats import BLOCK, FORMATS, TINY
 
@@ -25,7 +26,7 @@ def tool(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr(module, "_kernels", lambda: None)
+        monkeypatch.delitem(tools.TOOLS, "cpu")
     return str(request.param)
 
 
@@ -90,8 +91,9 @@ def test_compiled_codecs_give_the_bits_of_the_definition(
     pytest.importorskip("numba")
     codec = codec_of(wire, dtype)
     found: list[list[Tensor]] = []
-    for kernels in (module._kernels, lambda: None):
-        monkeypatch.setattr(module, "_kernels", kernels)
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.delitem(tools.TOOLS, "cpu")
         found.append([])
         for n in LENGTHS:
             for _, values in cases(n, dtype):
@@ -170,14 +172,42 @@ def test_without_numba_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(sys.modules, "gradtide.wire.fast", None)
     monkeypatch.delattr("gradtide.wire.fast", raising=False)
-    module.KERNELS.forget()
+    kernels = tools.TOOLS["cpu"].kernels
+    kernels.forget()
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             coded(codec_of("int8", torch.float32), torch.ones(10))
         assert "gradtide[fast]" in str(said[0].message)
     finally:
-        module.KERNELS.forget()
+        kernels.forget()
+
+
+def test_waits_are_seen() -> None:
+    x = torch.ones(3)
+    with Waits() as waits:
+        x.new_tensor(1.0)
+        float(x[0])
+        x[x > 0]
+    assert waits.seen == ["aten.lift_fresh", "aten._local_scalar_dense", "aten.index"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wire", WIRES)
+def test_nothing_waits_for_a_device(
+    wire: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers, too, are filled in there: to copy them the host waits."""
+    monkeypatch.delitem(tools.TOOLS, "cpu")
+    monkeypatch.setattr(module, "_all", lambda mask: False)  # as it is on a GPU
+    codec, values = codec_of(wire, dtype), torch.randn(1000).to(dtype)
+    message = torch.zeros(codec.nbytes(1000), dtype=torch.uint8)
+    with Waits() as waits:
+        codec.encode(values, message)
+        codec.decode(message, values)
+        codec.add(message[None], values)
+        codec.witness(message[None], 1000)
+    assert not waits.seen
 
 
 def test_shapes_without_memory_have_messages() -> None:

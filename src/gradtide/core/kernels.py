@@ -1,9 +1,9 @@
-"""What numba compiles: loaded before the first step that needs it, once on a machine.
+"""What numba and Triton compile: loaded before the first step that needs it.
 
-Compiling takes from ten seconds to a minute. What comes of it is kept on disk, so one
-process of a machine compiles, and those that wait for it load what it has kept. Nothing
-here is needed for a result: where anything fails there are slower ways to the same
-bits, and one warning.
+Numba takes from ten seconds to a minute, Triton a second for each kernel. What comes of
+it is kept on disk, so one process of a machine compiles, and those that wait for it
+load what it has kept. Nothing here is needed for a result: where anything fails there
+are slower ways to the same bits, and one warning.
 """
 
 from __future__ import annotations
@@ -15,26 +15,46 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import BuiltinFunctionType
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 LOG = logging.getLogger("gradtide")
 LONGEST = 300.0  # seconds to wait for another process that compiles
 PRINT = builtins.print  # as it was when this was loaded
 
 
+class Compiler(NamedTuple):
+    """What compiles, and what to do where it does not."""
+
+    name: str
+    install: str
+    repair: str
+    watch: Callable[[str], AbstractContextManager[None]]  # it compile for a purpose
+
+
 class Kernels:
-    """The functions of a module that numba compiles.
+    """The functions of a module that are compiled.
 
     Args:
         load: Imports the module, and returns it.
         purpose: What the functions do, for who is told that they are compiled.
         slower: What is done without them, and how long that takes.
+        compiler: `NUMBA` or `TRITON`.
     """
 
-    def __init__(self, load: Callable[[], Any], purpose: str, slower: str) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Any],
+        purpose: str,
+        slower: str,
+        compiler: Compiler | None = None,
+    ) -> None:
         self._import, self._purpose, self._slower = load, purpose, slower
+        self._compiler = compiler or NUMBA
         self.forget()
 
     def forget(self) -> None:
@@ -44,7 +64,7 @@ class Kernels:
         self._prepared = set[Hashable]()
 
     def module(self) -> Any:
-        """The module, or None where numba is missing or does not work."""
+        """The module, or None where its compiler is missing or does not work."""
         if not self._tried:
             self._tried = True
             self._attempt(self._load)
@@ -58,7 +78,7 @@ class Kernels:
         self._prepared.add(key)
 
         def compiled() -> None:
-            with _alone(), self._told(module):
+            with self._compiler.watch(self._purpose):
                 call(module)
 
         self._attempt(compiled)
@@ -73,47 +93,41 @@ class Kernels:
                 work()
         except Exception as error:
             self._module = None
-            why, remedy = (
-                f"numba does not work here ({error!r})",
-                (
-                    "start Python once with `import numba` to see why; if it can keep "
-                    "nothing, set NUMBA_CACHE_DIR to a folder that can be written"
-                ),
-            )
+            name, install, repair, _ = self._compiler
+            why, remedy = f"{name} does not work here ({error!r})", repair
             if isinstance(error, ModuleNotFoundError):
-                why, remedy = "numba is not installed", 'pip install "gradtide[fast]"'
+                why, remedy = f"{name} is not installed", install
             warnings.warn(f"{why}: {self._slower}. {remedy}", stacklevel=4)
 
-    @contextmanager
-    def _told(self, module: Any) -> Iterator[None]:
-        """Say so once when numba really compiles, and does not load what it has."""
-        from numba.core import event
 
-        purpose = self._purpose
+@contextmanager
+def _told(purpose: str) -> Iterator[None]:
+    """Say so once when numba really compiles, and does not load what it has."""
+    from numba.core import event
 
-        class Teller(event.Listener):
-            told = False
+    class Teller(event.Listener):
+        told = False
 
-            def on_start(self, _: Any) -> None:
-                if not self.told:
-                    self.told = True
-                    LOG.warning(
-                        "numba compiles gradtide's %s: up to a minute, once on this "
-                        "machine",
-                        purpose,
-                    )
+        def on_start(self, _: Any) -> None:
+            if not self.told:
+                self.told = True
+                LOG.warning(
+                    "numba compiles gradtide's %s: up to a minute, once on this "
+                    "machine",
+                    purpose,
+                )
 
-            def on_end(self, _: Any) -> None: ...
+        def on_end(self, _: Any) -> None: ...
 
-        teller, start = Teller(), time.monotonic()
-        event.register("numba:compile", teller)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            event.unregister("numba:compile", teller)  # type: ignore[no-untyped-call]
-        if teller.told:
-            seconds = time.monotonic() - start
-            LOG.warning("compiled in %.0f s; the next start finds it", seconds)
+    teller, start = Teller(), time.monotonic()
+    event.register("numba:compile", teller)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        event.unregister("numba:compile", teller)  # type: ignore[no-untyped-call]
+    if teller.told:
+        seconds = time.monotonic() - start
+        LOG.warning("compiled in %.0f s; the next start finds it", seconds)
 
 
 @contextmanager
@@ -158,3 +172,34 @@ def _lock() -> int:
         except BlockingIOError:
             time.sleep(0.05)
     return opened
+
+
+@contextmanager
+def _alone_and_told(purpose: str) -> Iterator[None]:
+    with _alone(), _told(purpose):
+        yield
+
+
+NUMBA = Compiler(
+    "numba",
+    'pip install "gradtide[fast]"',
+    "start Python once with `import numba` to see why; if it can keep nothing, set "
+    "NUMBA_CACHE_DIR to a folder that can be written",
+    _alone_and_told,
+)
+TRITON = Compiler(
+    "Triton",
+    'pip install "gradtide[gpu]"',
+    "it needs a C compiler, which CC may name, and a folder that can be written, "
+    "which TRITON_CACHE_DIR may name",
+    lambda purpose: nullcontext(),
+)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside, Triton launches where `x` is: it does so on the current device."""
+    if x.device.type == "cpu":  # in Triton's interpreter
+        return nullcontext()
+    module = torch.get_device_module(x.device)
+    found: AbstractContextManager[Any] = module.device(x.device)
+    return found

@@ -13,6 +13,8 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from gradtide.wire import tools
+
 Wire: TypeAlias = Literal["bf16", "fp16", "int8", "e3m0", "2bit", "sign"] | None
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NARROW = ("int8", "e3m0", "2bit", "sign")  # what a dense exchange rounds off is kept
@@ -42,6 +44,10 @@ class Codec(Protocol):
     @property
     def keeps(self) -> bool:
         """What a dense exchange rounds off is a residual, and not lost."""
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """The functions of `tools` that it calls, where there are any."""
 
     def nbytes(self, count: int) -> int:
         """The length of a message of `count` values."""
@@ -74,6 +80,7 @@ class Cast:
     exact: bool = False
 
     keeps = False
+    compiled = ("cast",)
 
     @property
     def width(self) -> float:
@@ -83,11 +90,14 @@ class Cast:
         return count * self.dtype.itemsize
 
     def encode(self, values: Tensor, message: Tensor) -> None:
-        self.write(values, message)
+        sent, kernel = message.view(self.dtype), tools.compiled("cast", values)
         if values.dtype == self.dtype:
+            sent.copy_(values)
             values.zero_()
+        elif kernel is not None:
+            kernel(values, sent)
         else:
-            values.sub_(message.view(self.dtype))
+            values.sub_(sent.copy_(values))
             values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def write(self, values: Tensor, message: Tensor) -> None:
@@ -132,9 +142,6 @@ def codec_of(wire: Wire, dtype: torch.dtype) -> Codec:
 
 def prepare(wire: Wire, dtype: torch.dtype, device: torch.device) -> None:
     """Have ready what lets such tensors travel by a wire."""
-    if wire in NARROW:
-        from gradtide.wire import blocks
-
-        codec = codec_of(wire, dtype)
-        if isinstance(codec, blocks.Blockwise):
-            blocks.prepare(codec, dtype, device)
+    codec = codec_of(wire, dtype)
+    if not codec.exact:
+        tools.prepare(codec, dtype, device)

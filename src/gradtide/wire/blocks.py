@@ -10,30 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradtide.core.kernels import Kernels
 from gradtide.wire.formats import BLOCK, TINY, Format
+from gradtide.wire.tools import compiled
 
 CHUNK = 512  # blocks whose temporaries stay in a core's cache
 ALIGN = 4  # bytes: levels may be viewed wherever a message begins
-COMPILED = (torch.float32, torch.float64)
-
-
-def _load() -> Any:
-    import gradtide.wire.fast as fast
-
-    return fast
-
-
-KERNELS = Kernels(
-    _load,
-    "encoding of narrow wires",
-    "values are encoded by torch, which takes some twenty times as long",
-)
 
 
 @dataclass(frozen=True)
@@ -49,6 +34,7 @@ class Blockwise:
     exact = False
     dtype = torch.float32
     keeps = True
+    compiled = ("encode", "add")
 
     @property
     def width(self) -> float:
@@ -68,11 +54,11 @@ class Blockwise:
     # - The contract -------------------------------------------------------------------
 
     def encode(self, values: Tensor, message: Tensor) -> None:
-        kernel = _compiled(values)
+        kernel = compiled("encode", values)
         if values.is_meta:
             values.zero_()  # one pass, for who counts them
         elif kernel is not None:
-            kernel.encode(*self._kind, values.numpy(), message.numpy())
+            kernel(*self._kind, values, message)
         elif values.itemsize < 4:
             wide = values.float()
             self.encode(wide, message)
@@ -95,11 +81,11 @@ class Blockwise:
 
     def _sum(self, messages: Tensor, out: Tensor, fresh: bool) -> None:
         """Add messages to `out`, or to zeros in its place if it is `fresh`."""
-        kernel = _compiled(out)
+        kernel = compiled("add", out)
         if out.is_meta:
             out.zero_() if fresh else out.add_(out)
         elif kernel is not None:
-            kernel.add(*self._kind, messages.numpy(), out.numpy(), fresh)
+            kernel(*self._kind, messages, out, fresh)
         elif out.itemsize < 4:
             wide = out.float()
             self._sum(messages, wide, fresh)
@@ -187,28 +173,4 @@ def _where(mask: Tensor, x: Tensor, other: float) -> Tensor:
     """`x` (one row, or one number, a block) where a block's mask is set."""
     if _all(mask):
         return x
-    return x.where(mask.view(-1, *[1] * (x.dim() - 1)), x.new_tensor(other))
-
-
-def _compiled(x: Tensor) -> Any:
-    """The compiled kernels, if there are any for such a tensor."""
-    return _kernels() if x.device.type == "cpu" and x.dtype in COMPILED else None
-
-
-def _kernels() -> Any:
-    return KERNELS.module()
-
-
-def prepare(codec: Blockwise, dtype: torch.dtype, device: torch.device) -> None:
-    """Have ready what encodes and adds up such tensors."""
-    wide = torch.promote_types(dtype, torch.float32)
-    if device.type != "cpu" or wide not in COMPILED:
-        return
-    values = torch.zeros(BLOCK, dtype=wide, device="cpu")
-    message = torch.zeros(codec.nbytes(BLOCK), dtype=torch.uint8, device="cpu")
-
-    def both(_: Any) -> None:
-        codec.encode(values, message)
-        codec.decode(message, values)
-
-    KERNELS.prepare(wide, both)
+    return x.where(mask.view(-1, *[1] * (x.dim() - 1)), x.new_full((), other))

@@ -2,7 +2,9 @@
 
 The numbers of a block are its levels (float32). Formats are arithmetic on blocks, the
 rows of a matrix; nothing here knows of messages. This is the definition: `fast` does
-the same for a processor, bit for bit.
+the same for a processor, and `triton_kernels` for a GPU, bit for bit. Numbers that
+something is divided by are tensors: by others, a GPU multiplies by their inverse. They
+are filled in, not copied there, for which the host would wait.
 
 [Note: projection] What was decoded once is encoded without loss, in single precision
 and above: its levels are found again, and so are all codes. So an owner may round a
@@ -25,7 +27,7 @@ TINY = 2.0**-100  # a block with a smaller level counts as zero: all of it stays
 class Format(Protocol):
     """Codes of `bits` bits each, 1 to 8, for values between the levels of a block."""
 
-    kind: int  # what `fast` calls it
+    kind: int  # what `fast` and `triton_kernels` call it
     bits: int
     num_levels: int
 
@@ -53,7 +55,7 @@ class Int8:
     kind, bits, num_levels = 0, 8, 1
 
     def fit(self, x: Tensor, most: Tensor, count: int) -> Tensor:
-        exact = (most / most.new_tensor(127.0)).view(torch.int32)
+        exact = (most / most.new_full((), 127.0)).view(torch.int32)
         return ((exact + 0xFFF) & ~0xFFF).view(torch.float32)[:, None]
 
     def code(self, x: Tensor, levels: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ class E3M0:
 
     def code(self, x: Tensor, levels: Tensor) -> Tensor:
         # An eighth of an octave's middle: no scale that is finite has a tiny inverse.
-        inverse = levels.new_tensor(8 * 2**0.5) / levels
+        inverse = levels.new_full((), 8 * 2**0.5) / levels
         level = ((x.abs() * inverse).view(torch.int32) >> 23) - 123
         return level.clamp_(min=0) | _sign(x) << 3
 
@@ -96,7 +98,8 @@ class Sign:
 
     def fit(self, x: Tensor, most: Tensor, count: int) -> Tensor:
         grid = _grid(most)
-        return _mean(_whole(x, grid).sum(1), count, grid)[:, None]
+        total = _whole(x, grid).sum(1)
+        return _mean(total, total.new_full((), count), grid)[:, None]
 
     def code(self, x: Tensor, levels: Tensor) -> Tensor:
         return _sign(x)
@@ -163,6 +166,6 @@ def _whole(x: Tensor, grid: Tensor) -> Tensor:
     return (x.abs() * grid[:, None]).to(torch.int32)
 
 
-def _mean(total: Tensor, count: Tensor | int, grid: Tensor) -> Tensor:
+def _mean(total: Tensor, count: Tensor, grid: Tensor) -> Tensor:
     """The mean of whole numbers, as a whole number, and off the grid again."""
     return (total.double() / count).round().to(torch.float32) / grid
