@@ -8,7 +8,9 @@ DEMO_LOCAL ?= schedule='local', warmup=60, wire='e3m0'# as recommended; a warm-u
 DEMO_OUT ?= out/demo
 EXTRAS ?= lab,fast,tune,optimizers,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
-ARGS ?=# for pytest: make test ARGS='-k law'
+ARGS ?=# for pytest: make test ARGS='-k law'; for make gpu: ARGS='--sections facts'
+GPU_MINUTES ?= 8
+GPU_OUT ?= out/gpu# a second run goes on with what is missing there
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +19,7 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs dist format clean
+.PHONY: help setup demo test check gpu docs dist format clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -57,6 +59,13 @@ check: $(READY) ## formatting, lint, types, layers
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_layers.py
+
+# With .venv where it is; a machine with a GPU may have torch, and no network to make it.
+gpu: ## prove what can be proved on a GPU, in minutes (benchmarks/README.md, section 35)
+	@mkdir -p $(GPU_OUT)
+	@PYTHONPATH=src PYTHONUNBUFFERED=1 \
+	    $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu \
+	    --minutes $(GPU_MINUTES) --out $(GPU_OUT) $(ARGS)
 
 docs: $(DOCS) ## build the documentation into out/site, with every warning an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -1,0 +1,126 @@
+"""Whether what runs on the device has the CPU's bits; and all tests marked `gpu`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu.results import Book, right
+from gpu.setting import Setting
+from gradtide.runtime.checksum import checksum
+from gradtide.selectors import kernels
+from gradtide.wire import NARROW, WIRES, Wire, codec_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = "pytest -m gpu"
+TIMEOUT = 60  # seconds for these
+LENGTHS = (1, 31, 255, 256, 257, 4095, 4097, 100_003)
+# Bounds and limits of a selection: usual ones, everything, and what is cut short.
+BOUNDS = ((1.0, 1 << 30), (2.5, 100), (0.0, 1 << 30), (-1.0, 1 << 30))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def named(setting: Setting) -> Iterator[tuple[str, Callable[[], Any]]]:
+    dtypes = DTYPES[:2] if setting.tiny else DTYPES
+    for dtype in dtypes:
+        yield f"entries, {dtype}", partial(entries, setting, dtype)
+    wires: Any = NARROW[:2] if setting.tiny else WIRES
+    for wire in wires:
+        for dtype in dtypes[:1] if setting.tiny else (*dtypes[:2], dtypes[-1]):
+            yield f"{wire}, {dtype}", partial(codec, setting, wire, dtype)
+    yield "checksum", partial(checksums, setting)
+
+
+def measure(book: Book, setting: Setting) -> None:
+    book.measure(dict(named(setting)))
+    if setting.cuda:
+        book.measure({TESTS: tests})
+    else:
+        book.skip([TESTS], "needs a CUDA device")
+
+
+def entries(setting: Setting, dtype: torch.dtype) -> dict[str, bool]:
+    """The indices above a bound, with NaN and infinity among the values."""
+    alike = True
+    for n in LENGTHS:
+        x = drawn(n, dtype)
+        x[n // 2], x[n // 3] = torch.nan, torch.inf
+        for bound, limit in BOUNDS:
+            there = kernels.above(x.to(setting.device), bound, limit)
+            large = (~(x.abs() <= bound)).nonzero()[:limit, 0]
+            alike &= torch.equal(there.cpu().long(), large)
+    return {"alike": alike}
+
+
+def codec(setting: Setting, wire: Wire, dtype: torch.dtype) -> dict[str, bool]:
+    """Messages, what they do not hold, and what is decoded and added up."""
+    found = codec_of(wire, dtype)
+    alike = dict.fromkeys(("message", "rest", "decoded", "added"), True)
+    for n in LENGTHS:
+        x = drawn(n, dtype) * 1e-3
+        if n > 4000:
+            x[5], x[700], x[900:1300] = torch.inf, torch.nan, 0
+            x[2000:2300] = 1e-41  # subnormal, in single precision
+            x[3000:3100] = torch.finfo(dtype).max
+        of: dict[str, list[Tensor]] = {name: [] for name in alike}
+        for device in ("cpu", setting.device):
+            rest = x.clone().to(device)
+            message = torch.zeros(found.nbytes(n), dtype=torch.uint8, device=device)
+            found.encode(rest, message)
+            value = torch.zeros(n, dtype=dtype, device=device)
+            found.decode(message, value)
+            total = x.clone().to(device)
+            found.add(torch.stack([message, message]), total)
+            for name, each in zip(of, (message, rest, value, total), strict=True):
+                of[name].append(each.cpu())
+        for name, (here, there) in of.items():
+            alike[name] &= same(here, there)
+    return {"alike": all(alike.values()), **alike}
+
+
+def checksums(setting: Setting) -> dict[str, bool]:
+    tensors = [drawn(n, torch.float32) for n in (7, 64, 100_003)]
+    there = checksum([x.to(setting.device) for x in tensors])
+    return {"alike": int(there) == int(checksum(tensors))}
+
+
+def tests() -> dict[str, Any]:
+    """What pytest says of the files in which something is marked."""
+    tests = sorted(ROOT.glob("tests/**/test_*.py"))
+    files = [str(path) for path in tests if "mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--timeout=60"]
+    command += ["-p", "no:cacheprovider", "--continue-on-collection-errors", *files]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (\w+)", lines[-1])}
+    wrong = [line for line in lines if re.match("(FAILED|ERROR) ", line)]
+    passed = done.returncode == 0 and counts.get("passed", 0) > 0
+    return {"passed": passed, "counts": counts, "wrong": wrong[:20]}
+
+
+def drawn(n: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, but for what a NaN looks like."""
+    if a.is_floating_point():
+        a, b = (torch.where(x.isnan(), 0, x) for x in (a, b))
+        a, b = (x.view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
+
+
+BARS = (
+    *(right(name, name, "alike") for name, _ in named(Setting())),
+    right(TESTS, TESTS, "passed"),
+)
