@@ -119,7 +119,6 @@ ELSEWHERE = {
     "transport/gloo": "test_transport",
     "transport/hosts": "test_two_levels",
     "transport/inquiry": "test_inquiry",
-    "transport/nccl": "core/test_unproven",  # made, never run: there is no GPU
     "transport/opening": "transport/test_links",
     "transport/ring": "transport/test_links",
     "transport/rotation": "transport/test_links",

@@ -24,11 +24,11 @@ def _as_in_a_new_process() -> Iterator[None]:
 
 
 def over_nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    pg: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    pg: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     passed_on = {"gather_objects": None, "close": None, "progress": None}
     control: Any = SimpleNamespace(hosts=((0,),), **passed_on)
-    return nccl.NcclTransport(pg, control)
+    return nccl.NcclTransport(pg, control, torch.device("cuda"))
 
 
 def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -155,6 +155,11 @@ class CommQueue:
         return self._main.current
 
     @property
+    def works_here(self) -> bool:
+        """Whether this is one of its threads."""
+        return hasattr(self._own, "lane")
+
+    @property
     def lane(self) -> int:
         """The number of this thread's lane, elsewhere that of the main lane."""
         return (self._main, self._before, self._after).index(self._lane)

@@ -70,7 +70,7 @@ def connect(
     if device.type == "cuda" and "nccl" in _backends(parent):
         from gradtide.transport.nccl import NcclTransport
 
-        return NcclTransport(_sibling(parent, ranks, "nccl"), gloo)
+        return NcclTransport(_sibling(parent, ranks, "nccl"), gloo, device)
     from gradtide.transport.staged import StagedTransport
 
     return StagedTransport(gloo, device)

@@ -65,10 +65,20 @@ class GlooTransport:
         meeting.silent = self._inquiry.silent
         self._at_exit = Finalize(self, end, args=(self._inquiry,), exitpriority=1)
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the queue."""
+        return self._queue.error
+
+    @property
+    def works_here(self) -> bool:
+        """Whether this is one of the queue's threads."""
+        return self._queue.works_here
+
     def issue(self, op: Op) -> Any:
         """Start a request without waiting for anything."""
         if self.group.size == 1:
-            return _alone(op), None, ""
+            return alone(op), None, ""
         item = self._queue.current
         track = self._links[self._queue.lane].track(item.number)
         track.asked = item.number, _numbered(op, item), item.digest
@@ -87,7 +97,7 @@ class GlooTransport:
             case ops.ToHost(tensor=x):
                 return x, _later(asked.op, self._pg)
             case _ if asked.group.size == 1:
-                return _alone(asked.op), None
+                return alone(asked.op), None
             case ops.ReduceScatter():
                 return self._reduce_scatter(asked.op, asked)
             case ops.AllGather():
@@ -304,11 +314,11 @@ def _spread(x: Tensor, source: int, asked: _Asked) -> Finish:
     return asked.begin(rotation.all_to_all(leaving, arriving, asked.peers))
 
 
-def _alone(op: Op) -> Any:
+def alone(op: Op) -> Any:
     """A group of one is its own answer."""
     match op:
         case ops.Among():
-            return _alone(op.op)
+            return alone(op.op)
         case ops.AllGather(tensor=x, into=into):
             if into is not None:
                 return x if into.data_ptr() == x.data_ptr() else into.copy_(x)

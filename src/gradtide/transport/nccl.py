@@ -1,8 +1,23 @@
-"""Requests answered by NCCL on a side stream; the host never waits for the device."""
+"""Requests answered by NCCL on a side stream; the host never waits for the device.
+
+[Note: Launch order] All of NCCL is called on the training thread, so also beside what
+the program asks of NCCL itself (SyncBatchNorm, FSDP2) the order of calls is the same on
+every rank. On the device, kernels of two communicators may start in another order than
+they were launched in. NCCL_LAUNCH_ORDER_IMPLICIT=1 has NCCL (2.26 or newer) keep it,
+for programs in which both are under way at once.
+
+[Note: Words] What is in host memory (who used what, who ran out of batches) goes over
+the links of `gloo`. Nobody waits for the other hosts to say it: the rest of a job that
+begins with such a request is done by the queue of these links, and the training thread
+waits where it reads the answer.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -10,15 +25,18 @@ from torch import Tensor
 
 from gradtide.core import ops
 from gradtide.core.ops import Group, Op
-from gradtide.core.transport import Job, Ticket
+from gradtide.core.transport import CommunicationError, Job, Ticket
 from gradtide.core.unproven import warn_unproven
-from gradtide.transport.gloo import GlooTransport
+from gradtide.transport.gloo import GlooTransport, alone
 from gradtide.transport.hosts import give_up
 from gradtide.transport.staged import refuse_capture
 
 # 2.13 renamed the tensor collectives and warns under the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+Pending: TypeAlias = Callable[[], Any]  # waits for an answer, and returns it
+Begun: TypeAlias = tuple[Tensor, Any]  # the answer's memory; what is waited for, if any
 
 
 class NcclTransport:
@@ -32,7 +50,9 @@ class NcclTransport:
       side stream, so that the allocator does not hand its memory out too early.
     """
 
-    def __init__(self, pg: dist.ProcessGroup, control: GlooTransport) -> None:
+    def __init__(
+        self, pg: dist.ProcessGroup, control: GlooTransport, device: torch.device
+    ) -> None:
         warn_unproven(
             "gradtide's transport over NCCL",
             "the order of its streams, the lifetimes of its buffers, what happens when "
@@ -41,11 +61,14 @@ class NcclTransport:
         self.group = Group(pg.rank(), pg.size())
         self.hosts = control.hosts
         self._sent = 0  # bytes over NCCL
-        self._pg, self._control = pg, control
+        self._pg, self._control, self._device = pg, control, device
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.gather_objects = control.gather_objects
         self.progress = control.progress
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # On the parameters' device, which need not be the current one.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._worded = False  # what has begun asks for words, see [Note: Words]
+        self._meet(pg)
 
     @property
     def payload_bytes(self) -> int:
@@ -53,119 +76,200 @@ class NcclTransport:
 
     def submit(self, job: Job) -> Ticket:
         refuse_capture()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        try:
+            return self._submit(job)
+        except RuntimeError as error:
+            # If the links' queue has failed, NCCL was aborted, and knows less of why.
+            raise self._control.error or error from error
+
+    def _submit(self, job: Job) -> Ticket:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._worded = False
         with torch.cuda.stream(self._stream):
             # All on one stream: what is inside a host takes little time there.
-            for part in (job.before, job.begin, job.work, job.after):
-                if part is not None:
-                    part()
-        return _StreamTicket(self._stream.record_event())
+            if job.before is not None:
+                job.before()
+            job.begin()
+            if self._worded:
+                return self._control.submit(self._rest(job))
+            job.work()
+            if job.after is not None:
+                job.after()
+        return _StreamTicket(self._stream.record_event(), self._device)
 
-    def issue(self, op: Op) -> Any:
+    def _rest(self, job: Job) -> Job:
+        """What is left of a job that waits for words, for the links' queue."""
+
+        def work() -> None:
+            try:
+                job.work()
+            except CommunicationError:
+                self._abort()
+                raise
+
+        return replace(job, begin=lambda: None, work=work, before=None)
+
+    def issue(self, op: Op) -> Pending:
         asked, group, pg = ops.message_of(op), self.group, self._pg
         assert not isinstance(asked, ops.Cut | ops.Handover)
+        if asked.tensor.device.type != self._device.type:
+            self._worded |= not self._control.works_here
+            return partial(self._say, op)
+        if isinstance(asked, ops.ToHost):
+            return asked.tensor.cpu  # the one request for which the host must wait
         if isinstance(op, ops.Among):
             group, pg = ops.subgroup(op, self.group), self._some(tuple(op.ranks))
-        if not asked.tensor.is_cuda:
-            return self._control.wait(self._control.issue(op)), None
+        if group.size == 1:
+            return partial(alone, asked)
         self._sent += ops.payload_bytes(op, self.group)
         asked.tensor.record_stream(self._stream)
-        match asked:
-            case ops.AllReduce(tensor=x):
-                return x, dist.all_reduce(x, group=pg, async_op=True)
-            case ops.Mean(tensor=x):
-                average = dist.ReduceOp.AVG
-                return x, dist.all_reduce(x, average, group=pg, async_op=True)
-            case ops.ReduceScatter():
-                return _scatter(asked, group, pg)
-            case ops.AllGather():
-                return _gather(asked, group, pg)
-            case ops.AllToAll(tensor=x, send=send, recv=recv):
-                out = x.new_empty((sum(recv), *x.shape[1:]))
-                return out, dist.all_to_all_single(
-                    out, x, list(recv), list(send), group=pg, async_op=True
-                )
-            case ops.Broadcast(tensor=x, source=root):
-                return x, dist.broadcast(x, group_src=root, group=pg, async_op=True)
-            case ops.Swap(tensor=x, peer=peer):
-                return _swap(x, peer, group, pg)
-        assert isinstance(asked, ops.ToHost)
-        return asked.tensor.cpu(), None  # the one request for which the host must wait
+        return partial(_arrived, *_begin(asked, group, pg))
+
+    def _say(self, op: Op) -> Any:
+        """Wait for words."""
+        control = self._control
+        if control.works_here:
+            return control.wait(control.issue(op))
+        answers: list[Any] = []
+        saying = Job(
+            lambda: None,
+            lambda: answers.append(control.wait(control.issue(op))),
+            name=ops.name_of(op),
+        )
+        control.submit(saying).join()
+        return answers[0]
 
     def carried(self, total: float, largest: float, smallest: float) -> float:
         return total - smallest  # in pieces too small to count
 
-    def wait(self, pending: Any) -> Any:
-        answer, work = pending
-        if work is not None:
-            work.wait()  # the side stream waits, the host does not
-        return answer
+    def wait(self, pending: Pending) -> Any:
+        return pending()
 
     def close(self) -> None:
         self._control.close()
-        for pg in (self._pg, *self._subgroups.values()):
+        if self._control.error is not None:
+            self._abort()
+            return
+        for pg in self._groups():
             give_up(pg)
+
+    def _abort(self) -> None:
+        """End the kernels that wait for who is gone: nobody else would for minutes."""
+        for pg in self._groups():
+            pg.abort()
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        return [self._pg, *self._subgroups.values()]
 
     def _some(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """A group of some ranks, made when it is first asked for and then kept."""
         if ranks not in self._subgroups:
             everyone = dist.get_process_group_ranks(self._pg)
+            # Else torch sorts them. Older ones always do, and refuse the argument.
+            order = {} if ranks == tuple(sorted(ranks)) else {"sort_ranks": False}
             made = dist.new_group(
                 [everyone[rank] for rank in ranks],
                 backend="nccl",
+                timeout=self._pg._get_backend(self._device).options._timeout,
                 use_local_synchronization=True,
                 group_desc="gradtide nccl",
+                **order,
             )
             assert isinstance(made, dist.ProcessGroup)
+            self._meet(made)
             self._subgroups[ranks] = made
         return self._subgroups[ranks]
 
+    def _meet(self, pg: dist.ProcessGroup) -> None:
+        """Have all ranks of a group connect, which a swap between two cannot."""
+        if pg.size() > 1:
+            one = torch.ones(1, dtype=torch.float32, device=self._device)
+            dist.all_reduce(one, group=pg)
 
-def _scatter(
-    op: ops.ReduceScatter, group: Group, pg: dist.ProcessGroup
-) -> tuple[Tensor, dist.Work]:
+
+def _begin(asked: ops.Message, group: Group, pg: dist.ProcessGroup) -> Begun:
+    """Start a request. NCCL takes what is contiguous and real."""
+    match asked:
+        case ops.AllReduce(tensor=x):
+            return x, dist.all_reduce(_real(x), group=pg, async_op=True)
+        case ops.Mean(tensor=x):
+            average = dist.ReduceOp.AVG
+            return x, dist.all_reduce(_real(x), average, group=pg, async_op=True)
+        case ops.ReduceScatter():
+            return _scatter(asked, group, pg)
+        case ops.AllGather():
+            return _gather(asked, group, pg)
+        case ops.AllToAll(tensor=x, send=send, recv=recv):
+            out = x.new_empty((sum(recv), *x.shape[1:]))
+            return out, dist.all_to_all_single(
+                _real(out),
+                _real(x.contiguous()),
+                list(recv),
+                list(send),
+                group=pg,
+                async_op=True,
+            )
+        case ops.Broadcast(tensor=x, source=root):
+            work = dist.broadcast(_real(x), group_src=root, group=pg, async_op=True)
+            return x, work
+        case ops.Swap(tensor=x, peer=peer):
+            return _swap(x, peer, group, pg)
+
+
+def _arrived(answer: Tensor, work: Any) -> Tensor:
+    if work is not None:
+        work.wait()  # the side stream waits, the host does not
+    return answer
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _scatter(op: ops.ReduceScatter, group: Group, pg: dist.ProcessGroup) -> Begun:
     sizes = ops.part_sizes(op, group)
-    parts = list(torch.split(op.tensor, sizes))
-    own = parts[group.rank]
+    own = torch.split(op.tensor, sizes)[group.rank]
+    parts = list(torch.split(_real(op.tensor), sizes))
+    part = parts[group.rank]
     way = dist.ReduceOp.AVG if op.mean else dist.ReduceOp.SUM
     if len(set(sizes)) == 1:  # in place: NCCL allows the output to be the own part
-        return own, _reduce_scatter(own, op.tensor, way, group=pg, async_op=True)
-    return own, dist.reduce_scatter(own, parts, way, group=pg, async_op=True)
+        whole = _real(op.tensor)
+        return own, _reduce_scatter(part, whole, way, group=pg, async_op=True)
+    return own, dist.reduce_scatter(part, parts, way, group=pg, async_op=True)
 
 
-def _gather(
-    op: ops.AllGather, group: Group, pg: dist.ProcessGroup
-) -> tuple[Tensor, dist.Work]:
+def _gather(op: ops.AllGather, group: Group, pg: dist.ProcessGroup) -> Begun:
     sizes = ops.part_sizes(op, group)
-    x = op.tensor.flatten()
-    out = op.into if op.into is not None else x.new_empty(sum(sizes))
+    own = op.tensor.flatten()
+    out = op.into if op.into is not None else own.new_empty(sum(sizes))
+    whole, x = _real(out), _real(own)
     if len(set(sizes)) == 1:
-        work = _all_gather(out, x, group=pg, async_op=True)
-    else:
-        parts = list(torch.split(out, sizes))
-        work = dist.all_gather(parts, x, group=pg, async_op=True)
+        work = _all_gather(whole, x, group=pg, async_op=True)
+    else:  # one launch of a broadcast for each
+        work = dist.all_gather(
+            list(torch.split(whole, sizes)), x, group=pg, async_op=True
+        )
     if op.into is None and op.sizes is None:
         out = out.view(group.size, *op.tensor.shape)
     return out, work
 
 
-def _swap(
-    x: Tensor, peer: int, group: Group, pg: dist.ProcessGroup
-) -> tuple[Tensor, dist.Work | None]:
+def _swap(x: Tensor, peer: int, group: Group, pg: dist.ProcessGroup) -> Begun:
     if peer == group.rank:
         return x.clone(), None
+    x = x.contiguous()
     out = torch.empty_like(x)
     pair = [
-        dist.P2POp(dist.isend, x, group=pg, group_peer=peer),
-        dist.P2POp(dist.irecv, out, group=pg, group_peer=peer),
+        dist.P2POp(dist.isend, _real(x), group=pg, group_peer=peer),
+        dist.P2POp(dist.irecv, _real(out), group=pg, group_peer=peer),
     ]
     # One grouped launch: its first work stands for both messages.
     return out, dist.batch_isend_irecv(pair)[0]
 
 
 class _StreamTicket:
-    def __init__(self, done: torch.cuda.Event) -> None:
-        self._done = done
+    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
+        self._done, self._device = done, device
 
     def join(self) -> None:
-        torch.cuda.current_stream().wait_event(self._done)
+        torch.cuda.current_stream(self._device).wait_event(self._done)

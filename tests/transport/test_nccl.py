@@ -1,0 +1,207 @@
+"""NCCL is asked for what it can do, by the right thread; on CPUs, and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from tests.test_transport import ask, nothing, requests, row
+from tests.transport.as_nccl import Stream, as_nccl
+from torch import nn
+
+import gradtide
+from gradtide.core.engine import Engine
+from gradtide.core.levels import levels_of
+from gradtide.core.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Among,
+    Broadcast,
+    Mean,
+    Op,
+    ReduceScatter,
+    Swap,
+)
+from gradtide.core.transport import CommunicationError, Job
+from gradtide.scheme import as_scheme
+from gradtide.testing import answer
+from gradtide.transport import connect
+from gradtide.transport.nccl import NcclTransport
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* has never been run on a GPU")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def transport_on(device: torch.device) -> NcclTransport:
+    """Links for what is elsewhere, and requests over a group of Gloo's as NCCL's."""
+    control: Any = connect(None, CPU)
+    return NcclTransport(dist.new_group(backend="gloo"), control, device)
+
+
+def submitted(transport: Any, op: Op) -> Any:
+    found: list[Any] = []
+    transport.submit(Job(nothing, lambda: found.append(ask(transport, op)))).join()
+    return found[0]
+
+
+def odd(rank: int, size: int) -> list[Op]:
+    """What the other transports take, and NCCL does not."""
+    own, ones = row(rank, 3), [1] * size
+    table = row(rank, 6 * size).view(6, size).t()
+    waves = torch.complex(row(rank, 4 * size), row(rank + 9, 4 * size))
+    uneven = [r + 1 for r in range(size)]
+    return [
+        AllToAll(own.expand(size, 3), ones, ones),
+        AllToAll(table, ones, ones),
+        Swap(table, size - 1 - rank),
+        AllReduce(waves.clone()),
+        Mean(waves.clone()),
+        ReduceScatter(waves.clone(), mean=True),
+        ReduceScatter(waves[: sum(uneven)].clone(), uneven),
+        AllGather(waves[:4]),
+        AllGather(waves[: rank + 1], uneven),
+        AllGather(waves[:4], into=torch.zeros_like(waves)),
+        AllToAll(waves.view(size, 4), ones, ones),
+        Swap(waves, size - 1 - rank),
+        Broadcast(waves.clone(), size - 1),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("asked", [requests, odd])
+def test_answers(size: int, asked: Callable[[int, int], list[Op]]) -> None:
+    run_ranks(size, _answers, asked)
+
+
+def _answers(asked: Callable[[int, int], list[Op]]) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with as_nccl():
+        transport = transport_on(CPU)
+        for scope in (range(size), [*range(size)][::-1]):
+            everybodys = [asked(r, size) for r in range(size)]
+            for i, mine in enumerate(asked(scope.index(rank), size)):
+                some = scope != range(size)
+                found = submitted(transport, Among(mine, scope) if some else mine)
+                expected = answer([ops[i] for ops in everybodys])[scope.index(rank)]
+                torch.testing.assert_close(found, expected, msg=f"request {i}: {mine}")
+        transport.close()
+
+
+RECIPES = (
+    "wfbp",
+    "dear(wire='bf16')",
+    "wfbp(wire='e3m0')",
+    "topka2a(0.1)",
+    "topk(0.1, schedule='dear')",
+    "oktopk(0.1)",
+    "gtopk(0.1)",
+    "exdyna(0.1)",
+    "demo(64)",
+    "powersgd(2)",
+    "pad_kfac(factor_every=1, inverse_every=2)",
+)
+
+
+@pytest.mark.parametrize("levels", [None, 2])
+def test_recipes_ask_for_nothing_else(levels: int | None) -> None:
+    run_ranks(2 if levels is None else 4, _train, levels)
+
+
+def _train(levels: int | None) -> None:
+    with as_nccl(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradtide.replica, "connect", lambda pg, device: transport_on(CPU))
+        for recipe in RECIPES:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 40))
+            optimizer = torch.optim.SGD(model.parameters(), 0.01)
+            scheme = replace(as_scheme(recipe), levels=levels)
+            sync = gradtide.replicate(model, optimizer, scheme, check_every=1)
+            for step in range(4):
+                torch.manual_seed(dist.get_rank() + 10 * step)
+                model(torch.randn(8, 40)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            sync.remove()
+            everybody = [torch.empty(60, 40) for _ in range(dist.get_world_size())]
+            dist.all_gather(everybody, model[0].weight.detach())
+            assert all(one.equal(everybody[0]) for one in everybody), recipe
+
+
+def test_streams_are_those_of_the_parameters_device() -> None:
+    run_ranks(1, _streams)
+
+
+def _streams() -> None:
+    other = torch.device("cuda", 1)  # which is not the current one
+    with as_nccl():
+        transport = transport_on(other)
+        transport.submit(Job(nothing, nothing)).join()
+        transport.close()
+        assert Stream.devices == {other}
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_words_are_waited_for_where_they_are_read(local: int) -> None:
+    run_ranks(2 * local, _words, local)
+
+
+def _words(local: int) -> None:
+    """The last rank says nothing before all others have said their words."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    said = torch.zeros(1)
+    with as_nccl(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NcclTransport, "_meet", lambda self, pg: None)
+        engine = Engine(transport_on(CUDA))
+        engine.levels = levels_of(engine.group, local)
+        for length in (3, 3000):  # by hosts, this takes three requests
+            if rank == size - 1:
+                for other in range(size - 1):
+                    dist.recv(said, other)
+            words = AllReduce(torch.full((length,), rank, dtype=torch.int32))
+            answer = engine.ask("used", lambda words=words: words)
+            if rank < size - 1:
+                dist.send(said, size - 1)
+            assert answer().eq(sum(range(size))).all()
+            # What is asked in the middle of something is waited for there.
+            assert submitted(engine.transport, words).eq(size * sum(range(size))).all()
+        assert engine.transport.payload_bytes > 0
+        engine.transport.close()
+
+
+def test_nccl_is_aborted_where_words_do_not_come() -> None:
+    run_ranks(2, _aborted)
+
+
+def _aborted() -> None:
+    aborted: list[int] = []
+    pg: Any = SimpleNamespace(
+        rank=dist.get_rank, size=lambda: 2, abort=lambda: aborted.append(1)
+    )
+
+    def fail() -> None:
+        raise RuntimeError("NCCL communicator was aborted")
+
+    with as_nccl(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NcclTransport, "_meet", lambda self, pg: None)
+        control: Any = connect(None, CPU)
+        transport = NcclTransport(pg, control, CUDA)
+        if dist.get_rank() == 1:
+            control.close()
+            return
+        answer = Engine(transport).ask("used", AllReduce(torch.zeros(3)))
+        with pytest.raises(CommunicationError, match="rank 1"):
+            answer()
+        assert aborted
+        # Who the rank is, is told in the place of what NCCL knows.
+        with pytest.raises(CommunicationError, match="rank 1"):
+            transport.submit(Job(fail, nothing))
+        aborted.clear()
+        transport.close()
+        assert aborted
