@@ -171,7 +171,8 @@ class Replica:
         alike: Sequence[Tensor],
         check_every: int = 100,
     ) -> None:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        trained = averaged(model)
+        device = next((p.device for _, p in trained), torch.device("cpu"))
         self._removed = False
         self.engine = Engine(transport := connect(process_group, device))
         self.model, self._process_group = model, process_group
@@ -179,6 +180,13 @@ class Replica:
         def prepare() -> tuple[Scheme, Signature]:
             chosen = with_levels(as_scheme(scheme), transport.hosts)
             validate(model, buffers, check_every, members(process_group))
+            refuse(
+                {
+                    f"{name} is on {p.device}, and others are on {device}: move the "
+                    "model to one device": p.device != device
+                    for name, p in trained
+                }
+            )
             validate_scheme(model, chosen)
             if optimizer is not None:
                 validate_optimizer(model, optimizer, chosen.schedule)

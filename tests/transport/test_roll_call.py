@@ -21,7 +21,7 @@ from torch import nn
 
 import gradtide
 from gradtide.core.ops import Group
-from gradtide.transport import roll_call
+from gradtide.transport import connect, roll_call
 from gradtide.transport.doors import Door
 from gradtide.transport.hosts import Whereabouts
 from gradtide.transport.opening import Meeting
@@ -134,6 +134,16 @@ def test_ranks_that_reach_only_themselves_are_refused() -> None:
     words = r"rank 0 and rank 2 .* 127\.0\.1\.1.*GLOO_SOCKET_IFNAME"
     with pytest.raises(ValueError, match=words):
         roll_call.refuse_blind(places("a", "a", "b"), [inside, outside, inside])
+
+
+def test_ranks_on_devices_of_other_kinds_are_refused_on_every_rank() -> None:
+    def run() -> None:
+        device = torch.device("cuda" if dist.get_rank() == 2 else "cpu")
+        words = "rank 0 has its parameters on cpu, rank 2 on cuda: move the model"
+        with pytest.raises(ValueError, match=words):
+            connect(None, device)
+
+    run_ranks(3, run)
 
 
 @pytest.mark.parametrize(

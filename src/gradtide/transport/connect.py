@@ -44,7 +44,8 @@ def connect(
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: The mesh has more than two dimensions.
+        ValueError: The mesh has more than two dimensions, or ranks have devices of
+            unlike kinds.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -59,7 +60,7 @@ def connect(
     ranks = dist.get_process_group_ranks(parent)
     if by_hand is not None:
         ranks = sorted(rank for host in by_hand for rank in host)
-    gloo, places = _meet(parent, ranks)
+    gloo, places = _meet(parent, ranks, device.type)
     if by_hand is None:
         gloo.hosts = hosts_of(places)
     else:
@@ -77,7 +78,7 @@ def connect(
 
 
 def _meet(
-    parent: ProcessGroup, ranks: list[int]
+    parent: ProcessGroup, ranks: list[int], kind: str
 ) -> tuple[GlooTransport, list[Whereabouts]]:
     """Links to some ranks, and where these are, when all are there (`roll_call`)."""
     from gradtide.transport.fault import host_is_gone, own_store
@@ -96,7 +97,7 @@ def _meet(
         group, stores = make("alone")
         return GlooTransport(group, meeting, stores), [whereabouts()]
     try:
-        roll_call = RollCall(parent, ranks, meeting, seconds)
+        roll_call = RollCall(parent, ranks, meeting, seconds, kind)
         places = roll_call.answer()
         group, stores = roll_call.watch(lambda: make(roll_call.name))
     except dist.DistNetworkError as error:

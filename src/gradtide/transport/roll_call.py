@@ -69,9 +69,14 @@ class RollCall:
         ranks: list[int],
         meeting: Meeting,
         seconds: float,
+        kind: str,
     ) -> None:
-        """`seconds`: how long to wait for a rank that has not come."""
+        """`seconds`: how long to wait for a rank that has not come.
+
+        `kind`: that of the device that this rank's tensors are on.
+        """
         self._parent, self._meeting, self._seconds = parent, meeting, seconds
+        self._kind = kind
         self._rank, self._size = meeting.rank, len(ranks)
         self._told: dict[int, Any] = {}
         self._ranks = ranks
@@ -98,7 +103,8 @@ class RollCall:
         CommunicationError if one never will.
         """
         here = whereabouts()
-        word = here, self._meeting.door, self._meeting.problem or short_of(self._size)
+        problem = self._meeting.problem or short_of(self._size)
+        word = here, self._meeting.door, self._kind, problem
         self._store.set(f"here/{self._rank}", pickle.dumps(word).hex())
         self._sum = self._begin_sum()
         told = self._gather(here)
@@ -106,7 +112,8 @@ class RollCall:
             if problem:
                 raise ValueError(f"rank {rank} cannot connect to the others: {problem}")
         self._meeting.doors = self._doors(dict(enumerate(told)), here)
-        refuse_blind([place for place, *_ in told], [door for _, door, _ in told])
+        refuse_blind([place for place, *_ in told], [door for _, door, *_ in told])
+        refuse_unlike([kind for *_, kind, _ in told])
         return [place for place, *_ in told]
 
     def watch(self, make: Callable[[], T]) -> T:
@@ -214,7 +221,7 @@ class RollCall:
         own = self._meeting.door
         found = {
             rank: door if place.network == here.network else door._replace(name="")
-            for rank, (place, door, _) in told.items()
+            for rank, (place, door, *_) in told.items()
         }
         return [found.get(rank, own) for rank in range(self._size)]
 
@@ -325,3 +332,13 @@ def refuse_blind(places: Sequence[Whereabouts], doors: Sequence[Door]) -> None:
                     f"own host: set {VARIABLE} to the interface that leads to the "
                     f"others (now {os.environ.get(VARIABLE) or chosen().why})"
                 )
+
+
+def refuse_unlike(kinds: Sequence[str]) -> None:
+    """Raise ValueError for ranks whose tensors are on devices of other kinds."""
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise ValueError(
+                f"rank 0 has its parameters on {kinds[0]}, rank {rank} on {kind}: move "
+                "the model to the same kind of device on every rank"
+            )
