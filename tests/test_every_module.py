@@ -120,10 +120,10 @@ ELSEWHERE = {
     "transport/hosts": "test_two_levels",
     "transport/inquiry": "test_inquiry",
     "transport/opening": "transport/test_links",
+    "transport/pieces": "transport/test_staged",
     "transport/ring": "transport/test_links",
     "transport/rotation": "transport/test_links",
     "transport/shards": "test_sharded",
-    "transport/staged": "core/test_unproven",  # the same
     "wire/fast": "wire/test_blocks",
     "wire/formats": "wire/test_blocks",
     "wire/tools": "wire/test_blocks",

@@ -26,13 +26,15 @@ from gradtide.core.ops import (
     ReduceScatter,
     Swap,
     ToHost,
+    message_of,
+    subgroup,
 )
 from gradtide.core.transport import Job
 from gradtide.testing import answer
 from gradtide.transport import Transport, connect
 from gradtide.transport.comm_queue import CommQueue
 from gradtide.transport.gloo import GlooTransport
-from gradtide.transport.staged import in_place
+from gradtide.transport.pieces import answer_to
 from tests.ranks import run_ranks
 
 
@@ -133,6 +135,16 @@ def some(rank: int, size: int) -> list[Any]:
     """All that can be asked of a part of the ranks, also at length."""
     long = [AllReduce(row(rank, 30_001)), Broadcast(row(rank, 30_000), size - 1)]
     return [op for op in requests(rank, size) if not isinstance(op, ToHost)] + long
+
+
+def in_place(op: Op, group: Group) -> Tensor | None:
+    """The memory of who asks that holds the answer, if one may rely on that."""
+    asked: Any = message_of(op)
+    if isinstance(asked, ToHost | AllToAll | Swap):
+        return None
+    if isinstance(asked, AllGather) and asked.into is None:
+        return None
+    return answer_to(asked, subgroup(op, group) if isinstance(op, Among) else group)
 
 
 def ask(transport: Transport, op: Op) -> Any:
@@ -341,6 +353,19 @@ def test_nothing_begins_ahead_of_what_is_settled() -> None:
         return [settled, Job(lambda: ran.append("begun"), nothing)]
 
     assert begun(jobs) == ["worked", "settled", "begun"]
+
+
+def test_nothing_begins_early_that_a_device_has_yet_to_fill() -> None:
+    looks = iter([False, False, True, True])
+
+    def jobs(ran: list[str]) -> list[Job]:
+        begin = [partial(ran.append, name) for name in ("a", "b")]
+        return [
+            Job(begin[0], nothing, filled=lambda: next(looks)),
+            Job(begin[1], nothing, filled=lambda: False),
+        ]
+
+    assert begun(jobs) == ["a", "worked", "b"]
 
 
 def test_lanes_run_beside_each_other_each_in_order() -> None:

@@ -59,17 +59,17 @@ def odd(rank: int, size: int) -> list[Op]:
     uneven = [r + 1 for r in range(size)]
     return [
         AllToAll(own.expand(size, 3), ones, ones),
-        AllToAll(table, ones, ones),
-        Swap(table, size - 1 - rank),
+        AllToAll(table.clone(), ones, ones),
+        Swap(table.clone(), size - 1 - rank),
         AllReduce(waves.clone()),
         Mean(waves.clone()),
         ReduceScatter(waves.clone(), mean=True),
         ReduceScatter(waves[: sum(uneven)].clone(), uneven),
-        AllGather(waves[:4]),
-        AllGather(waves[: rank + 1], uneven),
-        AllGather(waves[:4], into=torch.zeros_like(waves)),
-        AllToAll(waves.view(size, 4), ones, ones),
-        Swap(waves, size - 1 - rank),
+        AllGather(waves[:4].clone()),
+        AllGather(waves[: rank + 1].clone(), uneven),
+        AllGather(waves[:4].clone(), into=torch.zeros_like(waves)),
+        AllToAll(waves.clone().view(size, 4), ones, ones),
+        Swap(waves.clone(), size - 1 - rank),
         Broadcast(waves.clone(), size - 1),
     ]
 

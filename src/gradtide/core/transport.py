@@ -38,6 +38,9 @@ class Job:
     submission, and beside the other two: a job's `before` beside the `work` of earlier
     ones, its `after` beside that of later ones. A job that is `settled` works when all
     earlier ones are through, with what they do after, too.
+
+    `filled` tells whether a device is done with what is worked on: nothing begins early
+    that would wait for that.
     """
 
     begin: Callable[[], None]
@@ -46,6 +49,7 @@ class Job:
     after: Callable[[], None] | None = None
     settled: bool = False
     name: str = ""  # what it is for: the same on every rank
+    filled: Callable[[], bool] = lambda: True
 
 
 class Ticket(Protocol):

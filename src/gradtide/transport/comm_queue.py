@@ -185,7 +185,8 @@ class CommQueue:
     def begin_next(self) -> None:
         """Begin one more item, if the next one is ready and not too many have begun.
 
-        Nothing begins ahead of one that is `settled`, which relies on where all are.
+        Nothing begins ahead of one that is `settled`, which relies on where all are, or
+        that is not `filled`, for which this thread would wait instead of reading.
 
         The work of the main lane's item calls this when all that is left of it is
         waiting; elsewhere it does nothing.
@@ -198,6 +199,8 @@ class CommQueue:
             if item is None or not item.ready or item.job.settled:
                 return
             if not item.begun:
+                if not item.job.filled():
+                    return
                 item.early = True
                 self._begin(item)
                 return

@@ -75,14 +75,17 @@ class GlooTransport:
         """Whether this is one of the queue's threads."""
         return self._queue.works_here
 
-    def issue(self, op: Op) -> Any:
-        """Start a request without waiting for anything."""
+    def issue(self, op: Op, room: Tensor | None = None) -> Any:
+        """Start a request without waiting for anything.
+
+        `room` is memory for an answer that `op` has no place for.
+        """
         if self.group.size == 1:
             return alone(op), None, ""
         item = self._queue.current
         track = self._links[self._queue.lane].track(item.number)
         track.asked = item.number, _numbered(op, item), item.digest
-        asked = _Asked(op, self.group, track, item)
+        asked = _Asked(op, self.group, track, item, room)
         # What crosses a link is asked for by one thread, what does not by others, too.
         if not asked.inside:
             self.payload_bytes += ops.crossing(op, self.group) * self._sends(asked)
@@ -191,15 +194,16 @@ class GlooTransport:
 
     def _swap(self, op: ops.Swap, asked: _Asked) -> tuple[Tensor, Finish | None]:
         x, peer = op.tensor, op.peer
+        out = asked.room_for(x, x.shape)
         if peer == asked.group.rank:
-            return x.clone(), None
-        out, other = torch.empty_like(x), asked.ranks[peer]
+            return out.copy_(x), None
+        other = asked.ranks[peer]
         leaving = deque([(other, memory_of(x.contiguous()))])
         return out, asked.begin(Transfer(asked.track, leaving, {other: arrival(out)}))
 
     def _all_to_all(self, op: ops.AllToAll, asked: _Asked) -> tuple[Tensor, Finish]:
         rank, x = asked.group.rank, op.tensor.contiguous()
-        out = x.new_empty((sum(op.recv), *x.shape[1:]))
+        out = asked.room_for(x, (sum(op.recv), *x.shape[1:]))
         leaving = torch.split(x, list(op.send))
         arriving = torch.split(out, list(op.recv))
         arriving[rank].copy_(leaving[rank])
@@ -257,7 +261,15 @@ class GlooTransport:
 class _Asked:
     """A request that is being issued, among all ranks or `some`."""
 
-    def __init__(self, op: Op, group: Group, track: Track, item: WorkItem) -> None:
+    def __init__(
+        self,
+        op: Op,
+        group: Group,
+        track: Track,
+        item: WorkItem,
+        room: Tensor | None,
+    ) -> None:
+        self._room = room
         self.some, self.inside = isinstance(op, ops.Among), ops.is_inside(op)
         ranks: Sequence[int] = range(group.size)
         if isinstance(op, ops.Among):
@@ -265,6 +277,10 @@ class _Asked:
         self.op, self.group, self.track, self.ranks = op, group, track, ranks
         self.peers = Peers(group, track, ranks)
         self.number, self._early = item.requests.total(), item.early
+
+    def room_for(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """Memory for an answer like `x`."""
+        return x.new_empty(shape) if self._room is None else self._room
 
     def begin(self, transfer: Transfer) -> Finish:
         self.track.links.add(transfer, self._early)

@@ -166,7 +166,8 @@ class NcclTransport:
         if ranks not in self._subgroups:
             everyone = dist.get_process_group_ranks(self._pg)
             # Else torch sorts them. Older ones always do, and refuse the argument.
-            order = {} if ranks == tuple(sorted(ranks)) else {"sort_ranks": False}
+            sorts: dict[str, Any] = {"sort_ranks": False}
+            order = {} if ranks == tuple(sorted(ranks)) else sorts
             made = dist.new_group(
                 [everyone[rank] for rank in ranks],
                 backend="nccl",

@@ -1,42 +1,45 @@
-"""GPU tensors over Gloo: staged through pinned host memory by the queue's thread."""
+"""GPU tensors over Gloo: staged through pinned host memory by the queue's threads.
+
+[Note: One stream] All lanes of the queue work on one stream, which is the current one
+of their threads from the first to the last item. What is submitted waits on the host
+until the device has filled it, so nothing on that stream ever waits for the training
+stream, and no lane for what another one does on it.
+
+[Note: Pinned] Host memory is kept, and taken again by whatever is asked next. Who takes
+it copies down first, and waits until that has landed: by then all that was copied up
+out of the same memory is over, because it was before on the one stream.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gradtide.core.ops import (
-    AllGather,
-    AllReduce,
-    Among,
-    Broadcast,
-    Group,
-    Mean,
-    Op,
-    ReduceScatter,
-    ToHost,
-    message_of,
-    part_sizes,
-    subgroup,
-)
+from gradtide.core import ops
+from gradtide.core.ops import Op
 from gradtide.core.transport import Job, Ticket
 from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
+from gradtide.transport.pieces import Piece, answer_to, length, pieces
 
-Stage: TypeAlias = Callable[[], None]
+Pending: TypeAlias = Callable[[], Any]  # waits for an answer, and returns it
+NAP = 1e-4  # seconds between two looks at the device; waiting by torch takes a core
 
 
 class StagedTransport:
     """A GlooTransport for a device's tensors.
 
-    The queue has a stream of its own. Invariants: the queue's stream waits for what the
-    training stream had queued when the work was submitted; the training stream waits
-    for the queue's when the ticket is joined; only the queue's thread waits for the
-    device.
+    Invariants: the queue's stream begins nothing before the device is done with what
+    the training stream had queued at `submit`; the training stream waits for the
+    queue's when the ticket is joined; only the queue's threads wait for the device.
     """
 
     def __init__(self, host: GlooTransport, device: torch.device) -> None:
@@ -47,6 +50,8 @@ class StagedTransport:
         self.group, self.hosts = host.group, host.hosts
         self._host, self._device = host, device
         self._stream = torch.Stream(device)
+        self._here = threading.local()  # whether a thread's stream is set
+        self._pinned = Pinned()
         self.gather_objects, self.close = host.gather_objects, host.close
         self.carried, self.progress = host.carried, host.progress
 
@@ -59,13 +64,14 @@ class StagedTransport:
         filled = torch.accelerator.current_stream(self._device).record_event()
         done = torch.Event(self._device)
 
-        def streamed(part: Callable[[], None], last: bool = False) -> Stage:
+        def streamed(
+            part: Callable[[], None], last: bool = False
+        ) -> Callable[[], None]:
             def run() -> None:
-                with self._stream:
-                    self._stream.wait_event(filled)
-                    part()
-                    if last:
-                        done.record(self._stream)
+                self._await(filled)
+                part()
+                if last:
+                    done.record(self._stream)
 
             return run
 
@@ -75,53 +81,118 @@ class StagedTransport:
             work=streamed(job.work, last=job.after is None),
             before=job.before and streamed(job.before),
             after=job.after and streamed(job.after, last=True),
+            filled=filled.query,
         )
-        ticket = self._host.submit(staged)
-        return _StreamTicket(ticket, done, self._device)
+        return _StreamTicket(self._host.submit(staged), done, self._device)
 
-    def issue(self, op: Op) -> Any:
-        if isinstance(op, ToHost):
-            return op, None
-        asked = message_of(op)
-        staged: dict[str, Any] = {
-            f.name: self._to_host(value)
-            for f in fields(asked)
-            if isinstance(value := getattr(asked, f.name), Tensor)
-        }
-        self._stream.synchronize()  # the copies must have landed before Gloo reads them
-        there: Any = replace(asked, **staged)
-        if isinstance(op, Among):
-            there = replace(op, op=there)
-        return op, self._host.issue(there)
+    def _await(self, filled: torch.Event) -> None:
+        """Wait until the device has come to an event; see [Note: One stream]."""
+        if not getattr(self._here, "set", False):
+            # For good: a context would keep the stream before in the stream itself,
+            # where other lanes have theirs.
+            torch.accelerator.set_stream(self._stream)
+            self._here.set = True
+        while not filled.query():
+            time.sleep(NAP)
 
-    def wait(self, pending: Any) -> Any:
-        op, inner = pending
-        if isinstance(op, ToHost):
-            self._stream.synchronize()
-            return op.tensor.cpu()
-        answer: Tensor = self._host.wait(inner)
-        target = in_place(op, self.group)
-        if target is None:
-            return answer.to(self._device, non_blocking=True)
-        return target.copy_(answer, non_blocking=True)
+    def issue(self, op: Op) -> Pending:
+        asked = ops.message_of(op)
+        assert not isinstance(asked, ops.Cut | ops.Handover)
+        size = len(op.ranks) if isinstance(op, ops.Among) else self.group.size
+        here = asked.tensor.device.type == self._device.type
+        if here and isinstance(asked, ops.ToHost):
+            return asked.tensor.cpu
+        if here and size > 1:
+            return _Staging(op, self._host, self._stream, self._pinned).finish
+        pending = self._host.issue(op)
+        return lambda: self._host.wait(pending)
 
-    def _to_host(self, x: Tensor) -> Tensor:
-        pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
-        return pinned.copy_(x, non_blocking=True)
+    def wait(self, pending: Pending) -> Any:
+        return pending()
 
 
-def in_place(op: Op, group: Group) -> Tensor | None:
-    """The memory of who asks that holds the answer, if one may rely on that."""
-    asked = message_of(op)
-    group = subgroup(op, group) if isinstance(op, Among) else group
-    match asked:
-        case ReduceScatter(tensor=x):
-            return x.split_with_sizes(part_sizes(asked, group))[group.rank]
-        case AllReduce(tensor=x) | Mean(tensor=x) | Broadcast(tensor=x):
-            return x
-        case AllGather(into=into):
-            return into
-    return None
+class Pinned:
+    """Host memory that a device copies from and to by itself, see [Note: Pinned].
+
+    There are as many pieces of it as requests were under way at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._turn = threading.Lock()
+
+    def take(self, nbytes: int) -> Tensor:
+        """The shortest that is long enough, or a new one in place of the longest."""
+        with self._turn:
+            lengths = [len(memory) for memory in self._free]
+            at = min(bisect_left(lengths, nbytes), len(lengths) - 1)
+            memory = self._free.pop(at) if lengths else None
+        if memory is None or len(memory) < nbytes:
+            return pin(nbytes)
+        return memory
+
+    def give_back(self, memory: Tensor) -> None:
+        with self._turn:
+            self._free.append(memory)
+            self._free.sort(key=len)
+
+
+class _Staging:
+    """A request on its way through host memory, one piece after the other."""
+
+    def __init__(
+        self,
+        op: Op,
+        host: GlooTransport,
+        stream: torch.Stream,
+        pinned: Pinned,
+    ) -> None:
+        """Copy down all of it, and ask for the first piece."""
+        self._op, self._host, self._pinned = op, host, pinned
+        asked, group = ops.message_of(op), host.group
+        assert not isinstance(asked, ops.Cut | ops.Handover | ops.ToHost)
+        if isinstance(op, ops.Among):
+            group = ops.subgroup(op, group)
+        self._answer = answer_to(asked, group)
+        size, dtype = asked.tensor.element_size(), asked.tensor.dtype
+        nbytes = size * length(asked, self._answer)
+        self._memory = pinned.take(nbytes)
+        here = self._memory[:nbytes].view(dtype)
+        self._coming: deque[tuple[Piece, torch.Event]] = deque()
+        self._asked: deque[tuple[Piece, Any]] = deque()
+        for piece in pieces(asked, group, self._answer, here):
+            copy(piece.into, piece.down)
+            self._coming.append((piece, stream.record_event()))
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask for the next piece, if there is one, once it is here."""
+        if not self._coming:
+            return
+        piece, landed = self._coming.popleft()
+        landed.synchronize()
+        op: Op = piece.op
+        if isinstance(self._op, ops.Among):
+            op = replace(self._op, op=piece.op)
+        self._asked.append((piece, self._host.issue(op, piece.room)))
+
+    def finish(self) -> Tensor:
+        """Wait for each piece, when the one behind it is on its way, too."""
+        while self._asked:
+            piece, pending = self._asked.popleft()
+            self._ask()
+            copy(piece.up, self._host.wait(pending).view(piece.up.shape))
+        self._pinned.give_back(self._memory)
+        return self._answer
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Between a device and pinned memory: the host goes on."""
+    target.copy_(source, non_blocking=True)
+
+
+def pin(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def refuse_capture() -> None:
