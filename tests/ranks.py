@@ -27,7 +27,11 @@ TIMEOUT = 20.0  # seconds that a collective may take
 
 
 def run_ranks(
-    size: int, work: Callable[..., Any], *args: Any, limit: float = 90.0
+    size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    limit: float = 90.0,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call `work(*args)` on every rank; returns the results in rank order.
 
@@ -42,7 +46,7 @@ def run_ranks(
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         ranks = [
             context.Process(
-                target=_rank, args=(r, size, folder, pipes[r][1], work, args)
+                target=_rank, args=(r, size, folder, backend, pipes[r][1], work, args)
             )
             for r in range(size)
         ]
@@ -108,7 +112,9 @@ def _collect(ranks: list[Any], pipes: list[Any], limit: float) -> list[Any]:
     return [outcomes[rank][1] for rank in range(len(ranks))]
 
 
-def _rank(rank: int, size: int, folder: str, pipe: Any, work: Any, args: Any) -> None:
+def _rank(
+    rank: int, size: int, folder: str, backend: str, pipe: Any, work: Any, args: Any
+) -> None:
     gc.freeze()  # what the parent has made is not looked through again and again
     # Where ranks are many and processors few, a third of the samples of a profile were
     # Gloo's thread, polling. It does not if a message that wakes it interrupts nobody.
@@ -117,7 +123,7 @@ def _rank(rank: int, size: int, folder: str, pipe: Any, work: Any, args: Any) ->
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{Path(folder, 'store')}",
             rank=rank,
             world_size=size,
