@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradtide.transport import nccl
+from gradtide.transport import nccl, staged
 
 # uint16, and anything complex, is not among them.
 KNOWN = {
@@ -33,6 +33,8 @@ class Work:
     """What torch returns for a request."""
 
     def wait(self) -> None: ...
+    def is_completed(self) -> bool:
+        return True
 
 
 class AsNccl:
@@ -130,7 +132,7 @@ def check(*tensors: Tensor) -> None:
 
 
 class Stream:
-    """One that does nothing, and knows of which devices there are any."""
+    """One that does nothing, or its event; knows of which devices there are any."""
 
     devices: ClassVar[set[Any]] = set()
 
@@ -139,18 +141,28 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None: ...
     def wait_event(self, event: Stream) -> None: ...
+    def record(self, stream: Stream) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
     def record_event(self) -> Stream:
         return self
 
 
 @contextmanager
 def as_nccl() -> Iterator[None]:
-    """Have `nccl` run without a GPU."""
+    """Have `nccl`, and `staged` beside it, run without a GPU."""
     there = AsNccl()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl, "dist", there)
         patch.setattr(nccl, "_reduce_scatter", there.reduce_scatter_single)
         patch.setattr(nccl, "_all_gather", there.all_gather_single)
+        for name in ("Stream", "Event"):
+            patch.setattr(torch, name, Stream)
+        patch.setattr(torch.accelerator, "current_stream", Stream)
+        patch.setattr(torch.accelerator, "set_stream", lambda stream: None)
+        patch.setattr(staged, "pin", lambda n: torch.empty(n, dtype=torch.uint8))
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "current_stream", Stream)
         patch.setattr(torch.cuda, "stream", lambda stream: _inside(stream))

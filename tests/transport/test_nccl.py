@@ -32,7 +32,7 @@ from gradtide.core.ops import (
 from gradtide.core.transport import CommunicationError, Job
 from gradtide.scheme import as_scheme
 from gradtide.testing import answer
-from gradtide.transport import connect
+from gradtide.transport import connect, nccl
 from gradtide.transport.nccl import NcclTransport
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* has never been run on a GPU")
@@ -111,12 +111,13 @@ RECIPES = (
 
 @pytest.mark.parametrize("levels", [None, 2])
 def test_recipes_ask_for_nothing_else(levels: int | None) -> None:
-    run_ranks(2 if levels is None else 4, _train, levels)
+    run_ranks(2 if levels is None else 4, train, levels, transport_on)
 
 
-def _train(levels: int | None) -> None:
+def train(levels: int | None, made: Callable[[torch.device], Any]) -> None:
+    """Over NCCL as it is on CPUs, all ranks come to the same weights."""
     with as_nccl(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradtide.replica, "connect", lambda pg, device: transport_on(CPU))
+        patch.setattr(gradtide.replica, "connect", lambda pg, device: made(CPU))
         for recipe in RECIPES:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 40))
@@ -157,7 +158,7 @@ def _words(local: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     said = torch.zeros(1)
     with as_nccl(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NcclTransport, "_meet", lambda self, pg: None)
+        patch.setattr(nccl, "meet", lambda pg, device: None)
         engine = Engine(transport_on(CUDA))
         engine.levels = levels_of(engine.group, local)
         for length in (3, 3000):  # by hosts, this takes three requests
@@ -189,7 +190,7 @@ def _aborted() -> None:
         raise RuntimeError("NCCL communicator was aborted")
 
     with as_nccl(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NcclTransport, "_meet", lambda self, pg: None)
+        patch.setattr(nccl, "meet", lambda pg, device: None)
         control: Any = connect(None, CPU)
         transport = NcclTransport(pg, control, CUDA)
         if dist.get_rank() == 1:

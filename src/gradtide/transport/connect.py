@@ -37,7 +37,8 @@ def connect(
         process_group: The ranks. None stands for all ranks, the default group. A mesh
             of two dimensions, or a pair of groups, says which ranks share a host.
         device: Where the tensors are. On a GPU they travel over NCCL if the group has
-            that backend, and otherwise over Gloo, through host memory.
+            that backend, and otherwise over Gloo, through host memory; inside hosts
+            over NCCL, too, if that backend is the one of the inner group alone.
 
     Returns:
         The transport. Its `close()` gives up its groups.
@@ -74,6 +75,14 @@ def connect(
         return NcclTransport(_sibling(parent, ranks, "nccl"), gloo, device)
     from gradtide.transport.staged import StagedTransport
 
+    within = _within(process_group)
+    if device.type == "cuda" and within is not None and "nccl" in _backends(within):
+        from gradtide.transport.gloo import LANES
+        from gradtide.transport.inside import InsideHost
+
+        own = dist.get_process_group_ranks(within)
+        groups = [_sibling(within, own, "nccl") for _ in LANES]
+        return StagedTransport(gloo, device, InsideHost(groups, gloo, device))
     return StagedTransport(gloo, device)
 
 
@@ -130,6 +139,13 @@ def _members(
     parent = given or dist.group.WORLD
     assert parent is not None
     return parent, None
+
+
+def _within(given: ProcessGroup | Mesh | None) -> ProcessGroup | None:
+    """The given group of the ranks of this host."""
+    if isinstance(given, DeviceMesh):
+        return given.get_group(1) if given.ndim == 2 else None
+    return given[1] if isinstance(given, tuple) else None
 
 
 def members(given: ProcessGroup | Mesh | None) -> list[int]:

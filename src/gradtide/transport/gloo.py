@@ -71,6 +71,11 @@ class GlooTransport:
         return self._queue.error
 
     @property
+    def lane(self) -> int:
+        """The number of this thread's lane of the queue."""
+        return self._queue.lane
+
+    @property
     def works_here(self) -> bool:
         """Whether this is one of the queue's threads."""
         return self._queue.works_here

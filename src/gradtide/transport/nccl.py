@@ -68,7 +68,7 @@ class NcclTransport:
         # On the parameters' device, which need not be the current one.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._worded = False  # what has begun asks for words, see [Note: Words]
-        self._meet(pg)
+        meet(pg, device)
 
     @property
     def payload_bytes(self) -> int:
@@ -123,7 +123,7 @@ class NcclTransport:
             return partial(alone, asked)
         self._sent += ops.payload_bytes(op, self.group)
         asked.tensor.record_stream(self._stream)
-        return partial(_arrived, *_begin(asked, group, pg))
+        return partial(arrived, *begin(asked, group, pg))
 
     def _say(self, op: Op) -> Any:
         """Wait for words."""
@@ -177,18 +177,19 @@ class NcclTransport:
                 **order,
             )
             assert isinstance(made, dist.ProcessGroup)
-            self._meet(made)
+            meet(made, self._device)
             self._subgroups[ranks] = made
         return self._subgroups[ranks]
 
-    def _meet(self, pg: dist.ProcessGroup) -> None:
-        """Have all ranks of a group connect, which a swap between two cannot."""
-        if pg.size() > 1:
-            one = torch.ones(1, dtype=torch.float32, device=self._device)
-            dist.all_reduce(one, group=pg)
+
+def meet(pg: dist.ProcessGroup, device: torch.device) -> None:
+    """Have all ranks of a group connect, which a swap between two cannot."""
+    if pg.size() > 1:
+        one = torch.ones(1, dtype=torch.float32, device=device)
+        dist.all_reduce(one, group=pg)
 
 
-def _begin(asked: ops.Message, group: Group, pg: dist.ProcessGroup) -> Begun:
+def begin(asked: ops.Message, group: Group, pg: dist.ProcessGroup) -> Begun:
     """Start a request. NCCL takes what is contiguous and real."""
     match asked:
         case ops.AllReduce(tensor=x):
@@ -217,9 +218,10 @@ def _begin(asked: ops.Message, group: Group, pg: dist.ProcessGroup) -> Begun:
             return _swap(x, peer, group, pg)
 
 
-def _arrived(answer: Tensor, work: Any) -> Tensor:
+def arrived(answer: Tensor, work: Any) -> Tensor:
+    """An answer that the current stream waits for; the host does not."""
     if work is not None:
-        work.wait()  # the side stream waits, the host does not
+        work.wait()
     return answer
 
 

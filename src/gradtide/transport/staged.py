@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from gradtide.core.transport import Job, Ticket
 from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
 from gradtide.transport.pieces import Piece, answer_to, length, pieces
+
+if TYPE_CHECKING:
+    from gradtide.transport.inside import InsideHost
 
 Pending: TypeAlias = Callable[[], Any]  # waits for an answer, and returns it
 NAP = 1e-4  # seconds between two looks at the device; waiting by torch takes a core
@@ -42,13 +45,19 @@ class StagedTransport:
     queue's when the ticket is joined; only the queue's threads wait for the device.
     """
 
-    def __init__(self, host: GlooTransport, device: torch.device) -> None:
+    def __init__(
+        self,
+        host: GlooTransport,
+        device: torch.device,
+        inside: InsideHost | None = None,
+    ) -> None:
+        """`inside` answers what does not leave this host."""
         warn_unproven(
             "gradtide's transport of GPU tensors over Gloo, through host memory,",
             "the order of its streams and copies, and its speed",
         )
         self.group, self.hosts = host.group, host.hosts
-        self._host, self._device = host, device
+        self._host, self._device, self._inside = host, device, inside
         self._stream = torch.Stream(device)
         self._here = threading.local()  # whether a thread's stream is set
         self._pinned = Pinned()
@@ -102,6 +111,8 @@ class StagedTransport:
         here = asked.tensor.device.type == self._device.type
         if here and isinstance(asked, ops.ToHost):
             return asked.tensor.cpu
+        if here and self._inside is not None and self._inside.knows(op):
+            return self._inside.issue(op)
         if here and size > 1:
             return _Staging(op, self._host, self._stream, self._pinned).finish
         pending = self._host.issue(op)
