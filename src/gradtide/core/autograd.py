@@ -32,7 +32,8 @@ class Hook:
         self._vanishes = needed is None
 
     def __call__(self, *args: Any) -> Any:
-        vanishes = self._vanishes or torch.compiler.is_exporting()
+        # torch.compiler.is_exporting() is true of all that Dynamo of torch 2.11 traces.
+        vanishes = self._vanishes or torch.compiler._is_exporting_flag
         if vanishes and torch.compiler.is_dynamo_compiling():
             return None
         return self._call(*args)

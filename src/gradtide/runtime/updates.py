@@ -28,6 +28,7 @@ from gradtide.core.autograd import Hook
 from gradtide.core.compilation import is_scripted
 from gradtide.core.engine import Engine
 from gradtide.core.step import Stage
+from gradtide.core.torch_internals import put_first
 from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import ALONE, GradientBucket
 from gradtide.runtime.deferred_grads import PAST, DeferredGrad
@@ -76,9 +77,11 @@ class Updates:
         for module in model.modules():
             if is_scripted(module):  # read before the one above it runs
                 continue
-            handle = module.register_forward_pre_hook(self._hook, prepend=True)
+            handle = module.register_forward_pre_hook(self._hook)
             handles.append(handle)
-            self._hooks[module] = module._forward_pre_hooks, handle.id
+            hooks: Any = module._forward_pre_hooks
+            self._hooks[module] = hooks, handle.id
+            put_first(hooks, handle.id, self._hook)
         return handles
 
     def defer_gradients(self) -> None:
@@ -187,9 +190,7 @@ class Updates:
             entry = self._hooks.get(module)
             if entry is not None:  # not if the user added the module since
                 hooks, key = entry
-                hooks[key] = self._hook
-                if len(hooks) > 1:
-                    hooks.move_to_end(key, last=False)
+                put_first(hooks, key, self._hook)
         return [bucket for bucket in reversed(placement.buckets) if bucket in now]
 
     def _find_kinds(self) -> None:

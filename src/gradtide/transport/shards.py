@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradtide.core.torch_internals import fsdp_groups
+
 # Over which dimensions of a mesh a tensor is divided: the names of their groups.
 Spread: TypeAlias = tuple[str, ...]
 
@@ -135,7 +137,7 @@ def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", None)
         if state is not None:
-            yield from state()._fsdp_param_groups
+            yield from fsdp_groups(state())
 
 
 class Shards:
