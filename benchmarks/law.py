@@ -241,7 +241,11 @@ def main() -> None:
         torch.set_num_threads(1)
         found = in_lockstep(args.flows, args.seed, args.only)
     if os.environ.get("RANK", "0") == "0":
-        record = json.dumps({**origin(sys.argv), **found}, indent=2)
+        ranks = os.environ.get("WORLD_SIZE")
+        start = f"torchrun --nproc-per-node {ranks}" if ranks else "python"
+        command = " ".join([start, *sys.argv])
+        about = {**origin(sys.argv), "command": command}
+        record = json.dumps({**about, **found}, indent=2)
         print(record)
         if args.out:
             args.out.write_text(record + "\n")
