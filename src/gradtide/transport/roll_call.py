@@ -259,9 +259,9 @@ class RollCall:
         raise CommunicationError(f"rank {self._rank}: connecting failed: {why}")
 
     def _linger(self) -> None:
-        """Keep the store until the others have heard, if it is here."""
+        """Keep the store until the others have heard, or might have, if it is here."""
         deadline, there = time.monotonic() + REPORT_SECONDS, self._meeting.presence
-        others = [r for r in self._told if r != self._rank] if self._host else []
+        others = [r for r in range(self._size) if r != self._rank] * self._host
         while others and time.monotonic() < deadline:
             others = [
                 rank
