@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from gpu.results import Book, right
 from gpu.setting import Setting
 from gradtide.runtime.checksum import checksum
 from gradtide.selectors import kernels
-from gradtide.wire import NARROW, WIRES, Wire, codec_of
+from gradtide.wire import NARROW, WIRES, Codec, Wire, codec_of, tools
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "pytest -m gpu"
@@ -61,7 +62,10 @@ def entries(setting: Setting, dtype: torch.dtype) -> dict[str, bool]:
 
 
 def codec(setting: Setting, wire: Wire, dtype: torch.dtype) -> dict[str, bool]:
-    """Messages, what they do not hold, and what is decoded and added up."""
+    """Messages, what they do not hold, and what is decoded and added up.
+
+    The CPU's bits are those of the definition in torch, and of what is compiled there.
+    """
     found = codec_of(wire, dtype)
     alike = dict.fromkeys(("message", "rest", "decoded", "added"), True)
     for n in LENGTHS:
@@ -70,20 +74,21 @@ def codec(setting: Setting, wire: Wire, dtype: torch.dtype) -> dict[str, bool]:
             x[5], x[700], x[900:1300] = torch.inf, torch.nan, 0
             x[2000:2300] = 1e-41  # subnormal, in single precision
             x[3000:3100] = torch.finfo(dtype).max
-        of: dict[str, list[Tensor]] = {name: [] for name in alike}
-        for device in ("cpu", setting.device):
-            rest = x.clone().to(device)
-            message = torch.zeros(found.nbytes(n), dtype=torch.uint8, device=device)
-            found.encode(rest, message)
-            value = torch.zeros(n, dtype=dtype, device=device)
-            found.decode(message, value)
-            total = x.clone().to(device)
-            found.add(torch.stack([message, message]), total)
-            for name, each in zip(of, (message, rest, value, total), strict=True):
-                of[name].append(each.cpu())
-        for name, (here, there) in of.items():
-            alike[name] &= same(here, there)
+        with patch.dict(tools.TOOLS, clear=True):
+            here = everything(found, x)
+        there = everything(found, x.to(setting.device))
+        for name, one, other in zip(alike, here, there, strict=True):
+            alike[name] &= same(one, other.cpu())
     return {"alike": all(alike.values()), **alike}
+
+
+def everything(codec: Codec, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rest, value, total = x.clone(), torch.zeros_like(x), x.clone()
+    message = x.new_zeros(codec.nbytes(len(x)), dtype=torch.uint8)
+    codec.encode(rest, message)
+    codec.decode(message, value)
+    codec.add(torch.stack([message, message]), total)
+    return message, rest, value, total
 
 
 def checksums(setting: Setting) -> dict[str, bool]:
