@@ -54,7 +54,7 @@ SECTIONS = {
     section.name: section
     for section in (
         Section("facts", 40, "what there is, and how much is copied in a second"),
-        Section("kernels", 90, "kernels and codecs have the CPU's bits"),
+        Section("kernels", 150, "kernels and codecs have the CPU's bits"),
         Section("hooks", 80, "what hooks cost where there is nobody to exchange with"),
         Section("alike", 120, "streams and lifetimes: the same bits, however it runs"),
         Section("selection", 25, "selection, held against a copy"),
