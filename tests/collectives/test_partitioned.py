@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from tests.waits import Waits, synchronised
 from torch import Tensor
 
 from gradtide.collectives.contrib.by_norm import ByNorm, deal, shares
@@ -22,6 +24,7 @@ from gradtide.collectives.partitions import (
 )
 from gradtide.core.ops import Cut, Group, in_halves
 from gradtide.core.payload import Payload
+from gradtide.selectors import kernels
 from gradtide.testing import check_law, lockstep
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -317,9 +320,64 @@ def test_pick_takes_the_largest_whatever_the_threshold() -> None:
     x = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
     expected = x.abs().topk(100).indices.sort().values.to(torch.int32)
     for threshold in (math.nan, 0.0, 1e-3, 2.5, 2.6, 1e3):
-        where, following = pick(x, 100, threshold, seed=0)
+        [where], [following] = pick([x], [(100, threshold)], seed=0)
         assert torch.equal(where, expected)
         assert 1.5 < following < 4
+
+
+def segments(seed: int) -> list[Tensor]:
+    """Some short, some long, one with a few entries that are not zero."""
+    rng = torch.Generator().manual_seed(seed)
+    found = [torch.randn(n, generator=rng) for n in (20_000, 300, 4096, 9000, 7)]
+    found[1][3:] = 0
+    return found
+
+
+QUOTAS = [100, 10, 50, 60, 7]
+
+
+def check_pick_waits_once(device: str, waits: Callable[[], Any]) -> None:
+    """Also for several segments, once it knows thresholds: they change slowly."""
+    following: Sequence[Tensor] = [torch.tensor(math.nan)] * 5
+    for seed in range(3):
+        here = segments(seed)
+        sought = list(zip(QUOTAS, map(float, following), strict=True))
+        there = [x.to(device) for x in here]
+        with waits() as seen:
+            found, following = pick(there, sought, seed)
+        # On CPUs a pass has its threshold in a tensor.
+        known = [what for what in seen if what != "aten.lift_fresh"]
+        assert not seed or len(known) <= 1, known
+        for x, quota, where in zip(here, QUOTAS, found, strict=True):
+            largest = x.abs().topk(quota).indices.sort().values
+            expected = largest[x[largest] != 0]
+            assert torch.equal(where.cpu(), expected.to(torch.int32))
+
+
+def test_pick_waits_for_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def top(found: Tensor, sizes: Tensor, k: int) -> Tensor:
+        return found.index_select(0, sizes.topk(k).indices).sort().values
+
+    monkeypatch.setattr(kernels, "top", top)  # as it is on a GPU
+    check_pick_waits_once("cpu", Waits)
+
+
+@pytest.mark.gpu
+def test_pick_waits_for_the_gpu_once() -> None:
+    check_pick_waits_once("cuda", synchronised)
+
+
+@pytest.mark.gpu
+@every_partition
+def test_the_law_on_a_gpu(partition: Partition) -> None:
+    rows = [torch.randn(40_000, device="cuda") for _ in range(3)]
+    before = torch.stack(rows).sum(0)
+    loads = ranks(rows, cuts=(1000, 30_000))
+    for _ in range(3):
+        mean = step(PartitionedTopK(0.05, partition), loads)[0]
+        after = torch.stack([load.flat for load in loads]).sum(0)
+        torch.testing.assert_close(before, 3 * mean + after)
+        before = after
 
 
 def test_shares_are_exact_and_in_proportion() -> None:

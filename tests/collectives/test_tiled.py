@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waits import Waits
 from torch import Tensor
 
 from gradtide.collectives import TiledTopK
-from gradtide.collectives._tiles import Places, grids_of, length, pack, unpack
+from gradtide.collectives._tiles import (
+    Places,
+    grids_of,
+    length,
+    pack,
+    places_of,
+    unpack,
+)
 from gradtide.collectives.dense import pays
 from gradtide.core.ops import Group, payload_bytes
 from gradtide.core.payload import Payload
@@ -33,6 +41,21 @@ def payload_of(shapes: Any, seed: int = 0, gap: int = 2) -> Payload:
         parts.append(part.view(shape))
         begin += n + gap
     return Payload(flat, parts)
+
+
+def test_places_are_found_without_waiting_for_a_device() -> None:
+    flat = torch.randn(70 * 130 + 5000, generator=torch.Generator().manual_seed(0))
+    payload = Payload(flat, [flat[: 70 * 130].view(70, 130), flat[70 * 130 :]])
+    grids = grids_of(payload)
+    chosen = places_of(grids, 1 / 64)
+    assert places_of(grids_of(payload), 1 / 64) is chosen
+    with Waits() as waits:
+        places = chosen.largest([grid.cut(flat.abs(), fill=-1.0) for grid in grids])
+        where = chosen.in_bucket(places, len(flat))
+        tiles = torch.cat([grid.cut(flat).flatten() for grid in grids])
+        assert torch.equal(tiles.index_select(0, chosen.in_tiles(places)), flat[where])
+    assert not waits
+    assert len(where.unique()) == len(chosen)
 
 
 def test_a_bucket_is_all_in_tiles_and_back() -> None:

@@ -39,12 +39,10 @@ def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from gradtide.selectors import triton_kernels
-
-    monkeypatch.setattr(triton_kernels, "AVAILABLE", True)
-    monkeypatch.setattr(triton_kernels, "above", lambda x, threshold, limit: "found")
-    x: Any = SimpleNamespace(device=torch.device("cuda"))
-    return kernels.above(x, 0.5, 10)
+    found = SimpleNamespace(scan=lambda x, threshold, limit: "found")
+    monkeypatch.setattr(kernels.GPU, "module", lambda: found)
+    x: Any = SimpleNamespace(device=torch.device("cuda"), numel=lambda: 10)
+    return kernels.scan(x, 0.5, 10)
 
 
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Any:

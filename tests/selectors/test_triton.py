@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import Run
+from tests.waits import synchronised
 from torch import Tensor
+
+from gradtide.selectors import Threshold, kernels
 
 pytest.importorskip("triton")
 
@@ -34,14 +37,20 @@ def same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def check_above(x: Tensor, threshold: float, limit: int) -> int:
+def check_above(x: Tensor, threshold: float, limit: int, device: str = "cpu") -> int:
+    """Triton's kernels on `device`, and torch on a CPU; how many there are."""
     from gradtide.selectors import triton_kernels
 
     assert triton_kernels.BLOCK == BLOCK
-    before = x.clone()
     where = (~(x.abs() <= threshold)).nonzero()[:limit, 0]
-    same(triton_kernels.above(x, threshold, limit), where)
-    same(x, before)
+    there = x.to(device)
+    scan = triton_kernels.scan(there, threshold, limit)
+    number = int(scan.number)
+    same(scan.gather(number).cpu(), where)
+    values = there.new_empty(number)
+    same(scan.gather(number, values).cpu(), where)
+    same(values.cpu(), x[where])
+    same(there.cpu(), x)
     return len(where)
 
 
@@ -84,6 +93,39 @@ def test_above(interpreted: Run, threshold: float, limit: int) -> None:
     assert min(limit, there) <= found <= limit
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("n", [1, 31, BLOCK - 1, BLOCK + 1, 1 << 20 | 7])
+def test_on_a_gpu(n: int, dtype: torch.dtype) -> None:
+    x = values(n, dtype, n)
+    x[n // 2], x[n // 3] = float("nan"), float("inf")
+    for threshold in (-1.0, 0.0, 4.0, float("inf")):
+        for limit in (0, 100, n):
+            check_above(x, threshold, limit, "cuda")
+    check_above(x[1:], 4.0, n, "cuda") if n > 1 else None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_selection_on_a_gpu(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU finds, and one wait while the threshold fits; without Triton, too."""
+    if not compiled:
+        monkeypatch.setattr(kernels.GPU, "module", lambda: None)
+    memories: list[dict[str, Tensor]] = [{}, {}]
+    rng = torch.Generator().manual_seed(0)
+    for step in range(6):
+        x = torch.randn(300_000, generator=rng)
+        there = x.cuda()
+        if step:  # samples for a first threshold are others there
+            memories[1]["threshold"].copy_(memories[0]["threshold"])
+        here = Threshold()(x, 3000, memories[0])
+        with synchronised() as waits:
+            found = Threshold()(there, 3000, memories[1])
+        if step:
+            same(found.cpu(), here.long())
+            assert len(waits) == 1, waits
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("kernel", ["_mark", "_compact"])
 def test_compiles_for_a_gpu(
@@ -103,14 +145,19 @@ def test_compiles_for_a_gpu(
     types = dict.fromkeys(names, "*i32")
     types["flat"] = f"*{dtype}"
     types["threshold"] = "*fp64" if dtype == "fp64" else "*fp32"
+    types["values"] = types["flat"]
     types |= {"n": "i32", "capacity": "i32"}
-    constants = {"BLOCK": BLOCK}
+    constants = {"BLOCK": BLOCK, "VALUES": True}
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=function,
         signature={name: types[name] for name in names},
         constexprs={name: constants[name] for name in constants if name in names},
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names) - 1)},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if types[name] != "constexpr" and name != "capacity"
+        },
     )
     options = {k: v for k, v in triton_kernels._LAUNCH.items() if k != "BLOCK"}
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from gradtide.core.numbers import on_device
 from gradtide.core.ops import AllGather, AllToAll, Group, ToHost
 from gradtide.core.ops import Steps as Steps
 from gradtide.core.payload import Traits
@@ -212,7 +213,7 @@ def tell(own: Tensor, group: Group) -> Steps:
 
 def counts(where: Tensor, group: Group) -> Steps:
     """How many indices every rank has."""
-    own = torch.tensor([len(where)], dtype=torch.int64, device=where.device)
+    own = on_device([len(where)], torch.int64, where.device)
     everybody = yield from tell(own, group)
     return (yield ToHost(everybody)).flatten().tolist()
 

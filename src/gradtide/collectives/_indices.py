@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradtide.collectives._entries import ALIGN, Steps, decode, encode, num_blocks
 from gradtide.collectives.partitions import Plan, Report
+from gradtide.core.numbers import on_device
 from gradtide.core.ops import AllGather, Group, ToHost
 from gradtide.selectors.kernels import index_dtype
 
@@ -34,7 +35,7 @@ class _Bin(NamedTuple):
 
 def gather_indices(
     found: Sequence[Tensor],
-    reports: Sequence[Report],
+    numbers: Sequence[Tensor],
     plan: Plan,
     bins: Sequence[Sequence[int]],
     device: torch.device,
@@ -44,18 +45,19 @@ def gather_indices(
     and the reports on all segments in the order of the plan.
 
     `bins[r]` are rank r's segments. `found` are this rank's, relative to the segment;
-    not more than the plan asks for, and on `device`.
+    not more than the plan asks for, and on `device`. So are `numbers`, which are the
+    threshold and the norm of each segment (float32).
     """
     kinds = [_bin(segments, plan) for segments in bins]
     sizes = [sum(kind.sizes) for kind in kinds]
-    message = _pack(found, reports, kinds[group.rank], device)
+    message = _pack(found, numbers, kinds[group.rank], device)
     arrived = torch.split((yield AllGather(message, sizes)), sizes)
     heads = [part[: kind.sizes[0]] for part, kind in zip(arrived, kinds, strict=True)]
     table = (yield ToHost(torch.cat(heads))).view(torch.int32).view(-1, 3)
     counts = table[:, 0].tolist()
-    numbers = table[:, 1:].contiguous().view(torch.float32).tolist()
+    pairs = table[:, 1:].contiguous().view(torch.float32).tolist()
     order = [s for segments in bins for s in segments]
-    heard = [Report(n, *both) for n, both in zip(counts, numbers, strict=True)]
+    heard = [Report(n, *both) for n, both in zip(counts, pairs, strict=True)]
     told = dict(zip(order, heard, strict=True))
     rows = [
         _unpack(part, kind, [told[s].found for s in kind.segments], plan.edges[-1])
@@ -75,15 +77,14 @@ def _bin(segments: Sequence[int], plan: Plan) -> _Bin:
 
 
 def _pack(
-    found: Sequence[Tensor], reports: Sequence[Report], kind: _Bin, device: torch.device
+    found: Sequence[Tensor], numbers: Sequence[Tensor], kind: _Bin, device: torch.device
 ) -> Tensor:
     message = torch.zeros(sum(kind.sizes), dtype=torch.uint8, device=device)
     if not found:
         return message
     head, blocks, halves = torch.split(message, kind.sizes)
-    numbers = torch.tensor([r[1:] for r in reports], dtype=torch.float32, device="cpu")
-    counts = torch.tensor([[r.found] for r in reports], dtype=torch.int32, device="cpu")
-    table = torch.cat([counts, numbers.view(torch.int32)], 1)
+    counts = on_device([len(w) for w in found], torch.int32, device)
+    table = torch.cat([counts[:, None], torch.stack([*numbers]).view(torch.int32)], 1)
     head.copy_(table.view(torch.uint8).flatten())
     where = torch.cat([w + begin for w, begin in zip(found, kind.begins, strict=False)])
     encode(where, kind.begins[-1], blocks.view(torch.int32), halves.view(torch.uint16))
@@ -96,8 +97,6 @@ def _unpack(message: Tensor, kind: _Bin, counts: Sequence[int], n: int) -> Tenso
     where = decode(blocks.view(torch.int32), own, index_dtype(n))
     if len(counts) == 1:
         return where.add_(kind.shifts[0])
-    shifts = torch.tensor(kind.shifts, dtype=where.dtype, device="cpu")
-    repeated = shifts.repeat_interleave(
-        torch.tensor(counts, dtype=torch.int64, device="cpu")
-    )
-    return where.add_(repeated.to(where.device))
+    shifts = on_device(kind.shifts, where.dtype, where.device)
+    numbers = on_device(counts, torch.int64, where.device)
+    return where.add_(shifts.repeat_interleave(numbers, output_size=len(where)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -91,22 +91,28 @@ class Grid:
         return (sizes.double() * density).round().long().clamp_(min=1)
 
 
-def grids_of(payload: Payload) -> list[Grid]:
+def grids_of(payload: Payload) -> tuple[Grid, ...]:
     """What a bucket consists of, in memory order: see [Note: tiles]."""
     places = matrices(payload)
     found = [Grid(p.begin, p.end - p.begin, p.columns) for p in places]
     rest = gaps(places, len(payload.flat))
     found += [Grid(gap.start, gap.stop - gap.start, SIDE) for gap in rest]
-    return sorted(found, key=lambda grid: grid.begin)
+    return tuple(sorted(found, key=lambda grid: grid.begin))
 
 
 class Places:
-    """Of every tile some places: where they are, by the tiles' shapes alone."""
+    """Of every tile some places: where they are, by the tiles' shapes alone.
+
+    What there is to know of each tile is on the device from the first step on; what
+    there is to know of each place is computed there.
+    """
 
     def __init__(self, grids: Sequence[Grid], density: float) -> None:
-        self.grids = grids
-        self._kept = [grid.kept(density) for grid in grids]
-        self._count = sum(int(kept.sum()) for kept in self._kept)
+        kept = [grid.kept(density) for grid in grids]
+        self._most = [int(of_grid.max()) for of_grid in kept]
+        self._table = _table(grids, kept, self._most)
+        self._tables: dict[torch.device, dict[str, Tensor]] = {}
+        self._count = sum(int(of_grid.sum()) for of_grid in kept)
 
     def __len__(self) -> int:
         return self._count
@@ -117,45 +123,71 @@ class Places:
         `tiles` are magnitudes, grid by grid; what is no element is negative. NaN is
         largest.
         """
-        found = []
-        for sizes, kept in zip(tiles, self._kept, strict=True):
-            most = int(kept.max())
-            places = torch.topk(sizes, most, dim=1).indices.to(torch.int32).flatten()
-            if int(kept.min()) < most:
-                there = (
-                    torch.arange(most, dtype=torch.int64, device="cpu") < kept[:, None]
-                )
-                places = places.index_select(
-                    0, there.flatten().nonzero().squeeze(1).to(places.device)
-                )
-            found.append(places)
-        return torch.cat(found)
+        pairs = zip(tiles, self._most, strict=True)
+        found = [torch.topk(sizes, most, dim=1).indices for sizes, most in pairs]
+        places = torch.cat([of_grid.to(torch.int32).flatten() for of_grid in found])
+        if len(places) == len(self):
+            return places
+        [shift] = self._of_each(["shift"], places.device)
+        at = torch.arange(len(self), dtype=torch.int64, device=places.device)
+        return places.index_select(0, at + shift)
 
     def in_bucket(self, places: Tensor, n: int) -> Tensor:
         """Where places [..., entries] are in a bucket of n elements."""
-        first, columns, width = self._tiles.to(places.device, index_dtype(n)).unbind()
+        found = self._of_each(["first", "columns", "width"], places.device)
+        first, columns, width = (x.to(index_dtype(n)) for x in found)
         down = torch.div(places, width, rounding_mode="floor")
         return first + down * columns + (places - down * width)
 
-    @cached_property
-    def _tiles(self) -> Tensor:
-        """Where each entry's tile begins, the matrix's columns and the tile's."""
-        found = []
-        for grid, kept in zip(self.grids, self._kept, strict=True):
-            (height, width), (_, across) = grid.shape, grid.tiles
-            tile = torch.arange(len(kept), dtype=torch.int64, device="cpu")
-            row, column = tile // across * height, tile % across * width
-            first = grid.begin + row * grid.columns + column
-            widths = (torch.full_like(tile, w) for w in (grid.columns, width))
-            found.append(torch.stack([first, *widths]).repeat_interleave(kept, 1))
-        return torch.cat(found, 1)
-
     def in_tiles(self, places: Tensor) -> Tensor:
         """Where places [..., entries] are in all grids' tiles, one after the other."""
-        pairs = zip(self.grids, self._kept, strict=True)
-        sizes = torch.cat([torch.full_like(k, prod(grid.shape)) for grid, k in pairs])
-        firsts = (sizes.cumsum(0) - sizes).repeat_interleave(torch.cat(self._kept))
-        return firsts.to(places.device) + places
+        [before] = self._of_each(["before"], places.device)
+        return before + places
+
+    def _of_each(self, names: Sequence[str], device: torch.device) -> list[Tensor]:
+        """What there is to know of the tile of each entry."""
+        table = self._tables.get(device)
+        if table is None:
+            # Waited for, once: later steps may be in another stream.
+            table = {name: x.to(device) for name, x in self._table.items()}
+            self._tables = {device: table}  # of one device: they follow the bucket
+        numbers = torch.arange(len(table["kept"]), dtype=torch.int64, device=device)
+        tile = numbers.repeat_interleave(table["kept"], output_size=len(self))
+        return [table[name].index_select(0, tile) for name in names]
+
+
+def _table(
+    grids: Sequence[Grid], kept: Sequence[Tensor], most: Sequence[int]
+) -> dict[str, Tensor]:
+    """Of every tile (int64, on the CPU): how many entries it gives; where it begins in
+    the bucket; the columns of its matrix, and its own; the elements of all tiles before
+    it; and how far its entries are further ahead where every tile of a grid gives as
+    many as the fullest."""
+    found: dict[str, list[Tensor]] = {}
+    for grid, of_grid, full in zip(grids, kept, most, strict=True):
+        (height, width), (_, across) = grid.shape, grid.tiles
+        tile = torch.arange(len(of_grid), dtype=torch.int64, device="cpu")
+        row, column = tile // across * height, tile % across * width
+        own = {
+            "kept": of_grid,
+            "first": grid.begin + row * grid.columns + column,
+            "columns": torch.full_like(tile, grid.columns),
+            "width": torch.full_like(tile, width),
+            "before": torch.full_like(tile, prod(grid.shape)),
+            "shift": full - of_grid,
+        }
+        for name, numbers in own.items():
+            found.setdefault(name, []).append(numbers)
+    table = {name: torch.cat(numbers) for name, numbers in found.items()}
+    for name in ("before", "shift"):
+        table[name] = table[name].cumsum(0) - table[name]
+    return table
+
+
+@lru_cache(maxsize=64)  # buckets of a model, say
+def places_of(grids: tuple[Grid, ...], density: float) -> Places:
+    """The places of these grids, as they are in every step."""
+    return Places(grids, density)
 
 
 def length(count: int, codec: Codec) -> int:

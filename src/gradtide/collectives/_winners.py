@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradtide.collectives._balance import Curve, curve_ranks, shares
 from gradtide.collectives._entries import Entries, Steps, tell
+from gradtide.core.numbers import on_device
 from gradtide.core.ops import Group, ToHost
 from gradtide.selectors.kernels import entries
 
@@ -46,7 +47,7 @@ def rank_sums(
     # are sorted ten times as fast.
     ranked, order = magnitudes.view(_BITS[magnitudes.itemsize]).sort()
     levels = _sample(ranked.view(magnitudes.dtype))
-    head = levels.new_tensor([len(looked_at), received])
+    head = on_device([len(looked_at), received], levels.dtype, levels.device)
     told = yield from tell(torch.cat([head, levels]), group)
     told = yield ToHost(told)
     rows = told.tolist()
@@ -80,10 +81,9 @@ def _candidates(values: Tensor, known: Tensor | None, least: int) -> Entries:
 def _sample(ranked: Tensor) -> Tensor:
     """Levels (log2, float64) of ascending magnitudes at their `curve_ranks`."""
     count = len(ranked)
-    at = torch.tensor(
-        [count - rank for rank in curve_ranks(count)], dtype=torch.int64, device="cpu"
-    )
+    places = [count - rank for rank in curve_ranks(count)]
     if not count:
-        return ranked.new_zeros(len(at), dtype=torch.float64)
-    levels = ranked.index_select(0, at.to(ranked.device)).double().log2()
+        return ranked.new_zeros(len(places), dtype=torch.float64)
+    at = on_device(places, torch.int64, ranked.device)
+    levels = ranked.index_select(0, at).double().log2()
     return levels.nan_to_num(LARGEST, LARGEST)

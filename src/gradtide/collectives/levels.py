@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradtide.core.levels import Hosts, Levels, levels_of
+from gradtide.core.numbers import on_device
 from gradtide.core.ops import (
     AllGather,
     Flow,
@@ -146,7 +147,7 @@ def _gather_entries(
     None, on all of them, where any has no sparse mean, or there are too many entries.
     """
     found = -1 if where is None else len(where)
-    count = torch.tensor([found], device=mean.device, dtype=torch.int64)
+    count = on_device([found], torch.int64, mean.device)
     gathered: Tensor = yield levels.inside(AllGather(count))
     counts: list[int] = (yield ToHost(gathered)).flatten().tolist()
     if where is None or min(counts) < 0 or FEW * sum(counts) > payload.flat.numel():

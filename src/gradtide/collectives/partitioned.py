@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +13,13 @@ from torch import Tensor
 from gradtide.collectives._entries import Steps, check, kept
 from gradtide.collectives._indices import HEAD, gather_indices
 from gradtide.collectives.dense import Dense, averaged
-from gradtide.collectives.partitions import Even, Partition, Plan, Report
+from gradtide.collectives.partitions import Even, Partition, Plan
+from gradtide.core.numbers import on_device
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload, Traits, next_step
+from gradtide.selectors import kernels
 from gradtide.selectors.follow import estimate
-from gradtide.selectors.kernels import above, everything, index_dtype, top
+from gradtide.selectors.kernels import everything, index_dtype
 from gradtide.wire import Wire, codec_of
 
 SMALL = 4096  # elements: up to here torch.topk is as fast as a threshold
@@ -99,14 +103,16 @@ class PartitionedTopK(Traits):
         if len(thresholds) != len(plan.quotas):
             thresholds = [math.nan] * len(plan.quotas)
         bins = [plan.bins[(turn + rank) % group.size] for rank in range(group.size)]
-        found, reports = [], []
-        for s in bins[group.rank]:
-            segment = scores[plan.edges[s] : plan.edges[s + 1]]
-            norm = self.partition.measure(segment)
-            where, threshold = pick(segment, plan.quotas[s], thresholds[s], turn)
-            found.append(where)
-            reports.append(Report(len(where), threshold, norm))
-        told = gather_indices(found, reports, plan, bins, payload.flat.device, group)
+        own = bins[group.rank]
+        segments = [scores[plan.edges[s] : plan.edges[s + 1]] for s in own]
+        sought = [(plan.quotas[s], thresholds[s]) for s in own]
+        found, following = pick(segments, sought, turn)
+        norms = [self.partition.measure(segment) for segment in segments]
+        both = [
+            torch.stack([threshold.float(), norm.float()])
+            for threshold, norm in zip(following, norms, strict=True)
+        ]
+        told = gather_indices(found, both, plan, bins, payload.flat.device, group)
         rows, everybody = yield from told
         payload.state["thresholds"] = torch.tensor(
             [r.threshold for r in everybody], dtype=torch.float32, device="cpu"
@@ -121,9 +127,9 @@ def _take_due(
 ) -> Tensor:
     """The entries at `union` that count as much here as where they were found, taken
     out; and zeros for the others, which stay."""
-    ends = torch.tensor(plan.edges[1:], dtype=union.dtype, device="cpu")
-    segment = torch.bucketize(union, ends.to(union.device), right=True)
-    thresholds = payload.state["thresholds"].to(scores)
+    ends = on_device(plan.edges[1:], union.dtype, union.device)
+    segment = torch.bucketize(union, ends, right=True)
+    thresholds = payload.state["thresholds"].to(scores, non_blocking=True)
     # Not where there is no threshold yet: NaN.
     small = scores.index_select(0, union).abs() < thresholds.index_select(0, segment)
     due = (~small).nonzero().squeeze(1)
@@ -142,54 +148,86 @@ def pays(n: int, k: int, size: int, width: float = 4) -> bool:
     return size > 1 and 2 * width * (n - k) > 2 * k + size * (HEAD + 8)
 
 
-def pick(x: Tensor, quota: int, threshold: float, seed: int) -> tuple[Tensor, float]:
-    """The `quota` largest of |x| (1-D), and a threshold to find them by the next time.
+def pick(
+    segments: Sequence[Tensor], sought: Sequence[tuple[int, float]], seed: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The largest of every segment (1-D), and thresholds to find them by the next time.
 
-    Sorted indices (int32). `threshold` (NaN if unknown) says what to look at; it should
-    leave a quarter more than `quota`, and 0 leaves all that is not zero. NaN counts as
-    largest. `seed` is that of the sample for a threshold that does not fit.
+    Sorted indices (int32), and numbers on the device. `sought` are how many to find of
+    each (quota), and a threshold (NaN if unknown) that says what to look at; it should
+    leave a quarter more, and 0 leaves all that is not zero. NaN counts as largest.
+    `seed` is that of the sample for a threshold that does not fit.
+
+    While thresholds fit, the host waits for the device once, for all segments.
     """
+    pairs = zip(segments, sought, strict=True)
+    looks = [_look(x, quota, threshold, seed) for x, (quota, threshold) in pairs]
+    if not looks:
+        return [], []
+    numbers = torch.stack([look.number for look in looks]).tolist()
+    found = [look.take(number) for look, number in zip(looks, numbers, strict=True)]
+    return [where for where, _ in found], [threshold for _, threshold in found]
+
+
+class _Look(NamedTuple):
+    """A segment that was looked through: `take` wants the number that was seen."""
+
+    number: Tensor
+    take: Callable[[int], tuple[Tensor, Tensor]]
+
+
+def _look(x: Tensor, quota: int, threshold: float, seed: int) -> _Look:
     spare = quota + quota // 4 + 1
-    if quota == 0:
-        return x.new_empty(0, dtype=index_dtype(len(x))), threshold
-    if quota == len(x):
-        return everything(x), threshold
+    if quota in (0, len(x)):
+        every, same = everything(x[:quota]), x.new_full((), threshold)
+        return _Look(_none(x), lambda _: (every, same))
     if len(x) <= max(SMALL, spare):
         return _exactly(x, quota, min(spare, len(x)))
     limit = 4 * spare
-    found = above(x, threshold, limit) if threshold >= 0 else None
-    if found is None or not _fits(len(found), quota, limit, threshold):
-        threshold, _ = estimate(x, spare, SAMPLE, seed)
-        found = above(x, threshold, limit)
-        if not _fits(len(found), quota, limit, threshold):
-            return _exactly(x, quota, spare)
-    size = x.index_select(0, found).abs()  # faster than brackets
-    following = _next(size, spare, threshold)
-    if len(found) > quota:
-        found = found[top(size, quota)]
-    return found, following
+    scan = kernels.scan(x, threshold, limit) if threshold >= 0 else None
+
+    def take(number: int) -> tuple[Tensor, Tensor]:
+        if scan is not None and _fits(number, quota, limit, threshold):
+            found, known = scan.gather(number), threshold
+        else:
+            known, _ = estimate(x, spare, SAMPLE, seed)
+            found = kernels.above(x, known, limit)
+            if not _fits(len(found), quota, limit, known):
+                look = _exactly(x, quota, spare)
+                return look.take(int(look.number))
+        size = x.index_select(0, found).abs()  # faster than brackets
+        following = _next(size, spare, known)
+        if len(found) > quota:
+            found = kernels.top(found, size, quota)
+        return found, following
+
+    return _Look(_none(x) if scan is None else scan.number, take)
+
+
+def _none(x: Tensor) -> Tensor:
+    return x.new_zeros((), dtype=torch.int64)
 
 
 def _fits(found: int, quota: int, limit: int, threshold: float) -> bool:
     return (found >= quota or threshold == 0) and found < limit
 
 
-def _exactly(x: Tensor, quota: int, spare: int) -> tuple[Tensor, float]:
+def _exactly(x: Tensor, quota: int, spare: int) -> _Look:
     values, largest = torch.topk(x.abs(), spare)
-    where = largest[:quota].sort().values.to(index_dtype(len(x)))
-    kept = where if values[quota - 1] != 0 else where[x[where] != 0]
-    return kept, float(values[-1])
+
+    def take(number: int) -> tuple[Tensor, Tensor]:
+        return largest[:number].sort().values.to(index_dtype(len(x))), values[-1]
+
+    return _Look((values[:quota] != 0).sum(), take)
 
 
-def _next(size: Tensor, spare: int, threshold: float) -> float:
+def _next(size: Tensor, spare: int, threshold: float) -> Tensor:
     """The threshold, moved half the way to where `spare` entries would be above it.
 
     The tail's slope is Hill's: the mean of log(size / threshold).
     """
     if threshold == 0:
-        return 0.0 if len(size) <= spare else math.nan
-    slope = float(size.log().mean()) - math.log(threshold)
-    if not math.isfinite(slope):
-        return threshold
-    move = 0.5 * slope * math.log(len(size) / spare)
-    return threshold * math.exp(min(max(move, -1.0), 1.0))
+        return size.new_full((), 0.0 if len(size) <= spare else math.nan)
+    slope = size.log().mean().double() - math.log(threshold)
+    move = (slope * (0.5 * math.log(len(size) / spare))).clamp_(-1.0, 1.0)
+    return move.where(slope.isfinite(), move.new_zeros(())).exp_() * threshold

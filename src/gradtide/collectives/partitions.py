@@ -42,9 +42,9 @@ class Partition(Protocol):
 
     def plan(self, payload: Payload, k: int, size: int, turn: int) -> Plan: ...
 
-    def measure(self, segment: Tensor) -> float:
-        """What is to be told of a segment, as its norm."""
-        return 0.0
+    def measure(self, segment: Tensor) -> Tensor:
+        """What is to be told of a segment, as its norm: a number on its device."""
+        return segment.new_zeros(())
 
     def learn(self, payload: Payload, plan: Plan, reports: Sequence[Report]) -> None:
         """Remember what the next plan goes by."""

@@ -61,7 +61,7 @@ class TiledTopK(Traits):
     def reduce(self, payload: Payload, group: Group) -> Flow:
         flat, codec = payload.flat, codec_of(self.wire, payload.flat.dtype)
         grids = _tiles.grids_of(payload)
-        chosen = _tiles.Places(grids, self.density)
+        chosen = _tiles.places_of(grids, self.density)
         nbytes = (group.size - 1) * _tiles.length(len(chosen), codec)
         if not pays(nbytes, len(flat), group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))

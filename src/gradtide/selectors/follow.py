@@ -29,6 +29,7 @@ def follow(x: Tensor, k: int, memory: Tensor, gain: float, hits: int) -> Tensor:
 
     One pass over memory while the count stays within the band or slightly above, and
     one more with a sample of about `hits` entries above the threshold when it does not.
+    For each of the passes, and for a sample, the host waits for a GPU once.
     """
     threshold, velocity, slope, calls = memory.tolist()
     seed, limit = int(calls), 2 * k + 16
@@ -84,7 +85,7 @@ def estimate(x: Tensor, k: int, hits: int, seed: int) -> tuple[float, float]:
     rank = min(max(1, round(size * k / n)), size - 1)
     further = min(size, 2 * rank)
     top = torch.topk(x.abs().nan_to_num_(math.inf, math.inf), further).values
-    last, beyond, low = top[[rank - 1, rank, further - 1]].tolist()
+    last, beyond, low = torch.stack([top[rank - 1], top[rank], top[-1]]).tolist()
     threshold = math.sqrt(last) * math.sqrt(beyond) if beyond < last else last
     if not 0 < low < last < math.inf:
         return threshold, STEEP

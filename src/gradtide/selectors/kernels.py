@@ -1,18 +1,20 @@
 """Passes over a bucket that selectors make, on every device.
 
-Selectors know nothing of devices: a kernel for another one is a branch of `above`.
+Selectors know nothing of devices: kernels for another one are a branch of `scan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradtide.core.kernels import Kernels
+from gradtide.core.kernels import TRITON, Kernels
+from gradtide.core.unproven import warn_unproven
 
 CHUNK = 1 << 16  # elements whose temporaries stay in a core's cache
 BITS: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.float64: np.int64}
@@ -29,6 +31,31 @@ KERNELS = Kernels(
     "selection of entries",
     "entries are selected by numpy, which takes three to four times as long",
 )
+
+
+def _load_triton() -> Any:
+    import gradtide.selectors.triton_kernels as triton_kernels
+
+    return triton_kernels
+
+
+GPU = Kernels(
+    _load_triton,
+    "selection of entries",
+    "entries are selected by torch, which takes several passes",
+    TRITON,
+)
+
+
+class Scan(NamedTuple):
+    """Entries that were looked for: on a GPU only the device knows yet how many.
+
+    Who reads `number` waits for it. `gather` is then called with it, and returns the
+    indices; given a tensor of so many values, it writes those there.
+    """
+
+    number: Tensor
+    gather: Callable[..., Tensor]
 
 
 def index_dtype(n: int) -> torch.dtype:
@@ -48,16 +75,16 @@ def largest(x: Tensor, k: int, found: Tensor) -> Tensor:
     """
     if len(found) <= k:
         return found
-    return found[top(x.index_select(0, found).abs(), k)]
+    return top(found, x.index_select(0, found).abs(), k)
 
 
-def top(sizes: Tensor, k: int) -> Tensor:
-    """Where (bool) the `k` largest are: as a mask, which keeps the order of indices.
-
-    A sort of indices takes longer than all the rest.
-    """
+def top(found: Tensor, sizes: Tensor, k: int) -> Tensor:
+    """Those of the indices `found` (sorted) whose sizes are the `k` largest, sorted."""
     best = torch.topk(sizes, k, sorted=False).indices
-    return torch.zeros_like(sizes, dtype=torch.bool).index_fill_(0, best, True)
+    if found.device.type != "cpu":
+        return found.index_select(0, best).sort().values  # a mask would be waited for
+    # As a mask, which keeps the order: a sort takes longer than all the rest.
+    return found[torch.zeros_like(sizes, dtype=torch.bool).index_fill_(0, best, True)]
 
 
 def above(x: Tensor, threshold: float, limit: int) -> Tensor:
@@ -65,25 +92,31 @@ def above(x: Tensor, threshold: float, limit: int) -> Tensor:
 
     The first `limit` sorted indices (1-D, int32) into `x` (1-D, contiguous); a negative
     threshold finds everything. One pass over memory, and nothing as long as `x` is
-    allocated.
+    allocated. On a GPU the host waits once.
     """
-    if x.device.type == "cuda":
-        # Here: it takes long to import, and imports this module.
-        from gradtide.core.unproven import warn_unproven
-        from gradtide.selectors import triton_kernels
+    found = scan(x, threshold, limit)
+    return found.gather(int(found.number))
 
-        if triton_kernels.AVAILABLE:
-            warn_unproven(
-                "gradtide's selection of entries by Triton kernels",
-                "the indices they find on hardware (in Triton's interpreter they are "
-                "tested), and their speed",
-            )
-            return triton_kernels.above(x, threshold, limit)
+
+def scan(x: Tensor, threshold: float, limit: int) -> Scan:
+    """`above` in two halves, so that several may be under way at once."""
+    module = GPU.module() if x.device.type == "cuda" and x.numel() else None
+    if module is not None:
+        warn_unproven(
+            "gradtide's selection of entries by Triton kernels",
+            "the indices they find on hardware (in Triton's interpreter they are "
+            "tested), and their speed",
+        )
+        return module.scan(x, threshold, limit)  # type: ignore[no-any-return]
     if x.device.type != "cpu" or x.numel() >= 1 << 31:
-        return _nonzero(x, threshold)[:limit].to(index_dtype(x.numel()))
-    if x.dtype in BITS:
-        return _scan(x, threshold, limit)
-    return _in_chunks(lambda begin, end: _nonzero(x[begin:end], threshold), x, limit)
+        found = _nonzero(x, threshold)[:limit].to(index_dtype(x.numel()))
+    elif x.dtype in BITS:
+        found = _scan(x, threshold, limit)
+    else:
+        large = lambda begin, end: _nonzero(x[begin:end], threshold)  # noqa: E731
+        found = _in_chunks(large, x, limit)
+    number = x.new_full((), len(found), dtype=torch.int64)
+    return Scan(number, partial(_found, x, found))
 
 
 def entries(x: Tensor, threshold: float, limit: int) -> tuple[Tensor, Tensor]:
@@ -93,8 +126,19 @@ def entries(x: Tensor, threshold: float, limit: int) -> tuple[Tensor, Tensor]:
         values = torch.empty(min(limit, x.numel()), dtype=x.dtype, device="cpu")
         found = _scan(x, threshold, limit, values)
         return found, values[: len(found)]
-    found = above(x, threshold, limit)
-    return found, x.index_select(0, found)
+    seen = scan(x, threshold, limit)
+    count = int(seen.number)
+    values = x.new_empty(count)
+    return seen.gather(count, values), values
+
+
+def _found(
+    x: Tensor, found: Tensor, count: int, values: Tensor | None = None
+) -> Tensor:
+    """What `Scan.gather` returns where everything is known."""
+    if values is not None:
+        torch.index_select(x, 0, found, out=values)
+    return found
 
 
 def _scan(
@@ -148,7 +192,15 @@ def _compact() -> Callable[..., int] | None:
 def prepare(dtype: torch.dtype, device: torch.device) -> None:
     """Have ready what finds entries of such tensors."""
     if device.type == "cuda":
-        from gradtide.selectors import triton_kernels  # noqa: F401
+        wide = torch.promote_types(dtype, torch.float32)
+        x = torch.zeros(33, dtype=wide, device=device)
+
+        def all_of_them(_: Any) -> None:
+            for part in (x[:32], x[1:], x):  # Triton has kernels for what is aligned
+                above(part, -1.0, 32)
+                entries(part, -1.0, 32)
+
+        GPU.prepare(wide, all_of_them)
     if device.type != "cpu":
         return
     # Scores of half precision are single (Payload.selection_scores).

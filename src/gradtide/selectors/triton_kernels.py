@@ -4,63 +4,58 @@
 many were selected before it. Waiting for that inside the kernel needs blocks that spin;
 a second pass reads the bucket again. Instead, `_mark` leaves one bit for each element
 and the number of ones of each block, and `_compact` works on these alone. For n
-elements of four bytes, 4 n bytes are read, and n / 4 for writing and reading the bits.
-
-Without Triton (`AVAILABLE` is false) nothing here can be called. Kernels run on the
-current device.
+elements of four bytes, 4 n bytes are read, and n / 4 for writing and reading the bits:
+a little more than half of what a copy moves. Of what is selected, `_compact` writes 4
+bytes an entry, and with values 4 more, for each of which it reads 32, as memory is
+read: at 1 % 0.4 n.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from gradtide.selectors.kernels import index_dtype
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch for a GPU brings it along; others do well without it
-    AVAILABLE = False
-else:
-    AVAILABLE = True
+from gradtide.core.kernels import on_device_of
+from gradtide.selectors.kernels import Scan, index_dtype
 
 BLOCK = 4096  # elements of a program
 # Fused multiply-adds change nothing here, and leaving them open warns since Triton 3.9.
 _LAUNCH = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
 
-def _kernel(function: Callable[..., None]) -> Any:
-    return triton.jit(function) if AVAILABLE else function
+def scan(x: Tensor, threshold: float, limit: int) -> Scan:
+    """Look for the first `limit` entries with not(|x| <= threshold).
 
-
-def above(x: Tensor, threshold: float, limit: int) -> Tensor:
-    """Sorted indices of the first `limit` entries with not(|x| <= threshold).
-
-    `x` is 1-D and contiguous, n >= 1. NaN counts as large. Waits for the device once,
-    to learn how many there are.
+    `x` is 1-D and contiguous, n >= 1. NaN counts as large. Nothing waits for the
+    device, but who reads how many there are.
     """
     assert x.is_contiguous()
     blocks = triton.cdiv(x.numel(), BLOCK)
     bits = x.new_empty(blocks * BLOCK // 32, dtype=torch.int32)
     counts = x.new_empty(blocks, dtype=torch.int32)
     bound = x.new_full((), threshold, dtype=torch.promote_types(x.dtype, torch.float32))
-    _mark[(blocks,)](x, bound, bits, counts, x.numel(), **_LAUNCH)
+    with on_device_of(x):
+        _mark[(blocks,)](x, bound, bits, counts, x.numel(), **_LAUNCH)
     ends = counts.cumsum(0, dtype=index_dtype(x.numel()))
-    count = min(int(ends[-1]), limit)
-    indices = torch.empty(count, dtype=ends.dtype, device=x.device)
-    if count:
-        _compact[(len(ends),)](bits, ends, indices, count, **_LAUNCH)
-    return indices
+
+    def gather(count: int, values: Tensor | None = None) -> Tensor:
+        indices = torch.empty(count, dtype=ends.dtype, device=x.device)
+        if count:
+            own = x[:0] if values is None else values
+            with on_device_of(x):
+                _compact[(len(ends),)](
+                    *(bits, ends, x, indices, own, count, values is not None), **_LAUNCH
+                )
+        return indices
+
+    return Scan(ends[-1].clamp(max=limit), gather)
 
 
-@_kernel
-def _mark(  # type: ignore[no-untyped-def]
-    flat, threshold, bits, counts, n, BLOCK: tl.constexpr
-):
+@triton.jit
+def _mark(flat, threshold, bits, counts, n, BLOCK: tl.constexpr):
     """A bit for each element above the threshold."""
     block = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, BLOCK // 32)
@@ -74,11 +69,18 @@ def _mark(  # type: ignore[no-untyped-def]
     tl.store(counts + block, tl.sum(tl.sum(large, 1), 0))
 
 
-@_kernel
-def _compact(  # type: ignore[no-untyped-def]
-    bits, ends, indices, capacity, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["capacity"])
+def _compact(
+    bits,
+    ends,
+    flat,
+    indices,
+    values,
+    capacity,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Indices of marked entries to their places, as far as there is room."""
+    """Marked entries to their places, as far as there is room."""
     block = tl.program_id(0).to(tl.int64)
     begin = tl.load(ends + block - 1, mask=block > 0, other=0)
     if (begin < capacity) & (begin < tl.load(ends + block)):
@@ -93,3 +95,5 @@ def _compact(  # type: ignore[no-untyped-def]
         at = block * BLOCK + word[:, None] * 32 + lane[None, :]
         mine = (ones == 1) & (place < capacity)
         tl.store(indices + place, at, mask=mine)
+        if VALUES:
+            tl.store(values + place, tl.load(flat + at, mask=mine), mask=mine)

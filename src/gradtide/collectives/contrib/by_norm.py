@@ -37,8 +37,9 @@ class ByNorm(Partition):
         work = [n + ENTRY * q for n, q in zip(lengths, quotas, strict=True)]
         return Plan(edges, quotas, deal(work, size))
 
-    def measure(self, segment: Tensor) -> float:
-        return float(torch.linalg.vector_norm(segment))
+    def measure(self, segment: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(segment)
+        return norm
 
     def learn(self, payload: Payload, plan: Plan, reports: Sequence[Report]) -> None:
         norms = [r.norm if isfinite(r.norm) else 0.0 for r in reports]

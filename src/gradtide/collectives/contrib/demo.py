@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class DeMo(Traits):
     def reduce(self, payload: Payload, group: Group) -> Flow:
         flat, codec = payload.flat, codec_of(self.wire, payload.flat.dtype)
         grids = _tiles.grids_of(payload)
-        chosen = _tiles.Places(grids, self.kept / SIDE**2)
+        chosen = _tiles.places_of(grids, self.kept / SIDE**2)
         nbytes = (group.size - 1) * _tiles.length(len(chosen), codec)
         if not pays(nbytes, len(flat), group.size, codec):
             return (yield from Dense(self.wire).reduce(payload, group))
@@ -126,16 +127,17 @@ def _each(
 def _turned(tiles: Tensor, grid: Grid, back: bool) -> Tensor:
     """Tiles [number, elements] as coefficients, or these as tiles."""
     height, width = grid.shape
-    left, right = _cosines(height, tiles), _cosines(width, tiles)
+    left, right = (_cosines(n, tiles.dtype, tiles.device) for n in grid.shape)
     if back:
         left, right = left.T, right.T
     x = tiles.view(-1, height, width)
     return (left @ x @ right.T).flatten(1)
 
 
-def _cosines(n: int, like: Tensor) -> Tensor:
+@lru_cache(maxsize=256)
+def _cosines(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The orthonormal matrix of the DCT-II: a row for each frequency."""
     k = torch.arange(n, dtype=torch.float64, device="cpu")
     rows = torch.cos(math.pi / n * k[:, None] * (k + 0.5)) * math.sqrt(2 / n)
     rows[0] /= math.sqrt(2)
-    return rows.to(like)
+    return rows.to(dtype).to(device)
