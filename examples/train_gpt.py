@@ -2,6 +2,7 @@
 
 On a laptop:    torchrun --nproc-per-node 2 examples/train_gpt.py --scheme dear
 On many hosts:  the same script, with torchrun's --nnodes and --rdzv-endpoint.
+On GPUs:        --device cuda; where ranks share one, --backend gloo as well.
 
 The text is Python's own standard library, so that nothing has to be downloaded.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sysconfig
 from pathlib import Path
 
@@ -39,8 +41,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        x = self.token(tokens) + self.position(torch.arange(length))
+        where = torch.arange(length, device=tokens.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device)
+        x = self.token(tokens) + self.position(where)
         logits: Tensor = self.head(self.layers(x, mask=mask, is_causal=True))
         return logits
 
@@ -60,8 +63,18 @@ def batch(data: Tensor, size: int, rng: torch.Generator) -> tuple[Tensor, Tensor
 
 
 def loss_of(model: nn.Module, pieces: tuple[Tensor, Tensor]) -> Tensor:
-    x, y = pieces
+    device = next(model.parameters()).device
+    x, y = (part.to(device) for part in pieces)
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def own_device(kind: str) -> torch.device:
+    """This rank's device of a kind, from now on the current one."""
+    if kind == "cpu":
+        return torch.device(kind)
+    index = int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
 
 
 def main() -> None:
@@ -70,15 +83,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=6)
     parser.add_argument("--checkpoint", default="gpt.pt")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--backend", help="of torch.distributed, if not torch's choice")
     args = parser.parse_args()
 
-    dist.init_process_group("gloo")
+    device = own_device(args.device)
+    dist.init_process_group(args.backend or ("gloo" if args.device == "cpu" else None))
     rank = dist.get_rank()
     torch.manual_seed(0)
     data = text()
     train, held_out = data[: -len(data) // 20], data[-len(data) // 20 :]
     own = torch.Generator().manual_seed(1 + rank)  # this rank's pieces of the text
-    model = GPT()
+    model = GPT().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, 1.0, WARM_UP)
 

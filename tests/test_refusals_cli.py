@@ -197,7 +197,7 @@ def test_refused(words: str, said: str) -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
-@pytest.mark.parametrize("words", [SELECTION, NETWORK])
+@pytest.mark.parametrize("words", [SELECTION, NETWORK, COMPARE, RACE])
 def test_an_accelerator_that_is_not_there(words: str) -> None:
     refused(f"{words} --device cuda", "--device cuda")
 

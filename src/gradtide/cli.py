@@ -156,6 +156,7 @@ def compare(
     step_ms: options.StepMs = None,
     trace: options.Times = None,
     seed: Seed = 0,
+    device: options.Device = "cpu",
 ) -> None:
     """Train the same model with each scheme in turn, and show where the time goes.
 
@@ -173,6 +174,7 @@ def compare(
             local_rate=options.local_bits(local_rate),
             step_ms=step_ms,
             trace=trace and trace.absolute(),
+            device=device,
         )
         lab_report.compare(spec, out, sys.argv, rank)
 
@@ -198,6 +200,7 @@ def race(
     seconds: Annotated[float, Option(help="Of training for each scheme.")] = 60.0,
     every: Annotated[int, Option(help="Steps between two looks at the loss.")] = 20,
     seed: Seed = 0,
+    device: options.Device = "cpu",
     target: Annotated[
         str, Option(help="Whose lowest loss all race to. Without: the first's.")
     ] = "",
@@ -227,12 +230,16 @@ def race(
         names = split_schemes(schemes)
         inside = options.local_bits(local_rate)
         how = names, workload, *there, seconds, every
-        spec = RaceSpec(*how, seed=seed, local_rate=inside, target=target)
+        spec = RaceSpec(
+            *how, seed=seed, local_rate=inside, target=target, device=device
+        )
         if not script:
             lab_race.race(spec, out, sys.argv, rank, resume)
             return
         if rank is not None:
             raise ValueError("a script is started here: leave out torchrun")
+        if device != "cpu":
+            raise ValueError("--device: a script says itself where it trains")
         pattern = lab_script.LOSS if loss is None else loss
         spec = replace(spec, workload=f"script:{' '.join(script)}")
         lab_script.race(spec, script, pattern, out, sys.argv, resume)

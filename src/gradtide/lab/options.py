@@ -21,7 +21,7 @@ LocalRate = Annotated[
     str | None, Option(help="Of what a host's ranks send each other, together.")
 ]
 Warmup = Annotated[int, Option(help="Steps before the first timed one.")]
-Device = Annotated[str, Option(help="Where gradients are: cpu or cuda.")]
+Device = Annotated[str, Option(help="Where tensors are: cpu or cuda.")]
 StepMs = Annotated[
     float | None, Option(help="Milliseconds of compute of a step; for a replay.")
 ]

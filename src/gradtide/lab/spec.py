@@ -13,6 +13,7 @@ from typing import Any
 from gradtide.core.fields import refuse
 from gradtide.lab import workloads
 from gradtide.lab.contestants import named
+from gradtide.lab.devices import check_device, own_device
 from gradtide.lab.race.standings import Point
 from gradtide.lab.workloads.own import is_own
 from gradtide.scheme import Scheme, undecided
@@ -38,6 +39,7 @@ class Place:
     # How long a step of a replay is.
     step_ms: float | None = field(default=None, kw_only=True)
     trace: Path | None = field(default=None, kw_only=True)
+    device: str = field(default="cpu", kw_only=True)
 
     @property
     def size(self) -> int:
@@ -53,12 +55,18 @@ class Place:
         }
         if self.local_rate is not None:
             found["local_rate_bits_per_s"] = self.local_rate
+        if self.device != "cpu":
+            found["device"] = self.device
         return found
 
     def build(self, rank: int) -> workloads.Workload:
         """A fresh copy of what is trained, as this rank sees it."""
         how = self.seed, self.step_ms, self.trace
-        return workloads.build(self.workload, rank, self.size, *how)
+        device = own_device(self.device)  # also for what a user's function makes
+        built = workloads.build(self.workload, rank, self.size, *how)
+        if not is_own(self.workload):
+            built.model.to(device)
+        return built
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,12 @@ def check_place(spec: Place) -> dict[str, Scheme | None]:
         "one rank has nobody to average with: use 2 or more": spec.size < 2,
     }
     refuse(wrong)
+    check_device(spec.device)
+    if spec.device != "cpu" and spec.workload in workloads.REPLAYED:
+        raise ValueError(
+            f"--device {spec.device}: {spec.workload} waits in place of computing, and "
+            "its gradients are on the CPU; choose a workload that really computes"
+        )
     return {name: named(name) for name in names}
 
 

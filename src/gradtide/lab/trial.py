@@ -9,7 +9,9 @@ does a step carry what a step costs. The time of a step runs from loop top to lo
 Where ranks step alone for rounds of several steps (`Schedule.every`), a block is made
 longer, to whole rounds, for only together do their steps carry what they cost.
 Bytes and CPU seconds are those of whole blocks, from barrier to after the flush,
-divided by all steps of the block: there the count is exact.
+divided by all steps of the block: there the count is exact. On a device the host waits
+for what is computed at the end of every phase, so that phases are those of the device,
+and for nothing that travels.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch import Tensor
 from gradtide.core.telemetry import Interval, Record, Telemetry
 from gradtide.kfac.stages import Stages
 from gradtide.lab.contestants import Contestant
+from gradtide.lab.devices import device_of, finish
 from gradtide.lab.job import Tell
 
 
@@ -86,6 +89,7 @@ class Runner:
     def __init__(self, contestant: Contestant, tell: Tell) -> None:
         self.contestant, self.tell = contestant, tell
         self.trial = Trial(contestant.name)
+        self._device = device_of(contestant.workload.model)
         make = contestant.workload.scheduler
         self.scheduler = make and make(contestant.workload.optimizer)
         self.next_step = 0
@@ -175,6 +179,7 @@ class Runner:
         return Step(begin, forward, backward, self._mark()), loss.detach()
 
     def _mark(self) -> Mark:
+        finish(self._device)
         engine = self.contestant.engine
         waited = 0.0 if engine is None else engine.telemetry.exposed_seconds
         return Mark(time.perf_counter(), waited)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradtide.lab.contestants import Contestant, enter
+from gradtide.lab.devices import backend
 from gradtide.lab.job import Tell, gathered, joined, silent
 from gradtide.lab.record import Result
 from gradtide.lab.spec import Spec
@@ -29,7 +30,7 @@ def measure(spec: Spec, tell: Tell) -> Outcome | None:
 
     Expects torchrun's environment. Rank 0 tells after each step whose it was.
     """
-    with joined() as (rank, size):
+    with joined(backend(spec.device)) as (rank, size):
         contestants = [enter(name, spec.build(rank), size) for name in spec.schemes]
         if contestants[0].workload.waits is None:
             # Nobody to average with: the compute that the others are held against.

@@ -1,4 +1,4 @@
-"""What is measured on: whether it is there, and how many threads of it torch has."""
+"""How many threads torch has while something is measured."""
 
 from __future__ import annotations
 
@@ -25,26 +25,3 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def check_device(name: str) -> None:
-    """Raise ValueError unless this machine has the device, such as cpu or cuda:1.
-
-    Nothing is started on it.
-    """
-    remedy = "Use cpu, or cuda where torch finds one."
-    try:
-        asked = torch.device(name)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name}: {reason}. {remedy}") from None
-    if asked.type == "cpu":
-        return
-    found = None
-    if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-    if found is None or found.type != asked.type:
-        raise ValueError(f"--device {name}: torch finds no such device here. {remedy}")
-    count = torch.accelerator.device_count()
-    if (asked.index or 0) >= count:
-        raise ValueError(f"--device {name}: there are {count}, from {asked.type}:0 on.")

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gradtide.lab.contestants import Contestant, enter
+from gradtide.lab.devices import backend
 from gradtide.lab.job import Tell, from_everybody, joined, silent
 from gradtide.lab.race.standings import Point
 from gradtide.lab.spec import RaceSpec
@@ -41,7 +42,7 @@ def run(spec: RaceSpec, tell: Tell) -> dict[str, list[Point]] | None:
     Expects torchrun's environment. Rank 0 tells after each lap who trained it, and for
     how many seconds all have.
     """
-    with joined() as (rank, size):
+    with joined(backend(spec.device)) as (rank, size):
         # Rank 0 alone may have the record of who has trained before.
         missing = [spec.missing]
         dist.broadcast_object_list(missing)

@@ -127,7 +127,7 @@ def resumed(spec: RaceSpec, path: Path) -> RaceSpec:
             f"--resume: {path} is no record of a race ({error!r}): give another --out"
         ) from None
     told = spec.told()
-    for name in told.keys() | found.keys() & {"local_rate_bits_per_s"}:
+    for name in told.keys() | found.keys() & {"local_rate_bits_per_s", "device"}:
         if found.get(name) != told.get(name):
             raise ValueError(
                 f"--resume: {path} is of a race with {name} {found.get(name)}, not "

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradtide.lab.devices import placed
+
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
@@ -38,7 +40,8 @@ class Workload:
 
     `batch` is a pure function of (seed, rank, step) and touches no global random
     state. `loss` and `evaluate` call the module that they are given, which may be
-    wrapped. Every rank calls `evaluate`: hooks on that module may communicate.
+    wrapped, where its parameters are. Every rank calls `evaluate`: hooks on that module
+    may communicate.
     """
 
     name: str
@@ -80,13 +83,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy of the model's logits; the last dimension is the classes."""
-    x, y = batch
+    x, y = placed(batch, model)
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
 def classification_scores(model: nn.Module, batch: Batch) -> dict[str, float]:
     """Loss and accuracy (0 to 1) on one batch, in evaluation mode."""
-    x, y = batch
+    x, y = placed(batch, model)
     with evaluating(model):
         logits = model(x)
     accuracy = (logits.argmax(-1) == y).double().mean()

@@ -7,7 +7,6 @@ Last, all ranks measure their processors together.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +17,13 @@ import torch.distributed as dist
 
 from gradtide.kfac.costs import InverseTime, time_inverses
 from gradtide.lab.cluster import Cluster
+from gradtide.lab.devices import backend, check_device, own_device
 from gradtide.lab.job import Tell, joined, on_every_rank, passed_on, silent
 from gradtide.planner.bench import Bench
 from gradtide.planner.cost import FREE
 from gradtide.planner.device import Device, Line
 from gradtide.planner.measure import HURRIED, SHARES, Row, finish, measure_link
 from gradtide.planner.network import Link, Network
-from gradtide.profile.device import check_device
 from gradtide.profile.network.overhead import with_overhead
 from gradtide.transport import connect
 
@@ -78,7 +77,7 @@ def among(plan: Plan, tell: Tell = silent) -> Found | None:
 
     `tell` is called on rank 0 with what comes next.
     """
-    with joined("gloo" if plan.device == "cpu" else None) as (rank, _):
+    with joined(backend(plan.device)) as (rank, _):
         found = measure(plan, silent if rank else tell)
     return None if rank else found
 
@@ -89,7 +88,7 @@ def measure(plan: Plan, tell: Tell = silent) -> Found:
     # The ranks of a single host are so many hosts: the network is what joins them.
     if hosts == 1:
         hosts, local = local, 1
-    device, budget = _device(plan), SHARES[0] * plan.seconds
+    device, budget = own_device(plan.device), SHARES[0] * plan.seconds
     rows: dict[str, list[Row]] = {}
     network = Network(hosts, local, FREE, rate=plan.rate)
     if local > 1:
@@ -159,11 +158,3 @@ def _product(device: torch.device, rows: int) -> float:
         (a @ a)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - begin)
     return median(seconds[1:])
-
-
-def _device(plan: Plan) -> torch.device:
-    device = torch.device(plan.device)
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device)
-    return device

@@ -18,8 +18,9 @@ import torch
 
 from gradtide.collectives._entries import length
 from gradtide.core.fields import refuse
+from gradtide.lab.devices import check_device
 from gradtide.lab.record import origin
-from gradtide.profile.device import check_device, check_threads, threads
+from gradtide.profile.device import check_threads, threads
 from gradtide.profile.selection.measure import (
     COPY,
     TOPK,
