@@ -28,7 +28,7 @@ import gradtide
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Broadcast
 from gradtide.core.step import Stage
-from gradtide.runtime import hooks
+from gradtide.runtime import buckets
 from tests.conftest import Product
 from tests.ranks import run_ranks
 
@@ -242,14 +242,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("size", "large"),
-    [(2, hooks.LARGE), (3, hooks.LARGE), (2, 1)],  # 1: all taken in at once
+    [(2, buckets.LARGE), (3, buckets.LARGE), (2, 1)],  # 1: all taken in at once
 )
 def test_models_that_ddp_users_have(size: int, large: int) -> None:
     run_ranks(size, _models, large)
 
 
 def _models(large: int) -> None:
-    hooks.LARGE = large  # type: ignore[attr-defined]  # in this rank's process only
+    buckets.LARGE = large  # type: ignore[attr-defined]  # in this rank's process only
     for name, (make, ddp_options) in MODELS.items():
         for label, scheme in SCHEMES.items():
             try:

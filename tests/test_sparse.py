@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.collectives import COLLECTIVES, Dense
-from gradtide.runtime import hooks
+from gradtide.runtime import buckets
 from gradtide.scheme import Scheme, parse
 from tests.conftest import Product
 from tests.ranks import run_ranks
@@ -129,8 +129,8 @@ def test_where_everything_travels_it_is_the_dense_mean() -> None:
 def test_gradients_may_be_taken_in_as_they_arrive(schedule: str) -> None:
     def run() -> list[list[float]]:
         trained = []
-        for large in (hooks.LARGE, 1):
-            hooks.LARGE = large  # type: ignore[attr-defined]
+        for large in (buckets.LARGE, 1):
+            buckets.LARGE = large  # type: ignore[attr-defined]
             for scheme in ("OkTopk", "PartitionedTopK", "TopKA2A"):
                 weights = train(named(scheme, 0.1, schedule), "sgd", 5, 2)
                 trained.append(weights.tolist())

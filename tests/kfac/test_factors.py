@@ -57,3 +57,19 @@ def test_what_is_not_finite_does_not_enter_the_average(
     spoiled[0, 2, :] = spoiled[0, :, 2] = bad
     average(curvature, spoiled, trace)
     assert torch.equal(curvature.running["A"], pack(good, torch.empty(10)))
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf, torch.nan])
+def test_a_device_decides_as_the_host_does(
+    bad: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curvature, other = curvature_of_inputs(), curvature_of_inputs()
+    for seed in range(3):
+        factor = definite(seed)
+        if seed == 1 and bad is not None:
+            factor[0, 2, :] = factor[0, :, 2] = bad
+        average(curvature, factor, 1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "is_cpu", False)
+            average(other, factor, 1.0)
+    assert torch.equal(curvature.running["A"], other.running["A"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradtide import replicate
 from gradtide.collectives import Dense
-from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
+from gradtide.runtime.buckets import LARGE, GradientBucket, Slot, copied_at_once
 
 
 @pytest.fixture(params=[1, 2])
@@ -185,3 +185,9 @@ def _steps(scheme: str | None) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]
     if scheme is not None:
         sync.flush()
         sync.remove()
+
+
+def test_only_a_cpu_copies_large_gradients_at_once() -> None:
+    for device, expected in (("cpu", True), ("meta", False)):
+        assert copied_at_once(torch.empty(LARGE, device=device)) is expected
+    assert not copied_at_once(torch.empty(LARGE - 1))

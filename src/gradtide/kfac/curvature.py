@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtide.core.devices import sent
 from gradtide.kfac import invert
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.invert import Eigen, Inverses
@@ -58,9 +59,9 @@ class Curvature:
         it, gradients are zero. `sums` (packed) has at least what this rank inverts.
         Nothing changes where nobody has both factors, or where one is not finite (a
         GradScaler that tries a scale): the square of what is not finite is on the
-        diagonal, so that the trace tells.
+        diagonal, so that the trace tells. `numbers` are on the host.
         """
-        told = numbers.cpu().view(len(KINDS), -1)
+        told = numbers.view(len(KINDS), -1)
         if not ((told[:, 0] > 0).all() and told.isfinite().all()):
             return
         rest, counts = 1 - self.config.decay, (float(told[0, 0]), float(size))
@@ -70,11 +71,17 @@ class Curvature:
                 mean = self.traces[kind].lerp(mean, rest)
             self.traces[kind] = mean
             if kind in self.running:
-                factor, old = sums[kind].div_(count), self.running[kind]
-                if not traces(factor, *self.layer.shape(kind)[:2]).isfinite().all():
-                    continue  # ranks' factors were, but not their sum
-                average = factor.clone() if old is None else old.lerp_(factor, rest)
-                self.running[kind] = average
+                self._enter(kind, sums[kind].div_(count), rest)
+
+    def _enter(self, kind: Kind, factor: Tensor, rest: float) -> None:
+        """Take a factor into its average, if it is finite: ranks' were, not the sum."""
+        old = self.running[kind]
+        finite = traces(factor, *self.layer.shape(kind)[:2]).isfinite().all()
+        if old is not None and not factor.is_cpu:  # and nothing waits for the device
+            old.lerp_(torch.where(finite, factor, old), rest)
+        elif finite:
+            average = factor.clone() if old is None else old.lerp_(factor, rest)
+            self.running[kind] = average
 
     # - Inverses -----------------------------------------------------------------------
 
@@ -94,7 +101,7 @@ class Curvature:
                 if self.config.form == "eigen":
                     self._fresh[kind] = invert.eigen(full, name)
                 else:
-                    added = damping.float().to(full.device)
+                    added = sent(damping.float(), full.device)
                     self._fresh[kind] = invert.inverse(full, added, name)
 
     def numel(self, kind: Kind) -> int:

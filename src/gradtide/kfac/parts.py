@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradtide.kfac import distributions
 from gradtide.kfac.assign import Assignment
@@ -78,6 +78,9 @@ class Parts(Protocol):
 
     def curvature(self, layer: Layer, kinds: Sequence[Kind]) -> Curvature: ...
 
+    def told(self, numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What ranks have told each other of layers, for `Curvature.average`."""
+
 
 class Trained:
     """The parts for a model in training; `scale` as `Statistics` has it."""
@@ -103,3 +106,8 @@ class Trained:
 
     def curvature(self, layer: Layer, kinds: Sequence[Kind]) -> Curvature:
         return Curvature(layer, self._config, kinds)
+
+    def told(self, numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+        """They are on the host, which waits for a device once, and not for each."""
+        lengths = [len(each) for each in numbers]
+        return torch.split(torch.cat([*numbers]).cpu(), lengths)

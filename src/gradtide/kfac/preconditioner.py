@@ -226,10 +226,10 @@ class Preconditioner:
     def _average(self, layers: Sequence[Layer]) -> None:
         """On the queue: average the sums of both factors; invert them if it is time."""
         size = 1 if self._local else self.engine.group.size
-        for layer in layers:
+        rows = [self._buckets[layer, "G"].rows[layer] for layer in layers]
+        for layer, numbers in zip(layers, self._parts.told(rows), strict=True):
             curvature = self.curvatures[layer]
             sums = {kind: self._buckets[layer, kind].views[layer] for kind in KINDS}
-            numbers = self._buckets[layer, "G"].rows[layer]
             curvature.average(numbers, sums, size)
             if self._inverting and curvature.running:
                 self.worker.submit(layer, curvature.invert)

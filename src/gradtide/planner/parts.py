@@ -200,3 +200,6 @@ class Parts:
         running = kinds if self._config.distribution == "dp" else KINDS
         real = Curvature(layer, self._config, ())
         return cast(Curvature, Charged(real, kinds, running, self._clock))
+
+    def told(self, numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+        return numbers

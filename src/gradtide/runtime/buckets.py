@@ -454,6 +454,15 @@ class Place:
     slot: Slot
 
 
+def copied_at_once(p: Tensor) -> bool:
+    """Whether a gradient is copied in as soon as it is there: where that is quicker.
+
+    A device is asked to copy many at once, when the bucket is full.
+    """
+    own = local(p)
+    return own.is_cpu and own.numel() >= LARGE
+
+
 def lives_in(tensor: Tensor, flat: Tensor) -> bool:
     """Whether a tensor is in the memory of a flat one."""
     return 0 <= tensor.data_ptr() - flat.data_ptr() < max(flat.nbytes, 1)

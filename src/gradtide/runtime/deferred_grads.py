@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from gradtide.core.devices import sent
+from gradtide.core.grouped import grouped
 from gradtide.runtime.buckets import Slot
 from gradtide.runtime.due import METADATA
 
@@ -166,27 +168,29 @@ def _scaling(function: Scale) -> Callable[..., Any]:
             return NotImplemented
         if isinstance(by, Tensor) and (by.numel() != 1 or type(by) is not Tensor):
             return NotImplemented
-        for grad in _each(target):
-            if isinstance(grad, DeferredGrad):
-                scale(grad, function, by)
-            else:
+        grads = _each(target)
+        for grad in grads:
+            if not isinstance(grad, DeferredGrad):
                 function(grad, by)
+        scale([g for g in grads if isinstance(g, DeferredGrad)], function, by)
         return target if isinstance(target, Tensor) else None
 
     return answer
 
 
-def scale(grad: DeferredGrad, function: Scale, by: Any) -> None:
-    """Scale a deferred gradient: now if it is here, otherwise when it is."""
+def scale(grads: Sequence[DeferredGrad], function: Scale, by: Any) -> None:
+    """Scale deferred gradients: those that are here now, the others when they are."""
     host = not (isinstance(by, Tensor) and by.is_cuda)
     if host and float(by) == 1.0:
         return
-    if not grad.source.awaits(grad):
-        function(_values(grad), by)
-        return
-    grad.scales.append((function, by.clone() if isinstance(by, Tensor) else by))
-    if grad.value is not None:
-        grad.source.scale(grad, function, by)
+    kept = by.clone() if isinstance(by, Tensor) else by  # the program may change it
+    for grad in grads:
+        if not grad.source.awaits(grad):
+            function(_values(grad), by)
+            continue
+        grad.scales.append((function, kept))
+        if grad.value is not None:
+            grad.source.scale(grad, function, by)
 
 
 def _norm(
@@ -201,25 +205,34 @@ def _norm(
         dim, dtype = None, dim
     if keepdim or dim not in (None, []) or float(2 if ord is None else ord) != 2:
         return NotImplemented
-    norms = [norm(grad, dtype) for grad in _each(target)]
-    if None in norms:
+    norms = _norms(_each(target), dtype)
+    if norms is None:
         return NotImplemented
     return norms[0] if isinstance(target, Tensor) else norms
 
 
-def norm(grad: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-    """The 2-norm of a gradient; None of a deferred one whose norm is not known."""
-    if not isinstance(grad, DeferredGrad):
-        own: Tensor = torch.linalg.vector_norm(grad, dtype=dtype)
-        return own
-    square = 0.0 if grad.zeroed else grad.source.square(grad)
-    if square is None:
-        return None
-    kind = (dtype or grad.dtype).to_real()
-    told = torch.tensor(math.sqrt(square), dtype=kind, device=grad.device)
-    for function, by in grad.scales:
-        function(told, by)
-    return torch.abs_(told)
+def _norms(grads: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor] | None:
+    """The 2-norm of each gradient; None where that of a deferred one is not known."""
+    deferred = [grad for grad in grads if isinstance(grad, DeferredGrad)]
+    known: dict[DeferredGrad, float] = {}
+    for grad in deferred:
+        square = 0.0 if grad.zeroed else grad.source.square(grad)
+        if square is None:
+            return None
+        known[grad] = math.sqrt(square)
+    told: dict[Tensor, Tensor] = {}
+    # Those of one kind in one tensor: a device is sent one, and not each by itself.
+    kinds = grouped(known, lambda g: ((dtype or g.dtype).to_real(), g.device))
+    for (kind, device), members in kinds.items():
+        own = torch.tensor([known[g] for g in members], dtype=kind, device="cpu")
+        for grad, norm in zip(members, sent(own, device).unbind(), strict=True):
+            for function, by in grad.scales:
+                function(norm, by)
+            told[grad] = torch.abs_(norm)
+    return [
+        told[grad] if grad in told else torch.linalg.vector_norm(grad, dtype=dtype)
+        for grad in grads
+    ]
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
@@ -233,8 +246,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> A
         aten._amp_foreach_non_finite_check_and_unscale_(here, found_inf, inv_scale)
     if not finite:
         found_inf.fill_(1.0)
-    for grad in deferred:
-        scale(grad, Tensor.mul_, inv_scale)
+    scale(deferred, Tensor.mul_, inv_scale)
     return None
 
 

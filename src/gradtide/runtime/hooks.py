@@ -27,10 +27,10 @@ from gradtide.core.autograd import (
 )
 from gradtide.core.compilation import Compilations, is_scripted, leave_out, untraced
 from gradtide.core.step import Event, Stage
-from gradtide.runtime.buckets import LARGE, GradientBucket, Slot
+from gradtide.runtime.buckets import GradientBucket, Slot, copied_at_once
 from gradtide.runtime.deferred_step import closes
 from gradtide.runtime.training import Training
-from gradtide.transport.shards import is_sharded, local, settle
+from gradtide.transport.shards import is_sharded, settle
 
 
 class Hooks:
@@ -139,7 +139,7 @@ class Hooks:
         placement, steps = training.placement, training.steps
         unexchanged = training.unexchanged
         place, due, sharded = placement.places[p], Stage.DUE, is_sharded(p)
-        large = local(p).numel() >= LARGE
+        at_once = copied_at_once(p)
         begin, full, again, copy_in, shard = self._rare
 
         def take(_: nn.Parameter) -> None:
@@ -159,7 +159,7 @@ class Hooks:
                 return
             slot.arrived = True
             bucket.missing = missing = bucket.missing - 1
-            if large and bucket.stage is not due:
+            if at_once and bucket.stage is not due:
                 copy_in(bucket, slot)
             if placement.recorded is not None:
                 placement.recorded.append(slot.name)

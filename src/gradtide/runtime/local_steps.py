@@ -67,6 +67,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradtide.core.devices import unlike
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
 from gradtide.core.outer import OuterSGD
@@ -201,7 +202,7 @@ class LocalSteps:
         if self.rounds:
             named = {slot.name: slot.local for slot in self._placement.slots}
             return not_finite({name: p for name, p in named.items() if p.numel()})
-        return "" if self._passes > PASSES and self._moved_outside() else None
+        return "" if self._passes > PASSES and bool(self._moved_outside()) else None
 
     def _refuse(self, astray: str | None) -> None:
         """Raise RuntimeError, on every rank, for what some rank has found."""
@@ -292,10 +293,13 @@ class LocalSteps:
         self._widen_once()
         # The optimizer steps for what has a gradient.
         trained = [slot.grad is not None for slot in slots]
-        flags = torch.tensor(
-            [self._moved_outside(), *trained], dtype=torch.int32, device="cpu"
-        )
-        self._moved_on = self._engine.ask("alike", AllReduce(flags))
+        moved = self._moved_outside()
+
+        def message() -> AllReduce:
+            flags = [bool(moved), *trained]  # on the queue: it may wait for the device
+            return AllReduce(torch.tensor(flags, dtype=torch.int32, device="cpu"))
+
+        self._moved_on = self._engine.ask("alike", message)
         self._ahead = self._look_ahead()
 
     def _widen_once(self) -> None:
@@ -309,16 +313,16 @@ class LocalSteps:
                 for name in memory.keys() & set(known.squares):
                     memory[name].mul_(self._noise)
 
-    def _moved_outside(self) -> bool:
+    def _moved_outside(self) -> bool | Tensor:
         """Whether parameters are not what the last exchange left, see [Note: alike].
 
         They are remembered, so that the next call compares with what they are now.
         """
-        known = self.shared.items()
-        if known and all(torch.equal(local(p), x) for p, x in known):
-            return False
-        self.remember()
-        return True
+        known = [(local(p), x) for p, x in self.shared.items()]
+        moved = unlike(known) if known else True
+        if moved is not False:  # also where only the device knows
+            self.remember()
+        return moved
 
     def remember(self) -> None:
         """Parameters are as the next step, or round, is to find them."""

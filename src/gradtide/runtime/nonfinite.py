@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from gradtide.core.grouped import grouped
 from gradtide.core.payload import traits
 from gradtide.runtime.buckets import GradientBucket
 from gradtide.runtime.placement import Placement
@@ -35,7 +36,9 @@ class NonFiniteGuard:
             return []
         rank, size = self._transport.group
         flags = [0] * size
-        flags[rank] = int(any(math.isnan(float(alarm)) for alarm in alarms))
+        # Added up on their device first, which the host waits for once.
+        found = grouped(alarms, lambda alarm: getattr(alarm, "device", None)).values()
+        flags[rank] = int(any(math.isnan(float(sum(own))) for own in found))
         return flags
 
     def update(self, flags: list[int], culprit: str | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -25,15 +26,21 @@ def measure(
     and whether the squares are those of the bucket as a whole, in the first of its
     parameters: a part that is no slice of the bucket does not say which entries it has.
     """
-    found: list[float] = []
-    bad, opaque = [], []
+    parts, opaque, waiting = [], [], []
     for bucket, flight in zip(buckets, flights, strict=True):
         assert flight is not None
         part, begin = _share(bucket, flight, group)
-        own: list[float] = squares(_pieces(bucket, part, begin)).tolist()
-        found += own
+        parts.append(part)
         opaque.append(begin is None)
-        bad.append(not math.isfinite(sum(own)) and not bool(part.isfinite().all()))
+        waiting.append(squares(_pieces(bucket, part, begin)))
+    # Of all buckets at once: the host waits for a device once.
+    found: list[float] = torch.cat(
+        [own.to(parts[0].device) for own in waiting]
+    ).tolist()
+    told, bad = iter(found), []
+    for part, own in zip(parts, waiting, strict=True):
+        total = sum(islice(told, len(own)))
+        bad.append(not math.isfinite(total) and not bool(part.isfinite().all()))
     return [*found, *bad, *opaque]
 
 
@@ -45,8 +52,7 @@ def scale(bucket: GradientBucket, scales: Sequence[Scales], group: Group) -> Non
     flight = bucket.flight
     assert flight is not None
     held = flight.mean if flight.part is None else flight.part
-    numbers = [[(function, float(by)) for function, by in own] for own in scales]
-    if all(own == numbers[0] for own in numbers[1:]):
+    if _alike(scales):
         _apply(held, scales[0])
         return
     begin = 0 if flight.part is None else _share(bucket, flight, group)[1]
@@ -58,6 +64,16 @@ def scale(bucket: GradientBucket, scales: Sequence[Scales], group: Group) -> Non
         )
     for piece, own in zip(_pieces(bucket, held, begin), scales, strict=True):
         _apply(piece, own)
+
+
+def _alike(scales: Sequence[Scales]) -> bool:
+    """Whether all are the same numbers; only of others a device is asked for them."""
+    objects = {tuple((function, id(by)) for function, by in own) for own in scales}
+    return (
+        len(objects) == 1
+        or len({tuple((function, float(by)) for function, by in own) for own in scales})
+        == 1
+    )
 
 
 def _apply(target: Tensor, scales: Scales) -> None:
