@@ -14,8 +14,8 @@ from torch import nn
 
 import gradtide
 from gradtide.runtime.nonfinite import is_finite
-from tests.ranks import run_ranks
 from tests.host_waits import watched
+from tests.ranks import run_ranks
 
 BEFORE, STEPS = 4, 3
 NORMS = {"runtime/owned:measure: tolist": STEPS}  # of what all ranks are told
