@@ -27,6 +27,7 @@ from gradtide.runtime.training import Training
 from tests.test_layers import ROOT
 
 HOSTS = "transport", "core/kernels", "core/devices"  # whose tensors are on the host
+WRAPPERS = {torch._tensor.__file__, torch.functional.__file__}  # of what is asked
 ASKS = {"item", "tolist", "numpy", "cpu", "equal", "allclose", "nonzero", "unique"}
 ASKS |= {"masked_select", "is_nonzero", "__float__", "__int__", "__bool__", "__index__"}
 TOLD = {Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}  # type: ignore[attr-defined]
@@ -93,7 +94,7 @@ def _memory(tensor: Tensor) -> int:
 def _place() -> str:
     """The line's place if it is in gradtide, and in what a device may be behind."""
     frame = sys._getframe(2)
-    while frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
+    while frame.f_code.co_filename in WRAPPERS:
         assert frame.f_back is not None
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
