@@ -1,12 +1,11 @@
 """Passes over a bucket that selectors make, on every device.
 
-Selectors know nothing of devices: kernels for another one are a branch of `scan`.
+Selectors know nothing of devices: kernels for another one are `_under_way`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +50,7 @@ class Scan(NamedTuple):
     """Entries that were looked for: on a GPU only the device knows yet how many.
 
     Who reads `number` waits for it. `gather` is then called with it, and returns the
-    indices; given a tensor of so many values, it writes those there.
+    indices; Triton's, given a tensor of so many values, writes those there.
     """
 
     number: Tensor
@@ -94,29 +93,20 @@ def above(x: Tensor, threshold: float, limit: int) -> Tensor:
     threshold finds everything. One pass over memory, and nothing as long as `x` is
     allocated. On a GPU the host waits once.
     """
-    found = scan(x, threshold, limit)
+    found = _under_way(x, threshold, limit)
+    if found is None:
+        return _above(x, threshold, limit)
     return found.gather(int(found.number))
 
 
 def scan(x: Tensor, threshold: float, limit: int) -> Scan:
     """`above` in two halves, so that several may be under way at once."""
-    module = GPU.module() if x.device.type == "cuda" and x.numel() else None
-    if module is not None:
-        warn_unproven(
-            "gradtide's selection of entries by Triton kernels",
-            "the indices they find on hardware (in Triton's interpreter they are "
-            "tested), and their speed",
-        )
-        return module.scan(x, threshold, limit)  # type: ignore[no-any-return]
-    if x.device.type != "cpu" or x.numel() >= 1 << 31:
-        found = _nonzero(x, threshold)[:limit].to(index_dtype(x.numel()))
-    elif x.dtype in BITS:
-        found = _scan(x, threshold, limit)
-    else:
-        large = lambda begin, end: _nonzero(x[begin:end], threshold)  # noqa: E731
-        found = _in_chunks(large, x, limit)
-    number = x.new_full((), len(found), dtype=torch.int64)
-    return Scan(number, partial(_found, x, found))
+    seen = _under_way(x, threshold, limit)
+    if seen is None:
+        found = _above(x, threshold, limit)
+        number = x.new_full((), len(found), dtype=torch.int64)
+        return Scan(number, lambda _: found)
+    return seen
 
 
 def entries(x: Tensor, threshold: float, limit: int) -> tuple[Tensor, Tensor]:
@@ -126,19 +116,34 @@ def entries(x: Tensor, threshold: float, limit: int) -> tuple[Tensor, Tensor]:
         values = torch.empty(min(limit, x.numel()), dtype=x.dtype, device="cpu")
         found = _scan(x, threshold, limit, values)
         return found, values[: len(found)]
-    seen = scan(x, threshold, limit)
-    count = int(seen.number)
-    values = x.new_empty(count)
-    return seen.gather(count, values), values
+    seen = _under_way(x, threshold, limit)
+    if seen is None:
+        found = _above(x, threshold, limit)
+        return found, x.index_select(0, found)
+    values = x.new_empty(int(seen.number))
+    return seen.gather(len(values), values), values
 
 
-def _found(
-    x: Tensor, found: Tensor, count: int, values: Tensor | None = None
-) -> Tensor:
-    """What `Scan.gather` returns where everything is known."""
-    if values is not None:
-        torch.index_select(x, 0, found, out=values)
+def _under_way(x: Tensor, threshold: float, limit: int) -> Scan | None:
+    """What Triton looks for; None where there is no GPU, or Triton does not work."""
+    module = GPU.module() if x.device.type == "cuda" and x.numel() else None
+    if module is None:
+        return None
+    warn_unproven(
+        "gradtide's selection of entries by Triton kernels",
+        "the indices they find on hardware (in Triton's interpreter they are "
+        "tested), and their speed",
+    )
+    found: Scan = module.scan(x, threshold, limit)
     return found
+
+
+def _above(x: Tensor, threshold: float, limit: int) -> Tensor:
+    if x.device.type != "cpu" or x.numel() >= 1 << 31:
+        return _nonzero(x, threshold)[:limit].to(index_dtype(x.numel()))
+    if x.dtype in BITS:
+        return _scan(x, threshold, limit)
+    return _in_chunks(lambda begin, end: _nonzero(x[begin:end], threshold), x, limit)
 
 
 def _scan(
