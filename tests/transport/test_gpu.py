@@ -34,7 +34,7 @@ from gradtide.core.transport import Job
 from gradtide.testing import answer
 from gradtide.transport import connect
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 BACKENDS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo"}
 RECIPES = (
     "wfbp",
@@ -56,14 +56,15 @@ DELAY, LONG = 4_000_000, 1_000_000_000  # cycles: 2 and 600 ms
 def on_gpu(name: str, work: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
     """Run ranks, which are new processes: this one uses the device, too."""
     torch.cuda.init()
-    found = run_ranks(size, work, *args, limit=280, backend=BACKENDS[name])
-    return found
+    return run_ranks(size, work, *args, limit=280, backend=BACKENDS[name])
 
 
 def alone_on_its_host() -> torch.device:
     """NCCL refuses two ranks of one GPU, unless they are on hosts of their own."""
     os.environ.update(NCCL_HOSTID=f"rank{dist.get_rank()}", NCCL_IB_DISABLE="1")
     os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_MAX_NCHANNELS="1")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same bits in each run
+    torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.simplefilter("ignore")
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)
@@ -166,15 +167,30 @@ def test_steps_are_the_same_however_far_the_device_is_behind(
         assert not found, found
 
 
-def _train(recipes: tuple[str, ...]) -> dict[str, Any]:
+def test_steps_are_the_same_with_nccl_inside_hosts_alone() -> None:
+    recipes = "wfbp", "dear", "exdyna(0.02)"
+    for found in on_gpu("gloo", _train, recipes, True, size=4):
+        assert not found, found
+
+
+def by_hosts() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Of four ranks, two on each host: those at this place, and those of this host."""
+    host, place = divmod(dist.get_rank(), 2)
+    between = [dist.new_group([i, i + 2], backend="gloo") for i in (0, 1)]
+    inside = [dist.new_group([i, i + 1], backend="nccl") for i in (0, 2)]
+    return between[place], inside[host]
+
+
+def _train(recipes: tuple[str, ...], hosts: bool = False) -> dict[str, Any]:
     """The recipes whose weights differ between ranks, or between three ways of running.
 
     The host waits for the device after each step; or never; or there are delays.
     """
     device = alone_on_its_host()
-    wrong = {}
+    groups = by_hosts() if hosts else None
+    wrong, ways = {}, ("waiting", "plain", "delays")
     for recipe in recipes:
-        own = [_digest(recipe, way, device) for way in ("waiting", "plain", "delays")]
+        own = [_digest(recipe, way, device, groups) for way in ways]
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, own)
         if len({digest for digests in everybody for digest in digests}) > 1:
@@ -182,14 +198,14 @@ def _train(recipes: tuple[str, ...]) -> dict[str, Any]:
     return wrong
 
 
-def _digest(recipe: str, way: str, device: torch.device) -> str:
+def _digest(recipe: str, way: str, device: torch.device, groups: Any) -> str:
     model, optimizer = built(device)
     if way == "delays":
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 module.register_full_backward_hook(lambda *_: torch.cuda._sleep(DELAY))
         optimizer.register_step_pre_hook(lambda *_: torch.cuda._sleep(5 * DELAY))
-    sync = gradtide.replicate(model, optimizer, recipe)
+    sync = gradtide.replicate(model, optimizer, recipe, process_group=groups)
     main, coming = torch.cuda.current_stream(), batches(device)
     for _ in range(7):
         model(next(coming)).square().mean().backward()
