@@ -764,3 +764,31 @@ def test_what_cannot_be_had_is_refused_with_the_remedy() -> None:
 
     (found,) = run_ranks(1, work)
     assert all(found), found
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda m, o: gradtide.replicate(o, m), "the model is a SGD"),
+        (lambda m, o: gradtide.replicate(m.state_dict(), o), "model is a OrderedDict"),
+        (lambda m, o: gradtide.replicate(m, "dear"), "the optimizer is a str"),
+        (lambda m, o: gradtide.DistributedDataParallel("dear"), "the model is a str"),
+        (lambda m, o: gradtide.DistributedDataParallel(m, "dear"), "scheme='dear'"),
+        (lambda m, o: gradtide.DistributedDataParallel(m, o), "device_ids is a SGD"),
+        (
+            lambda m, o: gradtide.DistributedDataParallel(m, process_group="all"),
+            "process_group is a str",
+        ),
+    ],
+)
+def test_what_stands_in_the_wrong_place_is_named(
+    call: Callable[[Any, Any], object], told: str
+) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=told):
+        call(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_scheme_that_is_no_text_is_named() -> None:
+    with pytest.raises(ValueError, match="the scheme is a NoneType"):
+        gradtide.scheme.as_scheme(None)  # type: ignore[arg-type]

@@ -126,7 +126,8 @@ def test_another_sitecustomize_runs_too(tmp_path: Path) -> None:
         (["--scheme", "dear"], "say what to run"),
         (["--", "nowhere.py"], "there is no file nowhere.py"),
         (["--", "no-such-program"], "there is no program no-such-program"),
-        (["train.py"], "unrecognized arguments"),
+        (["train.py", "--lr", "1"], "after --, as in: -- train.py --lr 1"),
+        (["--shceme", "dear", "--", "train.py"], "unrecognized arguments: --shceme"),
     ],
 )
 def test_wrong_words_are_answered(

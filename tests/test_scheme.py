@@ -238,7 +238,7 @@ def test_momentum_correction_uses_the_optimizers_momentum_after_dense_steps() ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("wfbp(1, 2)", "wfbp takes wire, and not 2 values"),
+        ("wfbp(1, 2)", "wfbp takes wire, fusion, levels, and not 2 values"),
         ("dear(colour=1)", "colour"),
         ("oktopk(warmup=3)", "number of steps, 4"),
         ("oktopk(warmup=0.5)", "number of steps"),
@@ -268,6 +268,13 @@ def test_momentum_correction_uses_the_optimizers_momentum_after_dense_steps() ->
         ("MomentumCorrection(TopK(), momentum=0.9)", "give it to the optimizer"),
         ("MomentumCorrection(TopK(), 0.9)", "give it to the optimizer"),
         ("Scheme", "reduce|not a scheme"),
+        ("wfbp(wire=bf16)", "lost its quotes: write wire='bf16'"),
+        ("", "the text ends where a value should be"),
+        ("exdyna(0.01", "the text ends where a comma"),
+        ("ddp", "a contestant: use wfbp"),
+        ("exdyna(0.01, shedule='local')", "did you mean 'schedule'"),
+        ("wfbp(fuson=BySize(5.0))", "did you mean 'fusion'"),
+        ("adam", "use one of auto, sequential"),
     ],
 )
 def test_what_cannot_be_parsed_is_refused_by_name(text: str, words: str) -> None:

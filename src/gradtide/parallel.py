@@ -33,7 +33,7 @@ from gradtide.core.payload import traits
 from gradtide.core.schedule import WFBP
 from gradtide.replica import Replica
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
-from gradtide.runtime.validation import owners
+from gradtide.runtime.validation import check_kinds, owners
 from gradtide.scheme import Scheme, as_scheme
 from gradtide.transport import ProcessGroup
 
@@ -136,6 +136,7 @@ class DistributedDataParallel(Torchs):
         # torch's own constructor is passed over: it would make a Reducer.
         super(Torchs, self).__init__()
         Joinable.__init__(self)
+        check_kinds(module, optimizer)
         if not averaged(module):
             raise RuntimeError(  # as DDP: frameworks count on it
                 "DistributedDataParallel is not needed when a module doesn't have any "
@@ -484,6 +485,11 @@ class _Log:
 
 def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | None:
     """The ranks that train together; None if torch.distributed is not initialised."""
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"process_group is a {type(group).__name__}: pass what "
+            "torch.distributed.new_group() returns, or None for all ranks"
+        )
     if mesh is None:
         return group or dist.group.WORLD
     if group is not None:
@@ -500,6 +506,11 @@ def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | None:
 
 def _only(device_ids: Sequence[Any] | None, device_type: str) -> list[int] | None:
     """The index of the one GPU, in a list; None without one."""
+    if isinstance(device_ids, str | Scheme | Optimizer):
+        raise TypeError(
+            f"device_ids is a {type(device_ids).__name__}: pass schemes and optimizers "
+            "by name, scheme='dear', optimizer=..."
+        )
     if not device_ids:
         return None
     if device_type == "cpu" or len(device_ids) > 1:

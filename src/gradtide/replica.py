@@ -39,6 +39,7 @@ from gradtide.runtime.training import Training, momentum_of
 from gradtide.runtime.validation import (
     SetupGuard,
     Signature,
+    check_kinds,
     check_ranks_agree,
     describe,
     is_joinable,
@@ -127,6 +128,7 @@ def replicate(
             between ranks. It is raised on every rank, before anything is exchanged.
         CommunicationError: A rank died, or stalled past the group's timeout.
     """
+    check_kinds(model, optimizer)
     alike: list[Tensor] = [p for _, p in shared_parameters(model)]
     alike += [buffer for _, buffer in shared_buffers(model)]
     rest = buffers, grad_scaler, alike, check_every

@@ -49,9 +49,12 @@ def main(words: Sequence[str]) -> None:
     if "--" in own:
         at = own.index("--")
         own, program = own[:at], own[at + 1 :]
-    chosen = parser.parse_args(own)
+    chosen, stray = parser.parse_known_args(own)
+    if program and stray:
+        parser.error(f"unrecognized arguments: {' '.join(stray)}")
     if not program:
-        parser.error("say what to run, after --, as in: -- train.py")
+        example = " ".join(["--", *(stray or ["train.py"])])
+        parser.error(f"say what to run, after --, as in: {example}")
     try:
         as_scheme(chosen.scheme)
     except ValueError as error:

@@ -17,13 +17,19 @@ INDENT = 4
 
 
 def recommended() -> Group:
-    """The table of recommended recipes, in the order in which they are to be tried."""
-    first = "Begin at the top, and go down only if the step is still too long."
-    parts: list[Text | Padding] = [Text(first)]
-    for row in RECOMMENDED:
-        told = f"{row.when}. Sends {row.sends}; needs {row.needs}."
-        parts += [Text(), *_entry(row.recipe, told)]
-    return Group(*parts)
+    """The recommended recipes: those to be tried in turn, then those for a reason."""
+    parts: list[Text | Padding] = []
+    for heading, short in (
+        ("Begin at the top, and go down only if the step is still too long.", True),
+        ("Beside these, where the reason is yours:", False),
+    ):
+        parts.append(Text(heading))
+        for row in RECOMMENDED:
+            if row.short == short:
+                told = f"{row.when}. Sends {row.sends}; needs {row.needs}."
+                parts += [Text(), *_entry(row.recipe, told)]
+        parts.append(Text())
+    return Group(*parts[:-1])
 
 
 def everything() -> Group:

@@ -50,9 +50,10 @@ def validate(
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__module__.startswith(EXCHANGING):
+                own = type(module)
                 raise ValueError(
-                    f"{name or 'the model'} is a {kind.__name__} of torch's "
-                    f"({kind.__module__}), which exchanges gradients itself: pass the "
+                    f"{name or 'the model'} is a {own.__name__} ({own.__module__}), "
+                    "which exchanges gradients itself: pass the "
                     "plain module, or one that fully_shard() has sharded"
                 )
         if getattr(module, "sparse", False) is True:
@@ -101,6 +102,23 @@ def validate(
         ),
     }
     refuse(wrong)
+
+
+def check_kinds(model: object, optimizer: object) -> None:
+    """Raise TypeError for what is no module, or no optimizer but a text or a module.
+
+    Before ranks connect: these are mistakes of a call, alike on all of them.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the model is a {type(model).__name__}: pass the torch.nn.Module, then "
+            "its optimizer, then the scheme"
+        )
+    if isinstance(optimizer, str | Scheme | nn.Module):
+        raise TypeError(
+            f"the optimizer is a {type(optimizer).__name__}: pass the torch.optim "
+            "optimizer behind the model, and the scheme behind it"
+        )
 
 
 def is_dense(buffer: Tensor) -> bool:

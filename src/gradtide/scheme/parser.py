@@ -31,7 +31,14 @@ NAMES: Mapping[str, Any] = Table(
 
 def as_scheme(scheme: str | Scheme) -> Scheme:
     """The scheme, or the one that a text stands for; raises ValueError for others."""
-    return check(scheme) if isinstance(scheme, Scheme) else parse(scheme)
+    if isinstance(scheme, Scheme):
+        return check(scheme)
+    if not isinstance(scheme, str):
+        kind = type(scheme).__name__
+        raise ValueError(
+            f"the scheme is a {kind}: pass a text like 'dear', or a Scheme"
+        )
+    return parse(scheme)
 
 
 def parse(text: str) -> Scheme:
@@ -114,7 +121,7 @@ def _value(tokens: list[str]) -> Any:
         alone = token == "(" and len(items) == 1 and not closed
         return items[0] if alone else tuple(items)
     if not token or token in ")],=":
-        raise ValueError(f"{token!r} where a value should be: {_known()}")
+        raise ValueError(f"{_called(token)} where a value should be: {_known()}")
     if token[0] in "'\"":
         return token[1:-1]
     if token[0] in "-.0123456789":
@@ -137,12 +144,20 @@ def _arguments(tokens: list[str], end: str) -> tuple[list[Any], dict[str, Any], 
     comma = True
     while tokens[-1] != end:
         if not comma:
-            raise ValueError(f"{_short(tokens[-1])} where a comma or {end!r} should be")
+            raise ValueError(
+                f"{_called(tokens[-1])} where a comma or {end!r} should be"
+            )
         if tokens[-2:-1] == ["="]:
             name = tokens.pop()
             tokens.pop()
             if name in named:
                 raise ValueError(f"{_short(name)} is given twice")
+            if _is_bare(tokens):
+                raise ValueError(
+                    f"{name}={_short(tokens[-1])[1:-1]} has lost its quotes: write "
+                    f"{name}={_short(tokens[-1])}, and in a shell the whole scheme "
+                    "between double quotes"
+                )
             named[name] = _value(tokens)
         elif named:
             raise ValueError(f"an argument without a name behind {[*named][-1]!r}=...")
@@ -155,13 +170,30 @@ def _arguments(tokens: list[str], end: str) -> tuple[list[Any], dict[str, Any], 
     return args, named, comma
 
 
+def _is_bare(tokens: list[str]) -> bool:
+    """Whether the next value is a word that nothing is called by."""
+    word = tokens[-1]
+    known = word in _CONSTANTS or word in RECIPES or word in NAMES or "." in word
+    return word.isidentifier() and not known and tokens[-2:-1] != ["("]
+
+
+def _called(token: str) -> str:
+    return _short(token) if token else "the text ends"
+
+
 def _part(name: str) -> Any:
     """What is known by a name, without dots or with."""
     if name in NAMES:
         return NAMES[name]
     if "." in name:
         return _loaded(name)
-    told = meant(name[:100], [*RECIPES, *NAMES], _known())
+    if name == "ddp":
+        raise ValueError(
+            "'ddp' is torch's own class, which compare and race know as a contestant: "
+            "use wfbp, which does what it does"
+        )
+    like = NAMES if name[:1].isupper() else RECIPES
+    told = meant(name[:100], [*RECIPES, *NAMES], f"use one of {', '.join(like)}")
     raise ValueError(f"{_short(name)} is not known: {told}")
 
 
@@ -184,6 +216,7 @@ def _short(text: str) -> str:
 
 def _known() -> str:
     return (
-        f"use one of {', '.join(RECIPES)}, or a constructor call from "
-        f"{', '.join(NAMES)} such as Scheme(Dense(), fusion=BySize(10.0))"
+        f"use one of {', '.join(RECIPES)}, or a constructor call such as "
+        "Scheme(Dense(), fusion=BySize(10.0)); `gradtide schemes --all` lists what "
+        "there is"
     )

@@ -245,12 +245,15 @@ def _changes(
     """Hyper-parameters by name; raises ValueError for too many, or unknown ones."""
     unknown = [key for key in named if key not in names]
     if unknown or len(args) > len(names):
-        common = ("schedule", "warmup", "momentum_correction", "levels")
-        rounds = ("every", "delay", "fragments", "outer", "warmup", "levels")
-        known = [*names, *(common if name in SPARSE else ())]
-        known += [*rounds] if name in _ROUNDS else []
+        known = [*names]
+        if name in SPARSE or name in _ROUNDS:
+            known += ["schedule", "warmup", "momentum_correction"]
+            known += ["every", "delay", "fragments", "outer"]
+        known += ["fusion", "levels"]
         wrong = repr(unknown[0]) if unknown else f"{len(args)} values without a name"
-        raise ValueError(f"{name} takes {', '.join(known)}, and not {wrong}")
+        near = meant(unknown[0], known, "") if unknown else ""
+        told = f"{name} takes {', '.join(known)}, and not {wrong}"
+        raise ValueError(f"{told}: {near}" if near else told)
     given = dict(zip(names, args, strict=False))
     if twice := [key for key in given if key in named]:
         raise ValueError(f"{name}: {twice[0]!r} is given twice")

@@ -5,7 +5,7 @@ Knows texts; knows nothing of networks and models (`planner`).
 
 [Note: The ladder] Rows are in the order in which they are to be tried: the plainest
 first. Whoever asks takes the first that suffices, and goes down only where the next
-one is worth what it asks for.
+one is worth what it asks for. Those that are not `short` are steps aside, for a reason.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ RECOMMENDED = (
     ),
     Recommendation(
         "wfbp(wire='int8')",
-        "half the bytes are too many: what rounding takes off is sent later. "
-        "`wire='e3m0'` sends half of that",
+        "half the bytes are too many, and there is no time to warm up, as in "
+        "fine-tuning: what rounding takes off is sent later. `wire='e3m0'` sends half "
+        "of that",
         "a quarter",
         "a second buffer for gradients",
     ),
