@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -162,6 +163,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
     if rank == 0 and asked.out is not None:
         record = {
+            "command": f"torchrun --nproc-per-node {size} {' '.join(sys.argv)}",
             "commit": commit(),
             "machine": machine(),
             "versions": versions(),

@@ -163,7 +163,11 @@ def _table(
     the bucket; the columns of its matrix, and its own; the elements of all tiles before
     it; and how far its entries are further ahead where every tile of a grid gives as
     many as the fullest."""
-    found: dict[str, list[Tensor]] = {}
+    nothing = torch.empty(
+        0, dtype=torch.int64, device="cpu"
+    )  # an empty bucket has none
+    names = ("kept", "first", "columns", "width", "before", "shift")
+    found = {name: [nothing] for name in names}
     for grid, of_grid, full in zip(grids, kept, most, strict=True):
         (height, width), (_, across) = grid.shape, grid.tiles
         tile = torch.arange(len(of_grid), dtype=torch.int64, device="cpu")
@@ -177,7 +181,7 @@ def _table(
             "shift": full - of_grid,
         }
         for name, numbers in own.items():
-            found.setdefault(name, []).append(numbers)
+            found[name].append(numbers)
     table = {name: torch.cat(numbers) for name, numbers in found.items()}
     for name in ("before", "shift"):
         table[name] = table[name].cumsum(0) - table[name]
