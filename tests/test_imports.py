@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,9 +47,14 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def fresh(program: str, *words: str) -> Any:
-    """What a program prints last, as JSON, in an interpreter of its own."""
+    """What a program prints last, as JSON, in an interpreter of its own.
+
+    It keeps what it compiles, as interpreters do unless they are told not to.
+    """
+    unlike = ("PYTHONDONTWRITEBYTECODE",)
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
+        env={name: value for name, value in os.environ.items() if name not in unlike},
         capture_output=True,
         text=True,
         timeout=100,
