@@ -15,8 +15,8 @@ import pytest
 if sys.version_info >= (3, 11):
     import tomllib
 
-MOST = 84  # modules of ours
-SECONDS = 0.25  # beyond `import torch`
+MOST = 82  # modules of ours
+SECONDS = 0.2  # beyond `import torch`
 
 IMPORT = """
 import json, sys, time

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waits import synchronised
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradtide.core.devices import _unlike_there, sent, unlike
+from gradtide.core.devices import _unlike_there, on_device, sent, unlike
 
 WAITS = {"aten._local_scalar_dense.default", "aten.equal.default"}
 
@@ -66,3 +67,23 @@ def test_nothing_waits_on_a_gpu() -> None:
         torch.cuda.set_sync_debug_mode(before)
     assert numbers.tolist() == [1.0, 2.0]
     assert bool(told)
+
+
+KINDS = ((torch.int32, [1, 2**31 - 1]), (torch.int64, [2**40]), (torch.float32, [0.1]))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_numbers_arrive(device: str) -> None:
+    for dtype, numbers in (*KINDS, (torch.int64, [])):
+        found = on_device(numbers, dtype, torch.device(device))
+        assert found.device.type == device
+        assert torch.equal(found.cpu(), torch.tensor(numbers, dtype=dtype))
+
+
+@pytest.mark.gpu
+def test_nobody_waits_for_them() -> None:
+    device = torch.device("cuda")
+    torch.empty(0, device=device)
+    with synchronised() as waits:
+        on_device(range(100_000), torch.int64, device)
+    assert not waits

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradtide.core.numbers import on_device
+from gradtide.core.devices import on_device
 from gradtide.core.ops import AllGather, AllToAll, Group, ToHost
 from gradtide.core.ops import Steps as Steps
 from gradtide.core.payload import Traits

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradtide.collectives._entries import ALIGN, Steps, decode, encode, num_blocks
 from gradtide.collectives.partitions import Plan, Report
-from gradtide.core.numbers import on_device
+from gradtide.core.devices import on_device
 from gradtide.core.ops import AllGather, Group, ToHost
 from gradtide.selectors.kernels import index_dtype
 

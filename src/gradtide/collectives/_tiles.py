@@ -163,9 +163,7 @@ def _table(
     the bucket; the columns of its matrix, and its own; the elements of all tiles before
     it; and how far its entries are further ahead where every tile of a grid gives as
     many as the fullest."""
-    nothing = torch.empty(
-        0, dtype=torch.int64, device="cpu"
-    )  # an empty bucket has none
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")  # in an empty bucket
     names = ("kept", "first", "columns", "width", "before", "shift")
     found = {name: [nothing] for name in names}
     for grid, of_grid, full in zip(grids, kept, most, strict=True):

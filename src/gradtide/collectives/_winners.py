@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradtide.collectives._balance import Curve, curve_ranks, shares
 from gradtide.collectives._entries import Entries, Steps, tell
-from gradtide.core.numbers import on_device
+from gradtide.core.devices import on_device
 from gradtide.core.ops import Group, ToHost
 from gradtide.selectors.kernels import entries
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradtide.core.devices import on_device
 from gradtide.core.levels import Hosts, Levels, levels_of
-from gradtide.core.numbers import on_device
 from gradtide.core.ops import (
     AllGather,
     Flow,

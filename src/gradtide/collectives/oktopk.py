@@ -12,7 +12,7 @@ from gradtide.collectives._balance import could_pay, pays, recut, worth_moving
 from gradtide.collectives._entries import Encoding, Selecting, Steps, kept
 from gradtide.collectives._winners import add_up, rank_sums
 from gradtide.collectives.dense import Dense
-from gradtide.core.numbers import on_device
+from gradtide.core.devices import on_device
 from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, ToHost
 from gradtide.core.payload import Payload, next_step
 from gradtide.selectors.kernels import above

@@ -14,7 +14,7 @@ from gradtide.collectives._entries import Steps, check, kept
 from gradtide.collectives._indices import HEAD, gather_indices
 from gradtide.collectives.dense import Dense, averaged
 from gradtide.collectives.partitions import Even, Partition, Plan
-from gradtide.core.numbers import on_device
+from gradtide.core.devices import on_device
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload, Traits, next_step
 from gradtide.selectors import kernels

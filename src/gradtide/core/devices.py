@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,13 @@ def sent(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return numbers.pin_memory().to(device, non_blocking=True)
     return numbers.to(device)
+
+
+def on_device(
+    numbers: Sequence[float], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor (1-D) of numbers that the host knows; see `sent`."""
+    return sent(torch.from_numpy(np.array(numbers)).to(dtype), device)
 
 
 def unlike(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool | Tensor:

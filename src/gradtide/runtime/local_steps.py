@@ -296,7 +296,7 @@ class LocalSteps:
         moved = self._moved_outside()
 
         def message() -> AllReduce:
-            flags = [bool(moved), *trained]  # on the queue: it may wait for the device
+            flags = [bool(moved), *trained]  # here the host waits for a device
             return AllReduce(torch.tensor(flags, dtype=torch.int32, device="cpu"))
 
         self._moved_on = self._engine.ask("alike", message)

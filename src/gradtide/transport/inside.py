@@ -8,8 +8,8 @@ lanes is not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,7 @@ from gradtide.core.ops import Op
 from gradtide.core.transport import CommunicationError
 from gradtide.transport import nccl
 from gradtide.transport.gloo import GlooTransport
-from gradtide.transport.staged import NAP
-
-Pending: TypeAlias = Callable[[], Any]  # waits for an answer, and returns it
+from gradtide.transport.staged import NAP, Pending
 
 
 class InsideHost:

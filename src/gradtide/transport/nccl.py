@@ -14,7 +14,6 @@ waits where it reads the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -29,13 +28,12 @@ from gradtide.core.transport import CommunicationError, Job, Ticket
 from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport, alone
 from gradtide.transport.hosts import give_up
-from gradtide.transport.staged import refuse_capture
+from gradtide.transport.staged import Pending, refuse_capture
 
 # 2.13 renamed the tensor collectives and warns under the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-Pending: TypeAlias = Callable[[], Any]  # waits for an answer, and returns it
 Begun: TypeAlias = tuple[Tensor, Any]  # the answer's memory; what is waited for, if any
 
 

@@ -261,7 +261,7 @@ class RollCall:
     def _linger(self) -> None:
         """Keep the store until the others have heard, or might have, if it is here."""
         deadline, there = time.monotonic() + REPORT_SECONDS, self._meeting.presence
-        others = [r for r in range(self._size) if r != self._rank] * self._host
+        others = [r for r in range(self._size) if self._host and r != self._rank]
         while others and time.monotonic() < deadline:
             others = [
                 rank
