@@ -105,7 +105,7 @@ def trained(
     for _ in range(STEPS):
         rows = torch.randint(
             shape.vocabulary,
-            (4, shape.block + 1),
+            (4, shape.length + 1),
             generator=rng,
             device=setting.device,
         )

@@ -38,7 +38,7 @@ def timed(setting: Setting, scheme: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     entrant = Entrant(scheme, model, optimizer)
     tokens = torch.randint(
-        shape.vocabulary, (2 if setting.tiny else 8, shape.block + 1)
+        shape.vocabulary, (2 if setting.tiny else 8, shape.length + 1)
     ).to(setting.device)
     step = partial(entrant.step, tokens)
     repeat, warm = (2, 1) if setting.tiny else (6, 2)

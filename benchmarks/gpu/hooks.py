@@ -71,7 +71,7 @@ def trained(setting: Setting, name: str) -> dict[str, Any]:
     shape, batch = (TINY, 2) if setting.tiny else (GPT2, 8)
     setting.begin_peak()
     tokens = torch.randint(
-        shape.vocabulary, (batch, shape.block + 1), device=setting.device
+        shape.vocabulary, (batch, shape.length + 1), device=setting.device
     )
     model = transformer(setting, shape)
     entrant = Entrant(name, model, adamw(setting, model))

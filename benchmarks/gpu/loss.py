@@ -92,7 +92,7 @@ def train(
     target: float | None,
 ) -> None:
     text, held_out = corpus(200_000 if setting.tiny else 16_000_000)
-    data = text.to(setting.device), batches(held_out, shape.block, setting)
+    data = text.to(setting.device), batches(held_out, shape.length, setting)
     with joined(setting, 60) as groups:
 
         def call(name: str) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def trained(
     optimizer = adamw(setting, model)
     entrant = Entrant(scheme, model, optimizer, groups.of(transport))
     rng = torch.Generator(setting.device).manual_seed(100 + groups.rank)
-    offsets = torch.arange(shape.block + 1, device=setting.device)
+    offsets = torch.arange(shape.length + 1, device=setting.device)
     curve, passed, steps = list[tuple[float, float]](), 0.0, 0
     while passed < budget:
         setting.synchronize()
@@ -140,7 +140,7 @@ def trained(
         start = time.perf_counter()
         for _ in range(EVERY):
             starts = torch.randint(
-                len(text) - shape.block, (8, 1), generator=rng, device=setting.device
+                len(text) - shape.length, (8, 1), generator=rng, device=setting.device
             )
             entrant.step(text[starts + offsets].long())
         entrant.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,71 +15,24 @@ from torch.nn.parallel import DistributedDataParallel
 import gradtide
 from gpu.setting import Setting
 from gradtide.lab.contestants import BASELINES, casting
+from gradtide.lab.workloads.gpt import GPT, Size
 
 
 @dataclass(frozen=True)
-class Shape:
-    """By default GPT-2's, of 124 M parameters."""
+class Shape(Size):
+    """That of the lab's transformer, with one matrix for table and head."""
 
-    width: int = 768
-    heads: int = 12
-    layers: int = 12
-    block: int = 1024
-    vocabulary: int = 50304
+    tied: bool = True
 
     @property
     def parameters(self) -> int:
-        rows = self.vocabulary + self.block + 12 * self.width * self.layers
+        rows = self.vocabulary + self.length + 12 * self.width * self.layers
         return self.width * (rows + 2 * self.layers + 1)
 
 
-GPT2 = Shape()
-BYTES = Shape(512, 8, 8, 256, 256)  # 25 M parameters
-TINY = Shape(64, 2, 2, 64, 256)
-
-
-class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width = shape.width
-        self.heads = shape.heads
-        self.norm1 = nn.LayerNorm(width, bias=False)
-        self.norm2 = nn.LayerNorm(width, bias=False)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads: Tensor = self.query_key_value(self.norm1(x)).unflatten(
-            -1, (3, self.heads, -1)
-        )
-        query, key, value = heads.transpose(1, 3).unbind(2)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
-
-
-class GPT(nn.Module):
-    """Tokens (batch, at most a block) to logits; table and head are one matrix."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.token = nn.Embedding(shape.vocabulary, shape.width)
-        self.position = nn.Embedding(shape.block, shape.width)
-        self.layers = nn.Sequential(*(Layer(shape) for _ in range(shape.layers)))
-        self.norm = nn.LayerNorm(shape.width, bias=False)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        self.head.weight = self.token.weight
-        for name, matrix in self.named_parameters():
-            if matrix.dim() == 2:
-                last = name.endswith(("out.weight", "down.weight"))
-                std = 0.02 / math.sqrt(2 * shape.layers) if last else 0.02
-                nn.init.normal_(matrix, std=std)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.layers(x)))  # type: ignore[no-any-return]
+GPT2 = Shape(768, 12, 12, 1024, 50304)  # 124 M parameters
+BYTES = Shape(512, 8, 8, 256)  # 25 M
+TINY = Shape(64, 2, 2, 64)
 
 
 def transformer(setting: Setting, shape: Shape) -> GPT:

@@ -60,17 +60,20 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 @dataclass(frozen=True)
 class Size:
-    """What tells the two apart."""
+    """What tells transformers apart."""
 
     width: int
     heads: int
     layers: int
-    batch_size: int  # sequences a rank
+    length: int = BLOCK  # of a sequence, at the most
+    vocabulary: int = VOCABULARY
+    tied: bool = False  # table and head are one matrix
+    batch_size: int = 8  # sequences a rank
 
 
 SIZES = {
-    "gpt": Size(192, 6, 6, 6),  # forward and backward 0.2 s on one thread
-    "gpt-small": Size(96, 3, 3, 3),
+    "gpt": Size(192, 6, 6, batch_size=6),  # forward and backward 0.2 s on one thread
+    "gpt-small": Size(96, 3, 3, batch_size=3),
 }
 
 
@@ -107,15 +110,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, at most BLOCK) to logits (batch, length, 256)."""
+    """Tokens (batch, at most `length`) to logits (batch, length, `vocabulary`)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, size.width)
-        self.position = nn.Embedding(BLOCK, size.width)
+        self.token = nn.Embedding(size.vocabulary, size.width)
+        self.position = nn.Embedding(size.length, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width, bias=False)
-        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        if size.tied:
+            self.head.weight = self.token.weight
         for name, matrix in self.named_parameters():
             if matrix.dim() == 2:
                 # The branches, two a layer, that add to x together add one unit.
