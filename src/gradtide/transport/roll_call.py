@@ -179,13 +179,13 @@ class RollCall:
             self._fail(f"{names} {GONE}, before it came to connect")
 
     def _learnt_before(self) -> str:
-        """Why exchanges of the last call's replica failed, if somebody knows."""
+        """Who is gone, as exchanges of the last call's replica failed for that."""
         if not hasattr(self, "_store"):
             return ""
         last = part_of(self._store.underlying_store, self._last)
         keys = [key for r in range(self._size) if last.check([key := f"failed/{r}"])]
         told = (Failure.read(last.get(key).decode()).why for key in keys)
-        return next(filter(None, told), "")
+        return next((why for why in told if GONE in why), "")
 
     def _missing(self) -> list[int]:
         """Who has said nothing; while nobody can, who hosts the store."""
