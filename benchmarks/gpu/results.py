@@ -6,6 +6,7 @@ the file says what it was at. Who goes on takes what was never begun, then what 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import threading
@@ -32,10 +33,7 @@ class Ledger(Protocol):
 
 
 class Book:
-    """The figures of one section.
-
-    One process at a time has a file's books; its threads may share one.
-    """
+    """The figures of one section; sections of a file may be written at once."""
 
     def __init__(self, path: Path, section: str) -> None:
         self._path, self._section = path, section
@@ -68,12 +66,12 @@ class Book:
     def put(self, name: str, value: Any) -> None:
         seconds = time.monotonic() - self._begun.get(name, time.monotonic())
         self._write(name, {"value": value, "seconds": round(seconds, 2)})
-        print(f"  {name}: {shown(value)}", flush=True)
+        print(f"  {self._section}, {name}: {shown(value)}", flush=True)
 
     def fail(self, name: str, why: str) -> None:
         self._failed.add(name)
         self._write(name, {"failed": why[-3000:]})
-        print(f"  {name}: FAILED: {why[-1200:]}", flush=True)
+        print(f"  {self._section}, {name}: FAILED: {why[-1200:]}", flush=True)
 
     def skip(self, names: Iterable[str], why: str) -> None:
         """They are not to be had here."""
@@ -81,7 +79,7 @@ class Book:
             self._failed.add(name)
             if name not in self.values:
                 self._write(name, {"skipped": why})
-                print(f"  {name}: skipped: {why}", flush=True)
+                print(f"  {self._section}, {name}: skipped: {why}", flush=True)
 
     def measure(self, figures: Mapping[str, Callable[[], Any]]) -> None:
         """Call what is missing of these; one that raises does not keep the others."""
@@ -144,12 +142,14 @@ def read(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def changing(path: Path) -> Iterator[dict[str, Any]]:
-    """What is in the file, to be changed; it is replaced whole."""
-    data = read(path)
-    yield data
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=1) + "\n")
-    part.replace(path)
+    """What is in the file, to be changed by one at a time; it is replaced whole."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        data = read(path)
+        yield data
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(data, indent=1) + "\n")
+        part.replace(path)
 
 
 def begin_run(path: Path, about: Mapping[str, Any]) -> None:

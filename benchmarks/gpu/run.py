@@ -17,9 +17,11 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +45,7 @@ class Section:
     proves: str
     beside: str = ""  # what has to be said beside its figures
     least: float = 10.0  # seconds: with less left it does not begin
+    timed: bool = True  # it has the device to itself; what is right may be at once
 
     @property
     def module(self) -> Any:
@@ -54,16 +57,20 @@ SECTIONS = {
     section.name: section
     for section in (
         Section("facts", 40, "what there is, and how much is copied in a second"),
-        Section("kernels", 150, "kernels and codecs have the CPU's bits"),
+        Section("kernels", 150, "kernels and codecs have the CPU's bits", timed=False),
+        Section(
+            "alike", 150, "the same bits, however the device is driven", timed=False
+        ),
+        Section(
+            "death", 120, "a rank that dies is named, and all ends", SHARED, timed=False
+        ),
+        Section("compiled", 150, "torch.compile, its graphs, fused AdamW", timed=False),
         Section("hooks", 80, "what hooks cost where there is nobody to exchange with"),
-        Section("alike", 120, "streams and lifetimes: the same bits, however it runs"),
         Section("selection", 25, "selection, held against a copy"),
         Section("codecs", 30, "codecs, held against a copy of their bytes"),
         Section("links", 120, "steps of four ranks over slow links", SHARED, 50),
         Section("loss", 150, "a training to a loss over a slow link", SHARED, 110),
-        Section("death", 70, "a rank that dies is named, and all ends", SHARED),
         Section("curvature", 40, "K-FAC's stages"),
-        Section("compiled", 100, "torch.compile, its CUDA graphs, fused optimizers"),
     )
 }
 
@@ -82,8 +89,9 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     about = _about(given)
     begin_run(path, about)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    for name in _to_do(given.sections or SECTIONS, path, about["commit"]):
+    signal.signal(signal.SIGTERM, _end)
+
+    def run(name: str) -> None:
         section = SECTIONS[name]
         print(f"== {name}: {section.proves}", flush=True)
         ended = _run(section, given, end, path)
@@ -95,6 +103,11 @@ def main() -> None:
                 found["proves"] = SECTIONS[there].proves
                 found["beside"] = SECTIONS[there].beside
                 found["bars"] = [bar.row(figures, given.tiny) for bar in bars]
+
+    to_do = _to_do(given.sections or SECTIONS, path, about["commit"])
+    for names in _at_once(to_do, given):
+        with ThreadPoolExecutor(len(names)) as threads:
+            list(threads.map(run, names))
     print("\n".join(table(read(path)["sections"])))
 
 
@@ -137,6 +150,17 @@ def _to_do(names: Iterable[str], path: Path, now: str | None) -> list[str]:
     return [name for name in names if name not in ended] + again
 
 
+def _at_once(names: Iterable[str], given: argparse.Namespace) -> Iterator[list[str]]:
+    """What is timed, alone; neighbours that are not, beside one another on a GPU."""
+
+    def timed(name: str) -> bool:
+        return SECTIONS[name].timed or given.device != "cuda"
+
+    for alone, group in groupby(names, timed):
+        together = list(group)
+        yield from ([name] for name in together) if alone else [together]
+
+
 # - One section ------------------------------------------------------------------------
 
 
@@ -164,9 +188,21 @@ def _run(section: Section, given: argparse.Namespace, end: float, path: Path) ->
     return False
 
 
+_running = set[int]()  # process groups
+
+
+def _end(*_: object) -> NoReturn:
+    """Whoever is asked to end leaves no process behind."""
+    for number in list(_running):
+        with suppress(ProcessLookupError):
+            os.killpg(number, signal.SIGKILL)
+    os._exit(1)
+
+
 def _ended(command: Sequence[str], seconds: float) -> bool:
     """Whether a command came to its end; no process of its group is left then."""
     child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    _running.add(child.pid)
     try:
         return child.wait(seconds) == 0
     except subprocess.TimeoutExpired:
@@ -176,6 +212,7 @@ def _ended(command: Sequence[str], seconds: float) -> bool:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+        _running.discard(child.pid)
 
 
 def _measure(given: argparse.Namespace, path: Path) -> NoReturn:
