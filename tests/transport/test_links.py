@@ -211,6 +211,31 @@ def test_what_travels_together_arrives_in_order() -> None:
         together(work, 2)
 
 
+def test_what_began_early_keeps_its_place_before_connections_are_there() -> None:
+    """One rank began the first request early, the other one when it was due."""
+    x, y = torch.arange(1000.0), -torch.arange(1000.0)
+    with connected(2) as links:
+
+        def work(rank: int) -> None:
+            own = links[rank]
+            into = [torch.empty(1000), torch.empty(1000)]
+            transfers = [
+                Transfer(
+                    own.track(0),
+                    deque([(1 - rank, memory_of(each))]),
+                    {1 - rank: there},
+                )
+                for each, there in zip((x, y), map(arrival, into), strict=True)
+            ]
+            own.add(transfers[0], early=rank == 0)
+            own.add(transfers[1], early=False)
+            for transfer in transfers:
+                transfer.finish(nothing)
+            assert all(map(torch.equal, into, (x, y)))
+
+        together(work, 2)
+
+
 @pytest.mark.parametrize(("length", "item"), [(4, 7), (6, 7), (5, 8)])
 def test_ranks_that_ask_for_different_things_are_told(length: int, item: int) -> None:
     with connected(2) as links:

@@ -300,20 +300,19 @@ class Links:
         """Have a transfer begin.
 
         If it is `early`, others may wait for what comes before it: where it has to wait
-        for connections it begins when it is waited for.
+        for connections it begins when it is waited for, or when the next one does that
+        may wait: transfers of a track keep their order.
         """
         track = transfer.track
-        if early and (track.later or not transfer.peers <= track.to.keys()):
-            track.later.append(transfer)
-        else:
-            self._enter(transfer)
+        track.later.append(transfer)
+        if not early or (len(track.later) == 1 and transfer.peers <= track.to.keys()):
+            self._enter_all(track)
             track.send()
 
     def drive(self, transfer: Transfer, drained: Callable[[], None]) -> None:
         """Send and read until a transfer is through."""
         track = transfer.track
-        while track.later:
-            self._enter(track.later.popleft())
+        self._enter_all(track)
         while True:
             for each in self._tracks:
                 each.send()
@@ -322,6 +321,10 @@ class Links:
             if not (transfer.unsent or transfer.unread):
                 return
             self._wait()
+
+    def _enter_all(self, track: Track) -> None:
+        while track.later:
+            self._enter(track.later.popleft())
 
     def _enter(self, transfer: Transfer) -> None:
         track = transfer.track
