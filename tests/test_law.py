@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradtide.collectives import COLLECTIVES, Dense, MomentumCorrection
 from gradtide.collectives.levels import TwoLevel
@@ -45,6 +46,24 @@ def test_law_on_every_wire(make: Any, wire: Any, size: int) -> None:
         )
         if make is Dense:
             check_law(Dense(wire), size, numel=333 * size, steps=0)
+
+
+class AddsInOrder(TorchDispatchMode):
+    """Refuses what a GPU adds up in an order of chance."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.index_add_, torch.ops.aten.index_add):
+            index = args[2][args[3] != 0]
+            assert len(index) == len(index.unique()), "an index comes twice in one call"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", SPARSE, ids=lambda c: c.__name__)
+def test_sums_have_the_same_bits_in_each_run_on_a_gpu(make: type[Collective]) -> None:
+    with AddsInOrder():
+        check_law(replace(make(), density=0.05), 4, numel=1600, steps=4)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -21,11 +22,12 @@ from gpu.results import Book, right
 from gpu.setting import Setting
 from gradtide.runtime.checksum import checksum
 from gradtide.selectors import kernels
-from gradtide.wire import NARROW, WIRES, Codec, Wire, codec_of, tools
+from gradtide.wire import CASTS, NARROW, WIRES, Codec, Wire, codec_of, tools
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "pytest -m gpu"
 TIMEOUT = 110  # seconds for these
+PLUGINS = (("pytest_timeout", "--timeout=60"), ("xdist.plugin", "-n", "4"))
 LENGTHS = (1, 31, 255, 256, 257, 4095, 4097, 100_003)
 # Bounds and limits of a selection: usual ones, everything, and what is cut short.
 BOUNDS = ((1.0, 1 << 30), (2.5, 100), (0.0, 1 << 30), (-1.0, 1 << 30))
@@ -81,7 +83,8 @@ def codec(setting: Setting, wire: Wire, dtype: torch.dtype) -> dict[str, bool]:
             here = everything(found, x)
         there = everything(found, x.to(setting.device))
         for name, one, other in zip(alike, here, there, strict=True):
-            alike[name] &= same(one, other.cpu())
+            kind = CASTS.get(wire or "") if name == "message" else None
+            alike[name] &= same(one.view(kind or one.dtype), other.cpu())
     return {"alike": all(alike.values()), **alike}
 
 
@@ -104,15 +107,23 @@ def tests() -> dict[str, Any]:
     """What pytest says of the files in which something is marked."""
     tests = sorted(ROOT.glob("tests/**/test_*.py"))
     files = [str(path) for path in tests if "mark.gpu" in path.read_text()]
-    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "--timeout=60"]
-    command += ["-p", "no:cacheprovider", "--continue-on-collection-errors", *files]
-    if find_spec("xdist"):
-        command += ["-n", "4"]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *files]
+    command += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    # Of plugins, those that are needed: our tests take others' warnings for errors.
+    for plugin, *options in PLUGINS:
+        if find_spec(plugin.partition(".")[0]):
+            command += ["-p", plugin, *options]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with tempfile.TemporaryFile("w+") as said:
         code = None
         with suppress(subprocess.TimeoutExpired):
             code = subprocess.run(
-                command, cwd=ROOT, stdout=said, stderr=said, timeout=TIMEOUT
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=said,
+                stderr=said,
+                timeout=TIMEOUT,
             ).returncode
         said.seek(0)
         lines = said.read().splitlines() or ["nothing"]
@@ -121,7 +132,8 @@ def tests() -> dict[str, Any]:
         counts = {"passed before it was cut off": sum("PASSED" in x for x in lines)}
     wrong = [line for line in lines if re.search(r"\b(FAILED|ERROR) ", line)]
     passed = code == 0 and counts.get("passed", 0) > 0
-    return {"passed": passed, "counts": counts, "wrong": wrong[-30:]}
+    told = wrong[-30:] or ([] if passed else lines[-10:])
+    return {"passed": passed, "counts": counts, "wrong": told}
 
 
 def drawn(n: int, dtype: torch.dtype) -> Tensor:
@@ -130,6 +142,7 @@ def drawn(n: int, dtype: torch.dtype) -> Tensor:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, but for what a NaN looks like."""
+    b = b.view(a.dtype)
     if a.is_floating_point():
         a, b = (torch.where(x.isnan(), 0, x) for x in (a, b))
         a, b = (x.view(torch.uint8) for x in (a, b))

@@ -42,7 +42,7 @@ class AsNccl:
 
     P2POp, ReduceOp = dist.P2POp, dist.ReduceOp
     isend, irecv = staticmethod(dist.isend), staticmethod(dist.irecv)
-    ProcessGroup = dist.ProcessGroup
+    ProcessGroup, DistError = dist.ProcessGroup, dist.DistError
     get_process_group_ranks = staticmethod(dist.get_process_group_ranks)
 
     def new_group(self, ranks: list[int], backend: str, **options: Any) -> Any:

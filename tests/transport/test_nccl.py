@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
@@ -210,3 +211,48 @@ def _aborted() -> None:
         aborted.clear()
         transport.close()
         assert aborted
+
+
+def test_what_nccl_fails_with_is_told_with_the_rank_that_is_gone() -> None:
+    run_ranks(2, _failed)
+
+
+def _failed() -> None:
+    aborted: list[int] = []
+    pg: Any = SimpleNamespace(
+        rank=dist.get_rank, size=lambda: 2, abort=lambda: aborted.append(1)
+    )
+
+    def fail() -> None:
+        raise dist.DistBackendError("NCCL communicator was aborted")
+
+    def exhaust() -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    with as_nccl(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl, "meet", lambda pg, device: None)
+        control: Any = connect(None, CPU)
+        transport = NcclTransport(pg, control, CUDA)
+        if dist.get_rank() == 1:
+            control.close()
+            return
+        with pytest.raises(torch.OutOfMemoryError):
+            transport.submit(Job(exhaust, nothing))
+        assert not aborted
+        with pytest.raises(CommunicationError, match="rank 1"):
+            transport.submit(Job(fail, nothing, name="grad3"))
+        assert aborted
+
+
+def test_groups_of_ours_do_not_have_torch_end_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    with nccl.told_of_errors():
+        assert os.environ[name] == "2"
+    assert name not in os.environ
+    monkeypatch.setenv(name, "1")
+    with nccl.told_of_errors():
+        assert os.environ[name] == "1"
+    assert os.environ[name] == "1"

@@ -194,7 +194,8 @@ def filled_up(entries: Entries, count: int) -> Entries:
 def summed(entries: Sequence[Entries], dtype: torch.dtype) -> Entries:
     """The sum of entries: sorted unique indices, and values of `dtype`.
 
-    Added one rank after the other, so that the sums are the same everywhere.
+    Added one rank after the other, so that the sums are the same everywhere: a GPU adds
+    up what one call has for an index in an order of chance.
     """
     everywhere = torch.cat([where for where, _ in entries])
     union, inverse = torch.unique(everywhere, return_inverse=True)

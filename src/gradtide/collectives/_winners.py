@@ -17,18 +17,6 @@ LARGEST = 1025.0  # level (log2) of infinities and NaNs: above all finite number
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def add_up(parts: list[Entries], dtype: torch.dtype) -> Entries:
-    """Sums, in `dtype`, of entries with the same index in the order of `parts`.
-
-    For an owner alone: on a GPU, other ranks' sums could have other last digits.
-    """
-    # Sorting is stable, so that each sum is taken in the order of ranks.
-    where, order = torch.cat([at for at, _ in parts]).sort(stable=True)
-    values = torch.cat([there for _, there in parts]).to(dtype).index_select(0, order)
-    unique, which = torch.unique_consecutive(where, return_inverse=True)
-    return unique, values.new_zeros(len(unique)).index_add_(0, which, values)
-
-
 def rank_sums(
     sums: Entries,
     received: int,

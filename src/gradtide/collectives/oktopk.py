@@ -10,7 +10,7 @@ from torch import Tensor
 from gradtide.collectives import _entries
 from gradtide.collectives._balance import could_pay, pays, recut, worth_moving
 from gradtide.collectives._entries import Encoding, Selecting, Steps, kept
-from gradtide.collectives._winners import add_up, rank_sums
+from gradtide.collectives._winners import rank_sums
 from gradtide.collectives.dense import Dense
 from gradtide.core.devices import on_device
 from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, ToHost
@@ -84,7 +84,7 @@ class OkTopk(Selecting):
         regions = [Encoding(span, codec, flat.dtype) for span in spans]
         arrived = yield from _split(payload, where, values, bounds, regions, group)
         received = sum(len(part) for part, _ in arrived)
-        sums = add_up(arrived, flat.dtype)
+        sums = _entries.summed(arrived, flat.dtype)
 
         fresh = step % self.refresh == 0
         numbers, won = yield from rank_sums(sums, received, k, fresh, state, group)

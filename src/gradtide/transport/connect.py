@@ -70,18 +70,22 @@ def connect(
     if device.type == "cpu":
         return gloo
     if device.type == "cuda" and "nccl" in _backends(parent):
-        from gradtide.transport.nccl import NcclTransport
+        from gradtide.transport.nccl import NcclTransport, told_of_errors
 
-        return NcclTransport(_sibling(parent, ranks, "nccl"), gloo, device)
+        with told_of_errors():
+            group = _sibling(parent, ranks, "nccl")
+        return NcclTransport(group, gloo, device)
     from gradtide.transport.staged import StagedTransport
 
     within = _within(process_group)
     if device.type == "cuda" and within is not None and "nccl" in _backends(within):
         from gradtide.transport.gloo import LANES
         from gradtide.transport.inside import InsideHost
+        from gradtide.transport.nccl import told_of_errors
 
         own = dist.get_process_group_ranks(within)
-        groups = [_sibling(within, own, "nccl") for _ in LANES]
+        with told_of_errors():
+            groups = [_sibling(within, own, "nccl") for _ in LANES]
         return StagedTransport(gloo, device, InsideHost(groups, gloo, device))
     return StagedTransport(gloo, device)
 

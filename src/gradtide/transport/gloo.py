@@ -98,7 +98,7 @@ class GlooTransport:
         try:
             return *self._start(asked), name
         except RuntimeError as error:
-            raise self._blame(name, error) from error
+            raise self.blame(name, error) from error
 
     def _start(self, asked: _Asked) -> tuple[Any, Finish | None]:
         match asked.op:
@@ -132,7 +132,7 @@ class GlooTransport:
             try:
                 work(self._queue.begin_next)
             except RuntimeError as error:
-                raise self._blame(name, error) from error
+                raise self.blame(name, error) from error
         return answer
 
     def _sends(self, asked: _Asked) -> int:
@@ -153,7 +153,7 @@ class GlooTransport:
             try:
                 dist.all_gather_object(told, (name, value), group=self._pg)
             except RuntimeError as error:
-                raise self._blame(name, error) from error
+                raise self.blame(name, error) from error
 
         self.submit(Job(lambda: None, gather, name=name)).join()
         names = {rank: other for rank, (other, _) in enumerate(told)}
@@ -256,8 +256,8 @@ class GlooTransport:
         )
         return asked.begin(begun)
 
-    def _blame(self, request: str, error: RuntimeError) -> CommunicationError:
-        """An error of Gloo's, which names an address at best, as one of ours."""
+    def blame(self, request: str, error: RuntimeError) -> CommunicationError:
+        """An error of torch's, which names an address at best, as one of ours."""
         if self._queue.error is not None:  # it is known already, and why
             return CommunicationError(str(error))
         return CommunicationError(self._inquiry.explain(request, error))

@@ -6,6 +6,10 @@ every rank. On the device, kernels of two communicators may start in another ord
 they were launched in. NCCL_LAUNCH_ORDER_IMPLICIT=1 has NCCL (2.26 or newer) keep it,
 for programs in which both are under way at once.
 
+[Note: Errors] Where a rank is gone, torch's watchdog ends the whole process, before it
+is known which. It reads the environment when a group is made: in groups of ours it only
+ends the kernels that wait, and whoever asks for more is told who is gone.
+
 [Note: Words] What is in host memory (who used what, who ran out of batches) goes over
 the links of `gloo`. Nobody waits for the other hosts to say it: the rest of a job that
 begins with such a request is done by the queue of these links, and the training thread
@@ -14,6 +18,9 @@ waits where it reads the answer.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -35,6 +42,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 Begun: TypeAlias = tuple[Tensor, Any]  # the answer's memory; what is waited for, if any
+
+
+@contextmanager
+def told_of_errors() -> Iterator[None]:
+    """NCCL's groups that are made inside leave errors to us, see [Note: Errors]."""
+    name, clean_up_only = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, clean_up_only)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 class NcclTransport:
@@ -78,7 +98,12 @@ class NcclTransport:
             return self._submit(job)
         except RuntimeError as error:
             # If the links' queue has failed, NCCL was aborted, and knows less of why.
-            raise self._control.error or error from error
+            if self._control.error is not None:
+                raise self._control.error from error
+            if isinstance(error, dist.DistError):
+                self._abort()
+                raise self._control.blame(job.name, error) from error
+            raise
 
     def _submit(self, job: Job) -> Ticket:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -166,14 +191,15 @@ class NcclTransport:
             # Else torch sorts them. Older ones always do, and refuse the argument.
             sorts: dict[str, Any] = {"sort_ranks": False}
             order = {} if ranks == tuple(sorted(ranks)) else sorts
-            made = dist.new_group(
-                [everyone[rank] for rank in ranks],
-                backend="nccl",
-                timeout=self._pg._get_backend(self._device).options._timeout,
-                use_local_synchronization=True,
-                group_desc="gradtide nccl",
-                **order,
-            )
+            with told_of_errors():
+                made = dist.new_group(
+                    [everyone[rank] for rank in ranks],
+                    backend="nccl",
+                    timeout=self._pg._get_backend(self._device).options._timeout,
+                    use_local_synchronization=True,
+                    group_desc="gradtide nccl",
+                    **order,
+                )
             assert isinstance(made, dist.ProcessGroup)
             meet(made, self._device)
             self._subgroups[ranks] = made
