@@ -53,4 +53,5 @@ def timed(
     setting: Setting, call: Callable[[], None], ideal: float
 ) -> dict[str, float | None]:
     ms = setting.milliseconds(call, repeat=15, warm=3)
-    return {"ms": ms, "times": ms / ideal, "waits": setting.waits(call)}
+    idle, waits = setting.idle_milliseconds(call), setting.waits(call)
+    return {"ms": ms, "times": ms / ideal, "idle ms": idle, "waits": waits}

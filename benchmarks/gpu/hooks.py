@@ -77,7 +77,7 @@ def trained(setting: Setting, name: str) -> dict[str, Any]:
     entrant = Entrant(name, model, adamw(setting, model))
     repeat, warm = (3, 2) if setting.tiny else (20, 5)
     step = partial(entrant.step, tokens)
-    found: dict[str, Any] = {"ms": setting.milliseconds(step, repeat, warm)}
+    found: dict[str, Any] = {"ms": setting.mean_milliseconds(step, repeat, warm)}
     found["host ms"] = setting.host_milliseconds(step)
     if setting.cuda:
         found["waits"] = setting.waits(step)

@@ -71,4 +71,5 @@ def timed(
 ) -> dict[str, float | None]:
     call = make(x, k)
     ms = setting.milliseconds(call, repeat=15, warm=5)
-    return {"ms": ms, "copies": ms / copy, "waits": setting.waits(call)}
+    idle, waits = setting.idle_milliseconds(call), setting.waits(call)
+    return {"ms": ms, "copies": ms / copy, "idle ms": idle, "waits": waits}

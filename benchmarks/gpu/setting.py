@@ -13,6 +13,8 @@ import torch
 
 from gradtide.lab.job import IDLE
 
+AHEAD = 2_000_000  # cycles for which a device is held up: a millisecond
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -33,16 +35,26 @@ class Setting:
     def milliseconds(
         self, call: Callable[[], object], repeat: int = 20, warm: int = 3
     ) -> float:
-        """The median of what a call takes; between events on a GPU."""
+        """The median of what a call takes a GPU when the host is ahead, as in training.
+
+        Where the call waits for the device, what the host does then counts.
+        """
         for _ in range(warm):
             call()
         self.synchronize()
-        return statistics.median(self._once(call) for _ in range(repeat))
+        return statistics.median(self._once(call, AHEAD) for _ in range(repeat))
 
-    def _once(self, call: Callable[[], object]) -> float:
+    def idle_milliseconds(self, call: Callable[[], object], repeat: int = 10) -> float:
+        """The same from a GPU that has nothing to do: with what the host takes."""
+        self.synchronize()
+        return statistics.median(self._once(call, 0) for _ in range(repeat))
+
+    def _once(self, call: Callable[[], object], ahead: int) -> float:
         if self.cuda:
             begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            if ahead:
+                torch.cuda._sleep(ahead)  # type: ignore[no-untyped-call]
             begin.record()
             call()
             end.record()
@@ -51,6 +63,25 @@ class Setting:
         start = time.perf_counter()
         call()
         return 1e3 * (time.perf_counter() - start)
+
+    def mean_milliseconds(
+        self, call: Callable[[], object], repeat: int = 20, warm: int = 3
+    ) -> float:
+        """Of calls one after the other, of which none waits for the one before it.
+
+        The median of three times so many.
+        """
+        for _ in range(warm):
+            call()
+        means = []
+        for _ in range(3):
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            self.synchronize()
+            means.append(1e3 * (time.perf_counter() - start) / repeat)
+        return statistics.median(means)
 
     def host_milliseconds(self, call: Callable[[], object], repeat: int = 5) -> float:
         """What the host takes to ask for a call, while it may run ahead."""

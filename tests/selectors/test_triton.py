@@ -44,12 +44,13 @@ def check_above(x: Tensor, threshold: float, limit: int, device: str = "cpu") ->
     assert triton_kernels.BLOCK == BLOCK
     where = (~(x.abs() <= threshold)).nonzero()[:limit, 0]
     there = x.to(device)
-    scan = triton_kernels.scan(there, threshold, limit)
-    number = int(scan.number)
-    same(scan.gather(number).cpu(), where)
-    values = there.new_empty(number)
-    same(scan.gather(number, values).cpu(), where)
-    same(values.cpu(), x[where])
+    for with_values in (False, True):
+        scan = triton_kernels.scan(there, threshold, limit, with_values)
+        number = int(scan.number)
+        same(scan.indices[:number].cpu(), where)
+        assert (scan.values is None) is not with_values
+        if scan.values is not None:
+            same(scan.values[:number].cpu(), x[where])
     same(there.cpu(), x)
     return len(where)
 

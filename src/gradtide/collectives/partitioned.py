@@ -188,7 +188,7 @@ def _look(x: Tensor, quota: int, threshold: float, seed: int) -> _Look:
 
     def take(number: int) -> tuple[Tensor, Tensor]:
         if scan is not None and _fits(number, quota, limit, threshold):
-            found, known = scan.gather(number), threshold
+            found, known = scan.indices[:number], threshold
         else:
             known, _ = estimate(x, spare, SAMPLE, seed)
             found = kernels.above(x, known, limit)

@@ -49,12 +49,13 @@ GPU = Kernels(
 class Scan(NamedTuple):
     """Entries that were looked for: on a GPU only the device knows yet how many.
 
-    Who reads `number` waits for it. `gather` is then called with it, and returns the
-    indices; Triton's, given a tensor of so many values, writes those there.
+    Who reads `number` waits for it. So many of the indices, and of the values if these
+    were asked for, stand for something.
     """
 
     number: Tensor
-    gather: Callable[..., Tensor]
+    indices: Tensor
+    values: Tensor | None = None
 
 
 def index_dtype(n: int) -> torch.dtype:
@@ -90,13 +91,13 @@ def above(x: Tensor, threshold: float, limit: int) -> Tensor:
     """Where |x| is not at most `threshold`, so that NaN counts as large.
 
     The first `limit` sorted indices (1-D, int32) into `x` (1-D, contiguous); a negative
-    threshold finds everything. One pass over memory, and nothing as long as `x` is
-    allocated. On a GPU the host waits once.
+    threshold finds everything. One pass over memory. On a GPU the host waits once, and
+    what is found lies in memory for `limit` of them.
     """
     found = _under_way(x, threshold, limit)
     if found is None:
         return _above(x, threshold, limit)
-    return found.gather(int(found.number))
+    return found.indices[: int(found.number)]
 
 
 def scan(x: Tensor, threshold: float, limit: int) -> Scan:
@@ -104,8 +105,7 @@ def scan(x: Tensor, threshold: float, limit: int) -> Scan:
     seen = _under_way(x, threshold, limit)
     if seen is None:
         found = _above(x, threshold, limit)
-        number = x.new_full((), len(found), dtype=torch.int64)
-        return Scan(number, lambda _: found)
+        return Scan(x.new_full((), len(found), dtype=torch.int64), found)
     return seen
 
 
@@ -116,15 +116,17 @@ def entries(x: Tensor, threshold: float, limit: int) -> tuple[Tensor, Tensor]:
         values = torch.empty(min(limit, x.numel()), dtype=x.dtype, device="cpu")
         found = _scan(x, threshold, limit, values)
         return found, values[: len(found)]
-    seen = _under_way(x, threshold, limit)
-    if seen is None:
+    seen = _under_way(x, threshold, limit, with_values=True)
+    if seen is None or seen.values is None:
         found = _above(x, threshold, limit)
         return found, x.index_select(0, found)
-    values = x.new_empty(int(seen.number))
-    return seen.gather(len(values), values), values
+    number = int(seen.number)
+    return seen.indices[:number], seen.values[:number]
 
 
-def _under_way(x: Tensor, threshold: float, limit: int) -> Scan | None:
+def _under_way(
+    x: Tensor, threshold: float, limit: int, with_values: bool = False
+) -> Scan | None:
     """What Triton looks for; None where there is no GPU, or Triton does not work."""
     module = GPU.module() if x.device.type == "cuda" and x.numel() else None
     if module is None:
@@ -134,7 +136,7 @@ def _under_way(x: Tensor, threshold: float, limit: int) -> Scan | None:
         "the indices they find on hardware (in Triton's interpreter they are "
         "tested), and their speed",
     )
-    found: Scan = module.scan(x, threshold, limit)
+    found: Scan = module.scan(x, threshold, limit, with_values)
     return found
 
 

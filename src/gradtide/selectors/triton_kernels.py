@@ -26,32 +26,28 @@ BLOCK = 4096  # elements of a program
 _LAUNCH = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
 
-def scan(x: Tensor, threshold: float, limit: int) -> Scan:
-    """Look for the first `limit` entries with not(|x| <= threshold).
+def scan(x: Tensor, threshold: float, limit: int, with_values: bool) -> Scan:
+    """Look for the first `limit` entries with not(|x| <= threshold), and their values.
 
     `x` is 1-D and contiguous, n >= 1. NaN counts as large. Nothing waits for the
-    device, but who reads how many there are.
+    device, but who reads how many there are: so there is room for as many as there may
+    be.
     """
     assert x.is_contiguous()
-    blocks = triton.cdiv(x.numel(), BLOCK)
+    blocks, room = triton.cdiv(x.numel(), BLOCK), min(limit, x.numel())
     bits = x.new_empty(blocks * BLOCK // 32, dtype=torch.int32)
     counts = x.new_empty(blocks, dtype=torch.int32)
     bound = x.new_full((), threshold, dtype=torch.promote_types(x.dtype, torch.float32))
     with on_device_of(x):
         _mark[(blocks,)](x, bound, bits, counts, x.numel(), **_LAUNCH)
     ends = counts.cumsum(0, dtype=index_dtype(x.numel()))
-
-    def gather(count: int, values: Tensor | None = None) -> Tensor:
-        indices = torch.empty(count, dtype=ends.dtype, device=x.device)
-        if count:
-            own = x[:0] if values is None else values
-            with on_device_of(x):
-                _compact[(len(ends),)](
-                    *(bits, ends, x, indices, own, count, values is not None), **_LAUNCH
-                )
-        return indices
-
-    return Scan(ends[-1].clamp(max=limit), gather)
+    indices, values = ends.new_empty(room), x.new_empty(room if with_values else 0)
+    if room:
+        with on_device_of(x):
+            _compact[(blocks,)](
+                *(bits, ends, x, indices, values, room, with_values), **_LAUNCH
+            )
+    return Scan(ends[-1].clamp(max=limit), indices, values if with_values else None)
 
 
 @triton.jit
