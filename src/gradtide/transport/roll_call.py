@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 TURN = 0.02  # seconds between two looks
 GRACE = 1.5  # seconds for those who are about to come, if one never will
-LONG_GRACE = 4.0  # the same where several may be meant: one may wait, and say for whom
+LONG_GRACE = 6.0  # the same where several may be meant: one may wait, and say for whom
 PATIENCE = 0.3  # seconds before a rank looks whether others live
 KNOCK = 1.0  # seconds before it looks whether the store does; then twice as many
 OPEN = Path("/proc/self/fd")
