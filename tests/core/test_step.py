@@ -25,6 +25,7 @@ class Logged:
         self.buckets = [Gradients(f"g{i}", pieces) for i in range(num_buckets)]
         self.factors = [Bucket("f", 1)] if factors else []
         self.recording = self.local = False
+        self.arrived = set[str]()  # the buckets whose means are here
         self.log: list[str] = []
 
     def plan(self) -> Sequence[Any]:
@@ -39,6 +40,12 @@ class Logged:
 
     def needs(self, bucket: Any) -> Sequence[Any]:
         return ()
+
+    def here(self, bucket: Any) -> bool:
+        return bucket.name in self.arrived
+
+    def apply(self, buckets: Sequence[Any]) -> None:
+        self.log.append(" ".join(["apply", *(bucket.name for bucket in buckets)]))
 
     def conclude(self, hold: bool) -> None:
         self.log.append("hold" if hold else "conclude")
@@ -146,11 +153,26 @@ def test_deferred_updates_are_held_released_last_first_and_applied_when_read() -
     assert step.step()
     released = [f"release g{i}" for i in (2, 1, 0)]
     assert driver.take() == ["defer", *released]
-    step.apply(driver.buckets[1])
-    step.apply(driver.buckets[1])
+    step.apply([driver.buckets[1]])
+    step.apply([driver.buckets[1]])
     assert driver.take() == ["receive g1", "apply g1"]
     step.flush()
     assert driver.take() == ["receive g2", "apply g2", "receive g0", "apply g0"]
+    assert stages(driver) == {Stage.IDLE}
+
+
+def test_updates_go_along_with_one_that_is_needed_as_far_as_means_are_here() -> None:
+    step, driver = start(DEAR, 4)
+    backward(step, driver)
+    step.step()
+    driver.take()
+    driver.arrived = {"g2", "g0"}
+    step.apply([driver.buckets[3]], driver.buckets[::-1])
+    assert driver.take() == ["receive g3", "receive g2", "apply g3 g2"]
+    step.apply([driver.buckets[3]], driver.buckets[::-1])
+    assert driver.take() == []
+    step.apply(driver.buckets[1::-1], driver.buckets[::-1])
+    assert driver.take() == ["receive g1", "receive g0", "apply g1 g0"]
     assert stages(driver) == {Stage.IDLE}
 
 

@@ -120,6 +120,11 @@ class Engine:
             flight.ticket.join()
         self.telemetry.wait(start, self.clock())
 
+    def here(self, flight: InFlight) -> bool:
+        """Whether a flow that is not held has come to its end."""
+        assert flight.ticket is not None
+        return flight.ticket.done()
+
     def release(self, flight: InFlight) -> None:
         """Start a second half. The first to be needed is released first.
 

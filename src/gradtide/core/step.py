@@ -11,7 +11,8 @@ follows depends on the schedule:
                       step changes parameters;
     update="forward"  exchanges are held at their cut until step(), which releases their
                       second halves, from the last bucket to the first; each bucket is
-                      updated before a module reads its parameters;
+                      updated before a module reads its parameters, and others with it
+                      whose means are here, for which nobody would wait;
     launch="step"     nothing leaves in backward; after the last step of a round (under
                       LOCAL after each) buckets leave with what its steps did. They are
                       applied at once, or some steps later. A step after which nothing
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, IntEnum
+from itertools import chain, takewhile
 from typing import Any, Protocol
 
 from gradtide.core.schedule import Schedule
@@ -137,8 +139,11 @@ class Driver(Protocol):
     def needs(self, bucket: Any) -> Iterable[Any]:
         """The buckets whose means it takes to update one, beside its own mean."""
 
-    def apply(self, bucket: Any) -> None:
-        """Update a bucket's parameters; in a local step, add what all ranks did."""
+    def here(self, bucket: Any) -> bool:
+        """Whether its update goes along with an earlier one, as its mean is here."""
+
+    def apply(self, buckets: Sequence[Any]) -> None:
+        """Update buckets' parameters; in a local step, add what all ranks did."""
 
 
 class Step:
@@ -233,7 +238,7 @@ class Step:
                 return
             if bucket.stage is Stage.DUE:  # no module has read it since step()
                 self._driver.refuse(bucket)
-                self.apply(bucket)
+                self.apply([bucket])
             self._driver.fill(bucket)
             # What leaves last is read first: nothing hides its second half.
             last = bucket is self._driver.buckets[-1]
@@ -332,19 +337,30 @@ class Step:
     def _settle(self, bucket: Any) -> None:
         self._driver.receive(bucket)
         bucket.move("deliver")
-        self._driver.apply(bucket)
+        self._driver.apply([bucket])
 
     def flush(self) -> None:
         """Apply all that is due, from the last bucket to the first."""
-        for bucket in reversed(self._driver.buckets):
-            self.apply(bucket)
+        self.apply(self._driver.buckets[::-1])
 
-    def apply(self, bucket: Any) -> None:
-        """Carry out a bucket's update, if it is due."""
-        if bucket.stage is not Stage.DUE:
-            return
-        self._driver.receive(bucket)
-        for other in self._driver.needs(bucket):
-            self._driver.receive(other)
-        bucket.move("apply")
-        self._driver.apply(bucket)
+    def apply(self, buckets: Iterable[Any], along: Iterable[Any] = ()) -> None:
+        """Carry out the updates of some buckets that are due.
+
+        So are those of `along` that are due, up to the first whose mean is not here.
+        """
+        driver = self._driver
+        due = [bucket for bucket in buckets if bucket.stage is Stage.DUE]
+        while due:
+            first, *due = due
+            driver.receive(first)
+            others = (bucket for bucket in along if bucket not in (first, *due))
+            rest = (b for b in chain(due, others) if b.stage is Stage.DUE)
+            more = [*takewhile(driver.here, rest)]
+            for bucket in more:
+                driver.receive(bucket)
+            for bucket in (first, *more):
+                for other in driver.needs(bucket):
+                    driver.receive(other)
+                bucket.move("apply")
+            due = [bucket for bucket in due if bucket.stage is Stage.DUE]
+            driver.apply([first, *more])

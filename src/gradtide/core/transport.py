@@ -58,6 +58,9 @@ class Ticket(Protocol):
     def join(self) -> None:
         """Return when what follows may rely on the work; raise what the work raised."""
 
+    def done(self) -> bool:
+        """Whether nothing, on a device either, would wait in or behind `join`."""
+
 
 class Transport(Protocol):
     """Answers requests, on a queue of its own.

@@ -170,7 +170,14 @@ class Actions:
         self.deliver()
         return self.steps.needs(bucket)
 
-    def apply(self, bucket: GradientBucket) -> None:
+    def here(self, bucket: GradientBucket) -> bool:
+        return False  # as in host memory
+
+    def apply(self, buckets: Sequence[GradientBucket]) -> None:
+        for bucket in buckets:
+            self._apply(bucket)
+
+    def _apply(self, bucket: GradientBucket) -> None:
         if self.local:
             self._pass(bucket, self._settled)
             return

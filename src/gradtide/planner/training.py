@@ -68,7 +68,7 @@ class Run:
         actions = self.actions
         self._step.forward()
         for place in self.trace.forward_order:
-            self._step.apply(self._of[place])
+            self._step.apply([self._of[place]])
             start = self.transport.clock()
             self._model(self.trace.units[place].forward)
             passed = self.transport.clock() - start

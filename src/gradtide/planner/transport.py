@@ -63,6 +63,9 @@ class WorkItem:
     def join(self) -> None:
         self.transport.now = max(self.transport.now, self.ends)
 
+    def done(self) -> bool:
+        return self.transport.now >= self.ends
+
 
 class Circle(NamedTuple):
     """Those that a request is asked of, and what it takes among them."""

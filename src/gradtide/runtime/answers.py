@@ -78,9 +78,14 @@ class Answers:
 
     @in_turn
     @torch.no_grad()
-    def settle(self, buckets: Iterable[GradientBucket]) -> None:
+    def settle(
+        self,
+        buckets: Iterable[GradientBucket],
+        along: Iterable[GradientBucket] = (),
+    ) -> None:
         """Carry out the updates that are due of some buckets: somebody reads them.
 
+        So are those of `along`, as far as their means are here.
         The trainer is told of gradients that are not finite, which takes a message of
         its own: others read what is there before, see [Note: readers] in `turns`.
         """
@@ -91,11 +96,7 @@ class Answers:
             self._tally.learn()
             if self._guard.ranks:
                 return
-        self.turns.unwatched(lambda: self._apply(due))
-
-    def _apply(self, buckets: Iterable[GradientBucket]) -> None:
-        for bucket in buckets:
-            self._step.apply(bucket)
+        self.turns.unwatched(lambda: self._step.apply(due, along))
 
     def read(self, p: nn.Parameter) -> None:
         """Somebody reads a parameter, whose update may be due."""

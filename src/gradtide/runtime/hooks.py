@@ -175,7 +175,8 @@ class Hooks:
         if training.engine.transport.progress.may_train() and placement.see(module):
             return
         with training.turns:
-            training.answers.settle(placement.reads.get(module, ()))
+            needed = placement.reads.get(module, ())
+            training.answers.settle(needed, placement.buckets[::-1])
             training.updates.rest([module])
 
     def _before_compilation(self) -> None:

@@ -245,8 +245,7 @@ class Training:
         self._deferred = self.step.step()
         self.turns.begin_step(alone=self._deferred)
         if self._deferred:
-            for bucket in self.updates.expect():
-                self.step.apply(bucket)
+            self.step.apply(self.updates.expect())
         self._stepping, self._untaken = True, False
 
     def _look_for_unexchanged(self, optimizer: Optimizer) -> None:
@@ -533,14 +532,24 @@ class Training:
             self.guard.refuse()
         return self._second.needs(bucket)
 
-    def apply(self, bucket: GradientBucket) -> None:
+    def here(self, bucket: GradientBucket) -> bool:
+        # A step of the optimizer costs the host as much as a layer's forward, with
+        # which a device is done before it. In host memory updates stay apart: what one
+        # has brought into the processor's cache is read next.
+        if bucket.payload.flat.is_cpu:
+            return False
+        return bucket.flight is None or self.engine.here(bucket.flight)
+
+    def apply(self, buckets: Sequence[GradientBucket]) -> None:
         if self.steps is not None and self.steps.on:
-            self.steps.settle(bucket)
+            for bucket in buckets:
+                self.steps.settle(bucket)
             return
-        self._second.update(bucket)
+        for bucket in buckets:
+            self._second.update(bucket)
         start = self.engine.clock()
-        with record_function(f"gradtide::{bucket.name}::apply"):
-            self.updates.apply(bucket)
+        with record_function(f"gradtide::{buckets[0].name}::apply"):
+            self.updates.apply(buckets)
         self.engine.telemetry.applied.append((start, self.engine.clock()))
 
 

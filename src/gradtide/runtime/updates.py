@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from gradtide.core.autograd import Hook
 from gradtide.core.compilation import is_scripted
 from gradtide.core.engine import Engine
+from gradtide.core.grouped import grouped
 from gradtide.core.step import Stage
 from gradtide.core.torch_internals import put_first
 from gradtide.runtime.answers import Answers
@@ -235,47 +236,52 @@ class Updates:
             * most
         )
 
-    def apply(self, bucket: GradientBucket) -> None:
-        """Carry out the noted step for the parameters of a bucket."""
-        assert self._step is not None
-        # Gradients of a backward that a forward before step() belongs to.
-        later = [(p, end_due(p, plain)) for p, plain, _ in self._kinds[bucket]]
-        filled = self._fill(bucket)
-        for deferred in filled:
-            if deferred.value is None and deferred.slot.param.grad is deferred:
-                deferred.slot.param.grad = None  # no rank used it
-        updates = [
-            (deferred, deferred.slot.param, deferred.value)
-            for deferred in filled
-            if deferred.slot.wanted and deferred.value is not None
-        ]
-        device = bucket.payload.flat.device.type
-        # As at step(): outside the forward's inference mode and autocast.
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast(device, enabled=False),
-        ):
-            aside = [p.grad for _, p, _ in updates]
-            for _, p, mean in updates:
-                p.grad = mean
-            self._step.apply([p for _, p, _ in updates], not bucket.momentum_applied)
-            for (deferred, p, mean), grad in zip(updates, aside, strict=True):
-                if grad is not deferred:
-                    p.grad = grad
-                elif deferred.zeroed:  # since step()
-                    mean.zero_()
-            for p, grad in later:
-                if grad is not None:
-                    p.grad = grad if p.grad is None else p.grad + grad
-        # Nothing that was up to date once this bucket was is watched any longer.
-        reads = self._placement.reads
+    def apply(self, buckets: Sequence[GradientBucket]) -> None:
+        """Carry out the noted step for the parameters of some buckets."""
+        alike = grouped(
+            buckets, lambda b: (b.payload.flat.device.type, b.momentum_applied)
+        )
+        for (device, applied), members in alike.items():
+            # As at step(): outside the forward's inference mode and autocast.
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                torch.autocast(device, enabled=False),
+            ):
+                self._update(members, momentum=not applied)
+        # Nothing that was up to date once these buckets were is watched any longer.
+        reads, readers = self._placement.reads, self._placement.readers
         self.rest(
             module
-            for module in self._placement.readers[bucket]
-            if len(reads[module]) == 1
-            or not any(other.stage is Stage.DUE for other in reads[module])
+            for bucket in buckets
+            for module in readers[bucket]
+            if not any(other.stage is Stage.DUE for other in reads[module])
         )
+
+    def _update(self, buckets: Sequence[GradientBucket], momentum: bool) -> None:
+        assert self._step is not None
+        # Gradients of a backward that a forward before step() belongs to.
+        kinds = (kind for bucket in buckets for kind in self._kinds[bucket])
+        later = [(p, end_due(p, plain)) for p, plain, _ in kinds]
+        updates, aside = [], []
+        for deferred in chain.from_iterable(map(self._fill, buckets)):
+            p, mean = deferred.slot.param, deferred.value
+            if mean is None:
+                if p.grad is deferred:
+                    p.grad = None  # no rank used it
+            elif deferred.slot.wanted:
+                updates.append((deferred, p, mean))
+                aside.append(p.grad)
+                p.grad = mean
+        self._step.apply([p for _, p, _ in updates], momentum)
+        for (deferred, p, mean), grad in zip(updates, aside, strict=True):
+            if grad is not deferred:
+                p.grad = grad
+            elif deferred.zeroed:  # since step()
+                mean.zero_()
+        for p, grad in later:
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad + grad
 
     def rest(self, modules: Iterable[nn.Module]) -> None:
         """Watch these modules no longer, see [Note: watch].

@@ -61,6 +61,9 @@ class WorkItem:
         if self.error is not None:
             raise self.error
 
+    def done(self) -> bool:
+        return not self.working.locked()
+
     def finish(self, error: BaseException | None) -> None:
         """Let go of what the work held, and of those who wait."""
         self.error = error

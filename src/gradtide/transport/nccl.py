@@ -300,3 +300,6 @@ class _StreamTicket:
 
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def done(self) -> bool:
+        return self._done.query()

@@ -228,3 +228,6 @@ class _StreamTicket:
     def join(self) -> None:
         self._inner.join()
         torch.accelerator.current_stream(self._device).wait_event(self._done)
+
+    def done(self) -> bool:
+        return self._inner.done() and self._done.query()
