@@ -302,4 +302,4 @@ class _StreamTicket:
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def done(self) -> bool:
-        return self._done.query()
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
