@@ -93,21 +93,23 @@ class Engine:
         # A flow that is held has its last stage when it is released: if it has no
         # cut, it is not held and has it here.
         work = partial(self._run, flight, hold, through=hold)
-
-        def both() -> None:
-            begin()
-            work()
-
-        def first() -> None:
-            begin()
-            self._run(flight, hold)
-
-        job = Job(begin, work, name=name)
         if settled:
+
+            def both() -> None:
+                begin()
+                work()
+
             job = Job(_nothing, both, settled=True, name=name)
         elif hands_over:
+
+            def first() -> None:
+                begin()
+                self._run(flight, hold)
+
             last = None if hold else self._last(flight)
             job = Job(begin, work, first, last, name=name)
+        else:
+            job = Job(begin, work, name=name)
         with record_function(f"gradtide::{name}::launch"):
             flight.ticket = self.transport.submit(job)
         return flight

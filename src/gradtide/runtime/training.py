@@ -7,6 +7,7 @@ say what the program does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,10 +170,10 @@ class Training:
             self._undone.settle()
         return opened
 
-    @torch.no_grad()
     def full(self) -> None:
-        """A bucket has all of its gradients."""
-        with self.turns:
+        """A bucket has all of its gradients (hot path)."""
+        recorded = torch.is_grad_enabled()  # as a backward with create_graph is
+        with torch.no_grad() if recorded else nullcontext(), self.turns:
             self.step.full()
 
     @torch.no_grad()

@@ -213,7 +213,8 @@ def refuse_capture() -> None:
     (`mode="reduce-overhead"`) are not meant: they hold what is between two hooks, and
     hooks run outside of them.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if initialized and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a backward pass, or a step, is recorded into a CUDA graph, whose replays "
             "would exchange nothing: leave backward and optimizer.step() out of "
