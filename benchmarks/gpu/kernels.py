@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -26,7 +27,7 @@ from gradtide.wire import CASTS, NARROW, WIRES, Codec, Wire, codec_of, tools
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "pytest -m gpu"
-TIMEOUT = 110  # seconds for these
+AFTER = 5  # seconds of a section that are left for what comes after these
 PLUGINS = (("pytest_timeout", "--timeout=60"), ("xdist.plugin", "-n", "4"))
 LENGTHS = (1, 31, 255, 256, 257, 4095, 4097, 100_003)
 # Bounds and limits of a selection: usual ones, everything, and what is cut short.
@@ -46,9 +47,11 @@ def named(setting: Setting) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def measure(book: Book, setting: Setting) -> None:
+    start = time.monotonic()
     book.measure(dict(named(setting)))
     if setting.cuda:
-        book.measure({TESTS: tests})
+        left = setting.seconds - (time.monotonic() - start) - AFTER
+        book.measure({TESTS: partial(tests, max(left, AFTER))})
     else:
         book.skip([TESTS], "needs a CUDA device")
 
@@ -103,7 +106,7 @@ def checksums(setting: Setting) -> dict[str, bool]:
     return {"alike": int(there) == int(checksum(tensors))}
 
 
-def tests() -> dict[str, Any]:
+def tests(seconds: float) -> dict[str, Any]:
     """What pytest says of the files in which something is marked."""
     tests = sorted(ROOT.glob("tests/**/test_*.py"))
     files = [str(path) for path in tests if "mark.gpu" in path.read_text()]
@@ -123,7 +126,7 @@ def tests() -> dict[str, Any]:
                 env=environment,
                 stdout=said,
                 stderr=said,
-                timeout=TIMEOUT,
+                timeout=seconds,
             ).returncode
         said.seek(0)
         lines = said.read().splitlines() or ["nothing"]

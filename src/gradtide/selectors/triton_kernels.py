@@ -7,7 +7,9 @@ and the number of ones of each block, and `_compact` works on these alone. For n
 elements of four bytes, 4 n bytes are read, and n / 4 for writing and reading the bits:
 a little more than half of what a copy moves. Of what is selected, `_compact` writes 4
 bytes an entry, and with values 4 more, for each of which it reads 32, as memory is
-read: at 1 % 0.4 n.
+read: at 1 % 0.4 n. Measured on an H200, at 25.6 M: 1.16 times what a copy takes (29,
+6 and 23 us; with 8 warps compacting takes 36), and that again until the host has the
+number.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,7 +25,7 @@ from gradtide.selectors.kernels import Scan, index_dtype
 
 BLOCK = 4096  # elements of a program
 # Fused multiply-adds change nothing here, and leaving them open warns since Triton 3.9.
-_LAUNCH = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
+_LAUNCH = {"BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
 
 
 def scan(x: Tensor, threshold: float, limit: int, with_values: bool) -> Scan:
