@@ -18,7 +18,7 @@ def test_on_a_gpu():
     warn_unproven("What is marked", "its words")
 
 def test_elsewhere():
-    with pytest.raises(UserWarning, match="has never been run"):
+    with pytest.raises(UserWarning, match="has run for minutes"):
         warn_unproven("What is not marked", "its words")
 """
 

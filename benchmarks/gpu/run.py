@@ -71,6 +71,7 @@ SECTIONS = {
         Section("links", 120, "steps of four ranks over slow links", SHARED, 50),
         Section("loss", 150, "a training to a loss over a slow link", SHARED, 110),
         Section("curvature", 40, "K-FAC's stages"),
+        Section("shapes", 30, "blocks and warps of the kernels"),
     )
 }
 

@@ -19,7 +19,7 @@ from gradtide.transport.gloo import LANES
 from gradtide.transport.inside import InsideHost
 from gradtide.transport.staged import StagedTransport
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* has never been run on a GPU")
+pytestmark = pytest.mark.filterwarnings("ignore:.* has run for minutes")
 
 
 def by_both(device: torch.device) -> StagedTransport:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gradtide.core.kernels import TRITON, Kernels
-from gradtide.core.unproven import warn_unproven
 
 CHUNK = 1 << 16  # elements whose temporaries stay in a core's cache
 BITS: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.float64: np.int64}
@@ -131,11 +130,6 @@ def _under_way(
     module = GPU.module() if x.device.type == "cuda" and x.numel() else None
     if module is None:
         return None
-    warn_unproven(
-        "gradtide's selection of entries by Triton kernels",
-        "the indices they find on hardware (in Triton's interpreter they are "
-        "tested), and their speed",
-    )
     found: Scan = module.scan(x, threshold, limit, with_values)
     return found
 

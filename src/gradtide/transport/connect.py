@@ -31,7 +31,7 @@ def connect(
 
     This is a collective call. The transport communicates on groups of its own, so that
     nothing the user sends on his group can come between two of its requests. A
-    transport for GPU tensors warns, once in a process, that it has never been run.
+    transport for GPU tensors warns, once in a process, that it has hardly been run.
 
     Args:
         process_group: The ranks. None stands for all ranks, the default group. A mesh

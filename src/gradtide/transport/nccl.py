@@ -75,8 +75,7 @@ class NcclTransport:
     ) -> None:
         warn_unproven(
             "gradtide's transport over NCCL",
-            "the order of its streams, the lifetimes of its buffers, what happens when "
-            "a rank dies, and its speed",
+            "several GPUs, many ranks, and its speed",
         )
         self.group = Group(pg.rank(), pg.size())
         self.hosts = control.hosts

@@ -54,7 +54,7 @@ class StagedTransport:
         """`inside` answers what does not leave this host."""
         warn_unproven(
             "gradtide's transport of GPU tensors over Gloo, through host memory,",
-            "the order of its streams and copies, and its speed",
+            "several GPUs, NCCL inside hosts beside it, and its speed",
         )
         self.group, self.hosts = host.group, host.hosts
         self._host, self._device, self._inside = host, device, inside

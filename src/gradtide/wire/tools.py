@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gradtide.core.kernels import TRITON, Kernels
-from gradtide.core.unproven import warn_unproven
 
 SAMPLE = 512  # values that are encoded to have kernels ready
 
@@ -80,12 +79,7 @@ def _on_arrays(function: Callable[..., None], *given: Any) -> None:
     function(*(x.numpy() if isinstance(x, Tensor) else x for x in given))
 
 
-def _on_gpu(function: Callable[..., None], *given: Any) -> None:
-    warn_unproven(
-        "gradtide's encoding of values by Triton kernels",
-        "the bits that they give on hardware (in Triton's interpreter they are "
-        "tested), and their speed",
-    )
+def _on_tensors(function: Callable[..., None], *given: Any) -> None:
     function(*given)
 
 
@@ -109,6 +103,6 @@ TOOLS = {
         ),
         ("encode", "add", "cast"),
         (torch.float32, torch.float64, torch.bfloat16, torch.float16),
-        _on_gpu,
+        _on_tensors,
     ),
 }
