@@ -17,9 +17,9 @@ from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.utils import counters
 
 import gradtide
-from gradtide.core.autograd import Hook
-from gradtide.core.compilation import Compilations
 from gradtide.core.step import Stage
+from gradtide.core.torch_internals.autograd import Hook
+from gradtide.core.torch_internals.compilation import Compilations
 from gradtide.transport.nccl import NcclTransport
 from gradtide.transport.staged import StagedTransport, refuse_capture
 from tests.ranks import run_ranks
@@ -356,7 +356,7 @@ def test_who_waits_for_compilations_is_not_kept_alive() -> None:
 def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph that is replayed calls no hooks."""
     refuse_capture()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for transport in (StagedTransport, NcclTransport):
         nothing: Any = None

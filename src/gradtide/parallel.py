@@ -21,16 +21,20 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as Torchs
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.optim import Optimizer
 
 from gradtide.collectives import Dense
-from gradtide.core.compilation import leave_out
 from gradtide.core.payload import traits
 from gradtide.core.schedule import WFBP
+from gradtide.core.torch_internals import disable_dynamo, ignored_by_ddp
+from gradtide.core.torch_internals.compilation import leave_out
+from gradtide.core.torch_internals.distributed import (
+    BufferCommHookLocation,
+    check_default_group,
+    log_and_throw,
+)
 from gradtide.replica import Replica
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
 from gradtide.runtime.validation import check_kinds, owners
@@ -174,9 +178,7 @@ class DistributedDataParallel(Torchs):
         self.bucket_bytes_cap_list = [int(n * 2**20) for n in bucket_cap_mb_list or ()]
         self.broadcast_bucket_size = 250 * 2**20  # what torch's own functions ask for
         self.use_side_stream_for_tensor_copies = True
-        self.parameters_to_ignore = set(
-            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        )
+        self.parameters_to_ignore = set(ignored_by_ddp(module))
         alike: list[Tensor] = []
         if init_sync:
             alike += [p for _, p in shared_parameters(module)]
@@ -228,7 +230,7 @@ class DistributedDataParallel(Torchs):
         self._end.atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_default_group()  # type: ignore[no-untyped-call]  # as DDP
+        check_default_group(self)
         if self._replica is not None:
             self._replica.flush()
         left_out = ("_replica", "_end", "process_group")
@@ -259,7 +261,7 @@ class DistributedDataParallel(Torchs):
             return output
 
     # See [Note: compiled]: torch.compile begins at the module, and not here.
-    @_disable_dynamo
+    @disable_dynamo
     def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, bool]:
         """Returns a forward's inputs, and whether its gradients may be exchanged."""
         if self.device_ids:
@@ -277,26 +279,26 @@ class DistributedDataParallel(Torchs):
                 "or replica.remove() was called: use the new wrapper; "
                 f"for two models that share a parameter, {HELD}"
             )
-        self._exchange_buffers(_BufferCommHookLocation.PRE_FORWARD)
+        self._exchange_buffers(BufferCommHookLocation.PRE_FORWARD)
         if training:
             self._sync(self.require_backward_grad_sync)
         return inputs, kwargs, True
 
-    @_disable_dynamo
+    @disable_dynamo
     def _after_forward(self) -> None:
         training = torch.is_grad_enabled()
         if training:  # a module may have changed its mind, as Lightning's does
             self._sync(self.require_backward_grad_sync)
-        self._exchange_buffers(_BufferCommHookLocation.POST_FORWARD)
+        self._exchange_buffers(BufferCommHookLocation.POST_FORWARD)
         self.require_forward_param_sync = training and self.require_backward_grad_sync
 
-    def _exchange_buffers(self, place: _BufferCommHookLocation) -> None:
+    def _exchange_buffers(self, place: BufferCommHookLocation) -> None:
         """Have rank 0's buffers before a forward, or do what a hook does instead."""
         hook = getattr(self, "buffer_hook", None)
         if not self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             return
         if hook is None:
-            if place is _BufferCommHookLocation.PRE_FORWARD:
+            if place is BufferCommHookLocation.PRE_FORWARD:
                 self.replica.send_buffers()
         elif hook.buffer_comm_hook_location is place:
             buffers = dict(shared_buffers(self.module))
@@ -371,7 +373,7 @@ class DistributedDataParallel(Torchs):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         if not callable(hook):  # as DDP
-            self._log_and_throw(TypeError, "Communication hook must be callable.")
+            log_and_throw(self, TypeError, "Communication hook must be callable.")
         name = getattr(hook, "__qualname__", repr(hook))
         known = {
             default_hooks.allreduce_hook: None,
@@ -447,7 +449,7 @@ class DistributedDataParallel(Torchs):
     def _set_static_graph(self) -> None:
         if self.replica.num_exchanges:
             message = "_set_static_graph() should be called before training loop starts"
-            self._log_and_throw(RuntimeError, message)  # type: ignore[no-untyped-call]  # as DDP
+            log_and_throw(self, RuntimeError, message)
         self.static_graph = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:

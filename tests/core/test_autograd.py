@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
 import gradtide
-from gradtide.core.autograd import after_accumulation
+from gradtide.core.torch_internals.autograd import after_accumulation
 
 SCHEMES = ["wfbp", "dear", "topk(0.2)", "diloco(every=2)"]
 

@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy
 
 import gradtide
-from gradtide.core.autograd import apart, is_traced, is_watched
 from gradtide.core.step import Stage
+from gradtide.core.torch_internals.autograd import apart, is_traced, is_watched
 from gradtide.core.transport import Progress
 from gradtide.runtime import turns
 from gradtide.runtime.turns import Turns

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtide.core.fields import check_fields
+from gradtide.core.torch_internals import foreach_add_, foreach_mul_
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ class OuterSGD:
         """
         means = list(means)
         if not velocity:
-            torch._foreach_add_(shared, means, alpha=self.lr)
+            foreach_add_(shared, means, alpha=self.lr)
             return
-        torch._foreach_mul_(velocity, self.momentum)
-        torch._foreach_add_(velocity, means)
+        foreach_mul_(velocity, self.momentum)
+        foreach_add_(velocity, means)
         if self.nesterov:
-            torch._foreach_add_(shared, means, alpha=self.lr)
+            foreach_add_(shared, means, alpha=self.lr)
         own = self.lr * (self.momentum if self.nesterov else 1.0)
-        torch._foreach_add_(shared, velocity, alpha=own)
+        foreach_add_(shared, velocity, alpha=own)

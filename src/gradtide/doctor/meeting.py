@@ -13,9 +13,9 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from gradtide.core.torch_internals.distributed import TCPStore
 from gradtide.lab.place import Place
 from gradtide.transport.addresses import loops
 

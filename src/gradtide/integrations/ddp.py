@@ -15,13 +15,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket  # mypy: torch hides dist.GradBucket
 from torch.futures import Future
 
 from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.engine import Engine
 from gradtide.core.fields import refuse
 from gradtide.core.payload import traits
+from gradtide.core.torch_internals import foreach_copy_
+from gradtide.core.torch_internals.distributed import GradBucket
 from gradtide.fusion import BySize
 from gradtide.runtime import ahead
 from gradtide.runtime.buckets import GradientBucket, Place
@@ -107,7 +108,7 @@ def exchange(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Ten
         waiting, state.waiting = state.waiting, []
         for each, its, done in waiting:
             each.finish(state.engine)
-            torch._foreach_copy_(_gradients(each, its), list(each.gradients))
+            foreach_copy_(_gradients(each, its), list(each.gradients))
             done.set_result(its.buffer())
     return future
 

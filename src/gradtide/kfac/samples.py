@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from gradtide.core.torch_internals import tree_leaves
 
 
 def batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradtide.core.autograd import Hook, in_backward, is_traced
+from gradtide.core.torch_internals import base_of
+from gradtide.core.torch_internals.autograd import Hook, in_backward, is_traced
 from gradtide.kfac.layers import Factor, Kind, Layer, sequence
 from gradtide.kfac.packing import add_gram
 from gradtide.kfac.samples import batch
@@ -194,7 +195,7 @@ class Statistics:
         self._add((layer, "A"), rows, lambda: layer.inputs(module, x.detach()))
         # Of an input with more than two dimensions Linear returns a view, whose node an
         # operation in place behind it (ReLU) cuts out of the graph; not so the base's.
-        base = output._base
+        base = base_of(output)
         if base is not None and base.numel() == output.numel() and base.requires_grad:
             output = base
         hook = partial(self._after_gradient, layer)

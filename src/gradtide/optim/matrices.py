@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim._muon import _zeropower_via_newtonschulz
 
 from gradtide.core.engine import Engine
 from gradtide.core.fields import refuse
 from gradtide.core.ops import AllGather
+from gradtide.core.torch_internals.muon import orthogonalize
 from gradtide.optim.owners import cost
 from gradtide.transport.shards import described, is_sharded
 
@@ -38,7 +38,7 @@ class Matrix(NamedTuple):
 
 def orthogonalized(update: Tensor, group: ParamGroup) -> Tensor:
     """As torch's Muon does, in bfloat16."""
-    found = _zeropower_via_newtonschulz(
+    found = orthogonalize(
         update, group["ns_coefficients"], group["ns_steps"], group["eps"]
     )
     assert found.dtype == torch.bfloat16, found.dtype  # see [Note: bits]

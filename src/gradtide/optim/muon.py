@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable loads all of it
 
 from gradtide.core.engine import Engine
 from gradtide.core.levels import levels_of
+from gradtide.core.torch_internals import disable_dynamo
 from gradtide.runtime.validation import Signature, check_ranks_agree
 from gradtide.scheme import Scheme, with_levels
 from gradtide.transport import Mesh, ProcessGroup, connect
 
 try:
     from torch.optim import Muon
-    from torch.optim._muon import _adjust_lr
 
+    from gradtide.core.torch_internals.muon import adjust_lr
     from gradtide.optim.matrices import Matrix, Message, orthogonalized, signature
     from gradtide.optim.owners import assign, together
 except ImportError as error:
@@ -101,7 +101,7 @@ class DistributedMuon(Muon):
 
     # - The step -----------------------------------------------------------------------
 
-    @_disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step: orthogonalise this rank's matrices, and update all.
@@ -254,4 +254,4 @@ def _apply(message: Message) -> None:
     for (p, group, _), update in message.arrived():
         lr = float(group["lr"])
         p.mul_(1 - lr * group["weight_decay"])
-        p.add_(update, alpha=-_adjust_lr(lr, group["adjust_lr_fn"], p.shape))
+        p.add_(update, alpha=-adjust_lr(lr, group["adjust_lr_fn"], p.shape))

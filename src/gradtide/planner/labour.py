@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradtide.core.torch_internals import TorchDispatchMode
 
 # By the names that operations have in ATen, and where the number of entries is found.
 _ORDERING = {"sort", "_unique2", "unique_dim", "topk", "kthvalue"}

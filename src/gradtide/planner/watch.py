@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.core.autograd import Hook, before_backward
+from gradtide.core.torch_internals.autograd import Hook, before_backward
 from gradtide.planner.medians import Seconds, typical
 from gradtide.planner.trace import StepTrace
 from gradtide.runtime.parameters import paths

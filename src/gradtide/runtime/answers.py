@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradtide.core.grouped import alike
 from gradtide.core.step import Stage, Step
+from gradtide.core.torch_internals import foreach_mul_
 from gradtide.runtime.buckets import GradientBucket, Slot
 from gradtide.runtime.deferred_grads import DeferredGrad, Scale
 from gradtide.runtime.nonfinite import NonFiniteGuard
@@ -203,7 +204,7 @@ class Answers:
         # Only the host's value is free to read.
         if factor.is_cuda or float(factor) != 1.0:
             for members in kinds:
-                torch._foreach_mul_(members, factor.to(members[0].device))
+                foreach_mul_(members, factor.to(members[0].device))
         return norm
 
     def _totals(self, grads: Sequence[Tensor | None]) -> dict[Spread, float] | None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack
 
 from gradtide.core.engine import Engine
 from gradtide.core.grouped import alike
 from gradtide.core.ops import Broadcast
+from gradtide.core.torch_internals import is_traceable_wrapper_subclass
 from gradtide.transport.shards import local
 
 # What quantised values are, in memory.

@@ -36,6 +36,7 @@ from gradtide.collectives.momentum_correction import (
 from gradtide.core.engine import Engine, InFlight
 from gradtide.core.payload import Collective, Payload, layers, traits
 from gradtide.core.step import Bucket
+from gradtide.core.torch_internals import foreach_add_, foreach_copy_
 from gradtide.transport.shards import Spread, is_sharded, like, local, spread
 
 Parts: TypeAlias = dict[str, Tensor]  # of the residual, and of what is like it
@@ -205,7 +206,7 @@ class GradientBucket(Bucket):
     def put(self, views: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Add values to the residual in some views."""
         if views:
-            add = torch._foreach_copy_ if self.residual_empty else torch._foreach_add_
+            add = foreach_copy_ if self.residual_empty else foreach_add_
             add(list(views), list(values))
 
     def begin_residual(self) -> None:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from gradtide.core import torch_internals
 from gradtide.core.devices import sent
 from gradtide.core.grouped import grouped
 from gradtide.runtime.buckets import Slot
@@ -55,9 +55,7 @@ class DeferredGrad(Tensor):
     def of(slot: Slot, source: Answers) -> DeferredGrad:
         """What stands for the gradient of a slot's parameter."""
         p = slot.param
-        deferred: DeferredGrad = Tensor._make_wrapper_subclass(
-            DeferredGrad, p.size(), dtype=p.dtype, device=p.device
-        )
+        deferred = torch_internals.stand_in(DeferredGrad, p)
         deferred.slot, deferred.source = slot, source
         deferred.renew(None)
         return deferred
@@ -85,7 +83,7 @@ class DeferredGrad(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in METADATA or func in _FUNCTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_internals.without_torch_function():
                 return func(*args, **kwargs)
         # Here and not below autograd, where torch counts no writes, nor knows views.
         args, kwargs = _real((args, kwargs))
@@ -102,8 +100,8 @@ class DeferredGrad(Tensor):
             answer = _ANSWERS[func](*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
-        if func._schema.is_mutable:
-            for grad in tree_leaves((args, kwargs)):
+        if torch_internals.writes(func):
+            for grad in torch_internals.tree_leaves((args, kwargs)):
                 if isinstance(grad, DeferredGrad):
                     grad.source.edit(grad)
         args, kwargs = _real((args, kwargs))
@@ -135,7 +133,7 @@ PAST = Past()
 
 def _real(tree: Any) -> Any:
     """The same arguments, with gradients in the place of deferred ones."""
-    return tree_map_only(DeferredGrad, _values, tree)
+    return torch_internals.tree_map_only(DeferredGrad, _values, tree)
 
 
 def _values(grad: DeferredGrad) -> Tensor:
@@ -243,7 +241,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> A
         return NotImplemented
     here = [grad for grad in grads if not isinstance(grad, DeferredGrad)]
     if here:
-        aten._amp_foreach_non_finite_check_and_unscale_(here, found_inf, inv_scale)
+        torch_internals.unscale_(here, found_inf, inv_scale)
     if not finite:
         found_inf.fill_(1.0)
     scale(deferred, Tensor.mul_, inv_scale)
@@ -254,27 +252,33 @@ _SAME = {aten.detach.default, aten.alias.default}
 _MUL, _DIV = _scaling(Tensor.mul_), _scaling(Tensor.div_)
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.zero_.default: _zero,
-    aten._foreach_zero_.default: _zero,
+    torch_internals.FOREACH_ZERO: _zero,
     aten.mul_.Tensor: _MUL,
     aten.mul_.Scalar: _MUL,
-    aten._foreach_mul_.Scalar: _MUL,
-    aten._foreach_mul_.Tensor: _MUL,
+    **dict.fromkeys(torch_internals.FOREACH_MUL, _MUL),
     aten.div_.Tensor: _DIV,
     aten.div_.Scalar: _DIV,
-    aten._foreach_div_.Scalar: _DIV,
-    aten._foreach_div_.Tensor: _DIV,
+    **dict.fromkeys(torch_internals.FOREACH_DIV, _DIV),
     aten.linalg_vector_norm.default: _norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dtype: _norm,
-    aten._foreach_norm.Scalar: lambda x, ord=2, dtype=None: _norm(x, ord, dtype=dtype),
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    torch_internals.FOREACH_NORM: lambda x, ord=2, dtype=None: _norm(
+        x, ord, dtype=dtype
+    ),
+    torch_internals.UNSCALE: _unscale,
 }
 # By which these are called; all else has gradients delivered first.
 _FUNCTIONS = {
-    *(Tensor.detach, Tensor.zero_, torch._foreach_zero_, Tensor.norm, torch.norm),
-    *(torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm),
-    *(Tensor.mul_, Tensor.__imul__, torch._foreach_mul_),
-    *(Tensor.div_, Tensor.__itruediv__, torch._foreach_div_),
-    torch._amp_foreach_non_finite_check_and_unscale_,
-    vars(torch._C.TensorBase)["data"].__get__,
+    *(
+        Tensor.detach,
+        Tensor.zero_,
+        torch_internals.foreach_zero_,
+        Tensor.norm,
+        torch.norm,
+    ),
+    *(torch.linalg.vector_norm, torch.linalg.norm, torch_internals.foreach_norm),
+    *(Tensor.mul_, Tensor.__imul__, torch_internals.foreach_mul_),
+    *(Tensor.div_, Tensor.__itruediv__, torch_internals.foreach_div_),
+    torch_internals.unscale_,
+    torch_internals.get_data,
 }

@@ -5,7 +5,7 @@ Knows optimizers; nothing of buckets, modules, or of when anything happens.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradtide.core.torch_internals import forget_step_hooks
 from gradtide.runtime.momentum import without
 
 
@@ -57,8 +58,7 @@ class DeferredStep:
             name: _each(value, lambda held: held._inner_view(params, momentum))
             for name, value in self._held.items()
         }
-        view._optimizer_step_pre_hooks = OrderedDict()
-        view._optimizer_step_post_hooks = OrderedDict()
+        forget_step_hooks(view)
         own = defaultdict[int, list[Tensor]](list)
         for p in params:
             for i in self._groups_of.get(id(p), ()):

@@ -22,9 +22,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from gradtide.core.torch_internals import (
+    HOOK_TABLES,
+    storage_address,
+    storage_references,
+    tree_leaves,
+)
 
 Kind = type[nn.Parameter]
 
@@ -32,7 +37,7 @@ Kind = type[nn.Parameter]
 _TOLD = (
     *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda"),
     *("is_cpu", "is_sparse", "is_meta", "itemsize", "nbytes", "output_nr"),
-    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+    *HOOK_TABLES,
 )
 _CALLED = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"),
@@ -137,7 +142,7 @@ class Aliases:
         """The parameters with memory that something else can read."""
         if [p.data_ptr() for p in self._params] != self._addresses:
             self._look()
-        counts = list(map(torch._C._storage_Use_Count, self._pointers))
+        counts = list(map(storage_references, self._pointers))
         if counts == self._expected:
             return []
         rows = zip(counts, self._expected, self._sharing, strict=True)
@@ -151,7 +156,7 @@ class Aliases:
         self._storages = [p.untyped_storage() for p in self._params]
         by_pointer: dict[int, list[nn.Parameter]] = {}
         for p, storage in zip(self._params, self._storages, strict=True):
-            by_pointer.setdefault(storage._cdata, []).append(p)
+            by_pointer.setdefault(storage_address(storage), []).append(p)
         self._pointers = list(by_pointer)
         self._sharing = list(by_pointer.values())
         # One more for what is kept here; of those that can't be told apart none fits.

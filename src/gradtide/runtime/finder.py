@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from gradtide.core.compilation import untraced
+from gradtide.core.torch_internals.compilation import untraced
 
 
 class Finder:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.core.autograd import (
+from gradtide.core.step import Event, Stage
+from gradtide.core.torch_internals.autograd import (
     Hook,
     after_accumulation,
     before_backward,
@@ -25,8 +26,12 @@ from gradtide.core.autograd import (
     is_traced,
     rehook,
 )
-from gradtide.core.compilation import Compilations, is_scripted, leave_out, untraced
-from gradtide.core.step import Event, Stage
+from gradtide.core.torch_internals.compilation import (
+    Compilations,
+    is_scripted,
+    leave_out,
+    untraced,
+)
 from gradtide.runtime.buckets import GradientBucket, Slot, copied_at_once
 from gradtide.runtime.deferred_step import closes
 from gradtide.runtime.training import Training

@@ -73,6 +73,13 @@ from gradtide.core.ops import AllReduce
 from gradtide.core.outer import OuterSGD
 from gradtide.core.payload import traits
 from gradtide.core.step import Stage
+from gradtide.core.torch_internals import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sub_,
+)
 from gradtide.runtime.broadcast import digest
 from gradtide.runtime.buckets import GradientBucket, Slot, lives_in
 from gradtide.runtime.buffers import SharedBuffers
@@ -329,7 +336,7 @@ class LocalSteps:
         for slot in self._placement.slots:
             self.shared.setdefault(slot.param, torch.empty_like(slot.local))
         own = [local(p) for p in self.shared]
-        torch._foreach_copy_(list(self.shared.values()), own)
+        foreach_copy_(list(self.shared.values()), own)
 
     def stepped(self) -> None:
         """The optimizer has made its step; RuntimeError if ranks began it unlike."""
@@ -420,18 +427,18 @@ class LocalSteps:
         params = [slot.local for slot in moving]
         shared = [self.shared[slot.param] for slot in moving]
         if late and mix is None:  # take off all but the steps since
-            torch._foreach_sub_(params, shared)
+            foreach_sub_(params, shared)
             moved = [self.moved[slot.param] for slot in moving]
-            torch._foreach_sub_(params, moved)
+            foreach_sub_(params, moved)
         if trained:
             self._move(bucket, trained)
         if not late:
-            torch._foreach_copy_(params, shared)
+            foreach_copy_(params, shared)
         elif mix is None:
-            torch._foreach_add_(params, shared)
+            foreach_add_(params, shared)
         else:
-            torch._foreach_mul_(params, mix)
-            torch._foreach_add_(params, shared, alpha=1 - mix)
+            foreach_mul_(params, mix)
+            foreach_add_(params, shared, alpha=1 - mix)
         self._owe(bucket)
 
     def _move(self, bucket: GradientBucket, slots: Sequence[Slot]) -> None:
@@ -506,7 +513,7 @@ def not_finite(grads: Mapping[str, Tensor]) -> str | None:
     """
     if not grads:
         return None
-    norms = torch._foreach_norm(list(grads.values()))
+    norms = foreach_norm(list(grads.values()))
     where = norms[0].device
     told = torch.stack([norm.to(where, torch.float64) for norm in norms]).tolist()
     doubtful = [

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradtide.core.engine import InFlight
 from gradtide.core.ops import Group
+from gradtide.core.torch_internals import foreach_norm
 from gradtide.runtime.buckets import GradientBucket, lives_in
 from gradtide.runtime.deferred_grads import Scales
 
@@ -113,5 +114,5 @@ def _pieces(
 def squares(tensors: Sequence[Tensor]) -> Tensor:
     """The squares of the 2-norms of tensors of one dtype, in float64."""
     half = tensors[0].dtype in (torch.float16, torch.bfloat16)
-    norms = torch._foreach_norm(list(tensors), 2, torch.float32 if half else None)
+    norms = foreach_norm(list(tensors), 2, torch.float32 if half else None)
     return torch.stack(norms).double().square()

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from gradtide.core.torch_internals import ignored_by_ddp, submodules
+
 
 def shared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that are the same on all ranks, by name."""
@@ -33,7 +35,7 @@ def paths(model: nn.Module) -> dict[str, nn.Module]:
         if id(module) in above:
             return
         found[name] = module
-        for own, child in module._modules.items():
+        for own, child in submodules(module).items():
             if child is not None:
                 enter(child, f"{name}.{own}".lstrip("."), above | {id(module)})
 
@@ -53,4 +55,4 @@ def is_ignored(model: nn.Module, name: str) -> bool:
 
 
 def _ignored(model: nn.Module) -> frozenset[str]:
-    return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return frozenset(ignored_by_ddp(model))

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradtide.core.compilation import compiled_parts
 from gradtide.core.grouped import grouped
 from gradtide.core.payload import Collective
+from gradtide.core.torch_internals.compilation import compiled_parts
 from gradtide.fusion import Fusion, Trace
 from gradtide.runtime.buckets import GradientBucket, Place, Slot
 from gradtide.runtime.parameters import averaged, paths, shared_parameters

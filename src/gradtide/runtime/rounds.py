@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtide.core.step import Stage
+from gradtide.core.torch_internals import foreach_copy_
 from gradtide.runtime.broadcast import digest
 from gradtide.runtime.checkpoint import own_key, packed, unpacked
 from gradtide.runtime.parameters import shared_buffers
@@ -219,9 +220,9 @@ def shared_parameters(training: Training) -> Iterator[None]:
     params = [local(p) for p in steps.shared]
     own = [p.detach().clone() for p in params]
     with torch.no_grad():
-        torch._foreach_copy_(params, list(steps.shared.values()))
+        foreach_copy_(params, list(steps.shared.values()))
     try:
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(params, own)
+            foreach_copy_(params, own)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._C._profiler import _RecordFunctionFast as record_function
 from torch.optim import Optimizer
 
 from gradtide.collectives.momentum_correction import (
@@ -20,9 +19,10 @@ from gradtide.collectives.momentum_correction import (
     uses_optimizer_momentum,
     with_momentum,
 )
-from gradtide.core.autograd import after_backward, in_backward
 from gradtide.core.engine import Engine
 from gradtide.core.step import Event, Stage, Step
+from gradtide.core.torch_internals import record_function
+from gradtide.core.torch_internals.autograd import after_backward, in_backward
 from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import GradientBucket
 from gradtide.runtime.buffers import SharedBuffers

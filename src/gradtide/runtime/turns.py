@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 from threading import get_ident
 
-from gradtide.core.autograd import apart, is_watched
-from gradtide.core.compilation import uncompiled
+from gradtide.core.torch_internals.autograd import apart, is_watched
+from gradtide.core.torch_internals.compilation import uncompiled
 from gradtide.core.transport import Progress
 
 PATIENCE = 3.0  # seconds for an optimizer's step; who waits goes on then: it has raised

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradtide.core.torch_internals import TorchDispatchMode
 from gradtide.runtime.deferred_step import holds, own_step
 
 SIDE = 3  # of the tensors that are tried out

@@ -24,12 +24,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.core.autograd import Hook
-from gradtide.core.compilation import is_scripted
 from gradtide.core.engine import Engine
 from gradtide.core.grouped import grouped
 from gradtide.core.step import Stage
-from gradtide.core.torch_internals import put_first
+from gradtide.core.torch_internals import forward_pre_hooks
+from gradtide.core.torch_internals.autograd import Hook
+from gradtide.core.torch_internals.compilation import is_scripted
+from gradtide.core.torch_internals.versions import put_first
 from gradtide.runtime.answers import Answers
 from gradtide.runtime.buckets import ALONE, GradientBucket
 from gradtide.runtime.deferred_grads import PAST, DeferredGrad
@@ -80,7 +81,7 @@ class Updates:
                 continue
             handle = module.register_forward_pre_hook(self._hook)
             handles.append(handle)
-            hooks: Any = module._forward_pre_hooks
+            hooks = forward_pre_hooks(module)
             self._hooks[module] = hooks, handle.id
             put_first(hooks, handle.id, self._hook)
         return handles

@@ -13,14 +13,15 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradtide.core.autograd import Hook
-from gradtide.core.compilation import is_scripted, untraced
 from gradtide.core.fields import refuse
 from gradtide.core.payload import traits
 from gradtide.core.schedule import Schedule
+from gradtide.core.torch_internals import accumulation_hooks, tables
+from gradtide.core.torch_internals.autograd import Hook
+from gradtide.core.torch_internals.compilation import is_scripted, untraced
+from gradtide.core.torch_internals.distributed import in_ddp
 from gradtide.runtime.broadcast import INTEGERS
 from gradtide.runtime.deferred_step import holds
 from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
@@ -130,7 +131,7 @@ def is_dense(buffer: Tensor) -> bool:
 
 def owners(p: Tensor) -> Iterator[Any]:
     """Who averages a parameter's gradients already: replicas."""
-    for hook in (p._post_accumulate_grad_hooks or {}).values():
+    for hook in accumulation_hooks(p):
         known = getattr(hook, "gradtide", None)
         if known is not None and (owner := known()) is not None:
             yield owner
@@ -291,7 +292,7 @@ class SetupGuard:
     def _look(self) -> None:
         """Note what is there, so that `_signs` tell when that changes."""
         modules = list(self._model.modules())
-        self._tables = [table for m in modules for table in (m._modules, m._parameters)]
+        self._tables = [table for m in modules for table in tables(m)]
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad]
         self._last = self._signs()
 
@@ -332,7 +333,7 @@ class SetupGuard:
 
 def _refuse_ddp(*_: object) -> None:
     """Raise RuntimeError where something else averages in this forward."""
-    if DistributedDataParallel._active_ddp_module is not None:
+    if in_ddp():
         raise RuntimeError(
             "the model runs inside DistributedDataParallel or torch's replicate(), "
             "which exchanges gradients itself: leave that out, or call sync.remove()"

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup as ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradtide.core.ops import Group
+from gradtide.core.torch_internals.distributed import timeout_of
 from gradtide.core.transport import CommunicationError, Transport
 
 if TYPE_CHECKING:
@@ -181,8 +182,7 @@ def _sibling(
 
 def _timeout(parent: dist.ProcessGroup) -> timedelta:
     device = torch.device("cpu" if "gloo" in _backends(parent) else "cuda")
-    found: timedelta = parent._get_backend(device).options._timeout
-    return found
+    return timeout_of(parent, device)
 
 
 def _backends(parent: dist.ProcessGroup) -> str:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradtide.core.ops import Group
+from gradtide.core.torch_internals.distributed import default_store
 from gradtide.core.transport import Progress
 from gradtide.transport.links import DIFFERENT
 
@@ -296,7 +296,7 @@ def own_store(name: str) -> PrefixStore:
     It is another connection: one that waits blocks all others that use it, and its
     timeout would be that of the user's.
     """
-    store: Store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if hasattr(store, "clone"):  # not before torch 2.8
         store = store.clone()
         store.set_timeout(timedelta(seconds=REPORT_SECONDS))

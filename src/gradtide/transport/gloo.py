@@ -14,6 +14,7 @@ from torch import Tensor
 from gradtide.core import ops
 from gradtide.core.levels import Members, rows
 from gradtide.core.ops import Group, Op
+from gradtide.core.torch_internals.distributed import timeout_of
 from gradtide.core.transport import CommunicationError, Job, Progress
 from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
@@ -56,8 +57,7 @@ class GlooTransport:
         self._pg = pg
         self._queue = CommQueue(f"gradtide {pg.group_name}", TRACKS)
         self.submit = self._queue.submit
-        timeout = pg._get_backend(torch.device("cpu")).options._timeout
-        seconds = timeout.total_seconds()
+        seconds = timeout_of(pg, torch.device("cpu")).total_seconds()
         self._meeting = meeting
         self._links = tuple(Links(meeting, *lane, seconds) for lane in enumerate(LANES))
         self._inquiry = Inquiry(pg, self._queue, self.progress, meeting, stores)

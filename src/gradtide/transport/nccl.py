@@ -31,6 +31,7 @@ from torch import Tensor
 
 from gradtide.core import ops
 from gradtide.core.ops import Group, Op
+from gradtide.core.torch_internals.distributed import timeout_of
 from gradtide.core.transport import CommunicationError, Job, Ticket
 from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport, alone
@@ -203,7 +204,7 @@ class NcclTransport:
                 made = dist.new_group(
                     [everyone[rank] for rank in ranks],
                     backend="nccl",
-                    timeout=self._pg._get_backend(self._device).options._timeout,
+                    timeout=timeout_of(self._pg, self._device),
                     use_local_synchronization=True,
                     group_desc="gradtide nccl",
                     **order,

@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from gradtide.core.torch_internals.distributed import default_store
 from gradtide.core.transport import CommunicationError
 from gradtide.transport.addresses import VARIABLE, chosen, loops
 from gradtide.transport.doors import Door
@@ -159,7 +160,7 @@ class RollCall:
         (when, pause), now = self._knock, time.monotonic()
         if now > when and not self._host:
             self._knock = now + 2 * pause, 2 * pause
-            if is_abandoned(dist.distributed_c10d._get_default_store()):
+            if is_abandoned(default_store()):
                 self._fail(host_is_gone(self._ranks))
 
     def _look_at_sum(self) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradtide.core.torch_internals import fsdp_groups
+from gradtide.core.torch_internals import distributed
 
 # Over which dimensions of a mesh a tensor is divided: the names of their groups.
 Spread: TypeAlias = tuple[str, ...]
@@ -32,28 +32,18 @@ def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: all of it, unless it is sharded.
-
-    Not by `to_local()`, which makes a new view of each parameter, and a node where
-    gradients are recorded.
-    """
+    """What this rank has of a tensor: all of it, unless it is sharded."""
     if not is_sharded(tensor):
         return tensor
-    held = tensor._local_tensor
+    held = distributed.part_of(tensor)
     if type(held) is not Tensor and hasattr(held, "wait"):  # it has yet to arrive
         held = held.wait()
-    own: Tensor = held
-    return own
+    return held
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
     """`part` as this rank's part of one that is sharded as `tensor` is."""
-    if not is_sharded(tensor):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    whole: Tensor = DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return whole
+    return distributed.sharded_like(tensor, part) if is_sharded(tensor) else part
 
 
 def settle(p: nn.Parameter) -> None:
@@ -117,7 +107,7 @@ def unmanaged(model: nn.Module) -> str | None:
 
     Each rank would have its own gradient for it, and nobody averages them.
     """
-    groups = list(_fsdp_groups(model))
+    groups = list(distributed.fsdp_groups(model))
     if not groups:
         return None
     managed = {id(one.sharded_param) for group in groups for one in group.fsdp_params}
@@ -128,16 +118,10 @@ def unmanaged(model: nn.Module) -> str | None:
 
 def unsharded(model: nn.Module) -> set[int]:
     """The ids of what FSDP2 puts in the place of parameters while they are whole."""
-    found = (one for group in _fsdp_groups(model) for one in group.fsdp_params)
-    return {id(getattr(one, "_unsharded_param", None)) for one in found}
-
-
-def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """What FSDP2 gathers at once, of every module that it shards."""
-    for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", None)
-        if state is not None:
-            yield from fsdp_groups(state())
+    found = (
+        one for group in distributed.fsdp_groups(model) for one in group.fsdp_params
+    )
+    return {id(distributed.unsharded(one)) for one in found}
 
 
 class Shards:

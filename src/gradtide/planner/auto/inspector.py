@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtide.core.autograd import Hook, after_backward, before_backward
+from gradtide.core.torch_internals.autograd import Hook, after_backward, before_backward
 from gradtide.runtime.deferred_step import closes
 
 SAMPLE = 64  # entries of each gradient by which scaling is told from other edits

@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradtide.collectives import Auto
-from gradtide.core.autograd import Hook
 from gradtide.core.engine import Engine
 from gradtide.core.schedule import DEAR
+from gradtide.core.torch_internals.autograd import Hook
 from gradtide.planner.auto.decision import LOG, Decision, Seen, decide, stay
 from gradtide.planner.auto.inspector import LoopInspector
 from gradtide.planner.watch import Watch

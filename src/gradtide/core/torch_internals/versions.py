@@ -1,13 +1,8 @@
-"""What differs between the versions of torch that gradtide runs on, 2.11 to 2.14.
-
-What it uses of torch beyond its documented surface stands where it is used;
-tests/core/test_torch_internals.py asks for every such name.
-"""
+"""What differs between the versions of torch that gradtide runs on, 2.11 to 2.14."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,12 +38,3 @@ def put_first(hooks: OrderedDict[int, Any], key: int, hook: Any) -> None:
     if version_of(torch.__version__) < (2, 13):
         for other in [*hooks][1:]:
             hooks[other] = hooks.pop(other)
-
-
-def fsdp_groups(state: Any) -> Iterable[Any]:
-    """What FSDP2 gathers at once, by the state of a module; 2.11 has one or None."""
-    if hasattr(state, "_fsdp_param_groups"):
-        groups: Iterable[Any] = state._fsdp_param_groups
-        return groups
-    one = state._fsdp_param_group
-    return [] if one is None else [one]

@@ -1,4 +1,4 @@
-"""Hooks, and what they must know of torch's autograd beyond its documented surface."""
+"""Hooks, and what they must know of torch's autograd."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from gradtide.core.compilation import is_scripted, leave_out, untraced
+from gradtide.core.torch_internals.compilation import is_scripted, leave_out, untraced
 
 
 class Hook:
     """A hook on a module that no copy of the module has: there it does nothing.
 
-    Where torch.compile traces through the module, the hook vanishes, see
-    `core.compilation`. One that is `needed` in every forward breaks the graph instead,
-    and torch tells that text as the reason; but what is exported is no forward.
+    Where torch.compile traces through the module, the hook vanishes, see the file
+    `compilation`. One that is `needed` in every forward breaks the graph instead, and
+    torch tells that text as the reason; but what is exported is no forward.
     torch.jit.script compiles a module's hooks, but not those, see `_scriptable`.
     """
 

@@ -2,10 +2,10 @@
 
 [Note: compiled] Where torch.compile traces through a module, the module's hooks are
 traced as well, and would become part of the graph, or break it. Those of gradtide
-vanish there (`core.autograd.Hook`). At the border of a compiled region, which is a
-module that was compiled by `module.compile()` or is called by code that was not, hooks
-are called as always, outside the graph. So what compiled code reads is made ready at
-its border.
+vanish there (`autograd.Hook`). At the border of a compiled region, which is a module
+that was compiled by `module.compile()` or is called by code that was not, hooks are
+called as always, outside the graph. So what compiled code reads is made ready at its
+border.
 
 Which modules those are can be seen when they run, until something is compiled anew.
 """
