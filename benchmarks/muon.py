@@ -41,7 +41,6 @@ from gradtide.optim import matrices as ours
 SIZES = (1, 2, 4)
 CONTESTANTS = ("AdamW", "Muon", "ZeroRedundancyOptimizer(Muon)", "DistributedMuon")
 HEADS = 4
-NEWTON = "_zeropower_via_newtonschulz"
 BAR = 1.2
 
 
@@ -85,9 +84,9 @@ class Orthogonalisation:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._inner: Callable[..., Tensor] = vars(ours)[NEWTON]
-        for module in (ours, sys.modules["torch.optim._muon"]):
-            vars(module)[NEWTON] = self
+        self._inner: Callable[..., Tensor] = vars(ours)["orthogonalize"]
+        vars(ours)["orthogonalize"] = self
+        vars(sys.modules["torch.optim._muon"])["_zeropower_via_newtonschulz"] = self
 
     def __call__(self, *args: Any) -> Tensor:
         begin = time.thread_time()

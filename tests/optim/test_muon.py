@@ -183,16 +183,16 @@ def four() -> None:
     """More ranks than matrices of a group, two hosts, and who computes what."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "ranks"))
     counted: list[tuple[int, ...]] = []
-    inner = matrices._zeropower_via_newtonschulz
+    inner = matrices.orthogonalize
 
     def counting(update: Tensor, *rest: Any) -> Tensor:
         if update.numel() > 1:  # a trial
             counted.append(tuple(update.shape))
         return inner(update, *rest)
 
-    matrices._zeropower_via_newtonschulz = counting
+    matrices.orthogonalize = counting
     divided, optimizer = train(DistributedMuon, process_group=mesh)
-    matrices._zeropower_via_newtonschulz = inner
+    matrices.orthogonalize = inner
     # Four matrices, four ranks; three of them were not used in one step.
     assert len(optimizer.muon.state) == 1
     assert len({*counted}) == 1
