@@ -56,10 +56,8 @@ class Dense(Traits):
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         x = payload.flat
-        if group.size == 1:
-            return x
         codec = codec_of(self.wire, x.dtype)
-        if codec.exact or not len(x):
+        if codec.exact or group.size == 1 or not len(x):
             yield Mean(x)
             return x
         mean = x

@@ -344,9 +344,7 @@ class GradientBucket(Bucket):
     def launch(self, engine: Engine, hold: bool = False) -> None:
         """Send it on its way; the payload is the flow's until it is finished."""
         flow = self.collective.reduce(self.payload, engine.group)
-        size = engine.group.size
-        over = traits(self.collective).hands_over(size)
-        hold &= size > 1  # alone nothing is left for later
+        over = traits(self.collective).hands_over(engine.group.size)
         self.flight = engine.launch(self.name, flow, hold, hands_over=over)
 
     def finish(self, engine: Engine) -> None:

@@ -67,8 +67,6 @@ class NcclTransport:
       nothing of a request before;
     - a tensor that was made on the training stream and is used here is recorded on the
       side stream, so that the allocator does not hand its memory out too early.
-
-    In a group of one nothing travels, and all work is the training stream's.
     """
 
     def __init__(
@@ -108,11 +106,6 @@ class NcclTransport:
             raise
 
     def _submit(self, job: Job) -> Ticket:
-        if self.group.size == 1:
-            for part in (job.before, job.begin, job.work, job.after):
-                if part is not None:
-                    part()
-            return _Over()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._worded = False
         with torch.cuda.stream(self._stream):
@@ -142,17 +135,15 @@ class NcclTransport:
     def issue(self, op: Op) -> Pending:
         asked, group, pg = ops.message_of(op), self.group, self._pg
         assert not isinstance(asked, ops.Cut | ops.Handover)
-        if isinstance(asked, ops.ToHost):
-            return asked.tensor.cpu  # the one request for which the host must wait
-        if isinstance(op, ops.Among):
-            group = ops.subgroup(op, self.group)
-        if group.size == 1:
-            return partial(alone, asked)
         if asked.tensor.device.type != self._device.type:
             self._worded |= not self._control.works_here
             return partial(self._say, op)
+        if isinstance(asked, ops.ToHost):
+            return asked.tensor.cpu  # the one request for which the host must wait
         if isinstance(op, ops.Among):
-            pg = self._some(tuple(op.ranks))
+            group, pg = ops.subgroup(op, self.group), self._some(tuple(op.ranks))
+        if group.size == 1:
+            return partial(alone, asked)
         self._sent += ops.payload_bytes(op, self.group)
         asked.tensor.record_stream(self._stream)
         return partial(arrived, *begin(asked, group, pg))
@@ -301,13 +292,6 @@ def _swap(x: Tensor, peer: int, group: Group, pg: dist.ProcessGroup) -> Begun:
     ]
     # One grouped launch: its first work stands for both messages.
     return out, dist.batch_isend_irecv(pair)[0]
-
-
-class _Over:
-    def join(self) -> None: ...
-
-    def done(self) -> bool:
-        return True
 
 
 class _StreamTicket:
