@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from types import SimpleNamespace
@@ -181,25 +182,37 @@ def _words(local: int) -> None:
         engine.transport.close()
 
 
-def test_nccl_is_aborted_where_words_do_not_come() -> None:
-    run_ranks(2, _aborted)
-
-
-def _aborted() -> None:
+@contextmanager
+def after_rank_1() -> Iterator[tuple[NcclTransport, list[int]]]:
+    """Rank 0's transport, when rank 1 of two has closed its own; aborts are noted."""
     aborted: list[int] = []
     pg: Any = SimpleNamespace(
         rank=dist.get_rank, size=lambda: 2, abort=lambda: aborted.append(1)
     )
-
-    def fail() -> None:
-        raise RuntimeError("NCCL communicator was aborted")
-
     with as_nccl(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl, "meet", lambda pg, device: None)
         control: Any = connect(None, CPU)
         transport = NcclTransport(pg, control, CUDA)
         if dist.get_rank() == 1:
             control.close()
+        yield transport, aborted
+
+
+def fail() -> None:
+    raise dist.DistBackendError("NCCL communicator was aborted")
+
+
+def exhaust() -> None:
+    raise torch.OutOfMemoryError("no memory is left")
+
+
+def test_nccl_is_aborted_where_words_do_not_come() -> None:
+    run_ranks(2, _aborted)
+
+
+def _aborted() -> None:
+    with after_rank_1() as (transport, aborted):
+        if dist.get_rank() == 1:
             return
         answer = Engine(transport).ask("used", AllReduce(torch.zeros(3)))
         with pytest.raises(CommunicationError, match="rank 1"):
@@ -218,23 +231,8 @@ def test_what_nccl_fails_with_is_told_with_the_rank_that_is_gone() -> None:
 
 
 def _failed() -> None:
-    aborted: list[int] = []
-    pg: Any = SimpleNamespace(
-        rank=dist.get_rank, size=lambda: 2, abort=lambda: aborted.append(1)
-    )
-
-    def fail() -> None:
-        raise dist.DistBackendError("NCCL communicator was aborted")
-
-    def exhaust() -> None:
-        raise torch.OutOfMemoryError("no memory is left")
-
-    with as_nccl(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nccl, "meet", lambda pg, device: None)
-        control: Any = connect(None, CPU)
-        transport = NcclTransport(pg, control, CUDA)
+    with after_rank_1() as (transport, aborted):
         if dist.get_rank() == 1:
-            control.close()
             return
         with pytest.raises(torch.OutOfMemoryError):
             transport.submit(Job(exhaust, nothing))
@@ -249,10 +247,10 @@ def test_groups_of_ours_do_not_have_torch_end_the_process(
 ) -> None:
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.delenv(name, raising=False)
-    with nccl.told_of_errors():
+    with nccl.cleaning_up_only():
         assert os.environ[name] == "2"
     assert name not in os.environ
     monkeypatch.setenv(name, "1")
-    with nccl.told_of_errors():
+    with nccl.cleaning_up_only():
         assert os.environ[name] == "1"
     assert os.environ[name] == "1"

@@ -269,13 +269,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 }
 # By which these are called; all else has gradients delivered first.
 _FUNCTIONS = {
-    *(
-        Tensor.detach,
-        Tensor.zero_,
-        torch_internals.foreach_zero_,
-        Tensor.norm,
-        torch.norm,
-    ),
+    *(Tensor.detach, Tensor.zero_, torch_internals.foreach_zero_),
+    *(Tensor.norm, torch.norm),
     *(torch.linalg.vector_norm, torch.linalg.norm, torch_internals.foreach_norm),
     *(Tensor.mul_, Tensor.__imul__, torch_internals.foreach_mul_),
     *(Tensor.div_, Tensor.__itruediv__, torch_internals.foreach_div_),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from gradtide.core.torch_internals import ignored_by_ddp, submodules
+from gradtide.core.torch_internals import ignored_by_ddp, tables
 
 
 def shared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -35,7 +35,8 @@ def paths(model: nn.Module) -> dict[str, nn.Module]:
         if id(module) in above:
             return
         found[name] = module
-        for own, child in submodules(module).items():
+        children, _ = tables(module)
+        for own, child in children.items():
             if child is not None:
                 enter(child, f"{name}.{own}".lstrip("."), above | {id(module)})
 

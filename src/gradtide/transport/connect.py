@@ -71,9 +71,9 @@ def connect(
     if device.type == "cpu":
         return gloo
     if device.type == "cuda" and "nccl" in _backends(parent):
-        from gradtide.transport.nccl import NcclTransport, told_of_errors
+        from gradtide.transport.nccl import NcclTransport, cleaning_up_only
 
-        with told_of_errors():
+        with cleaning_up_only():
             group = _sibling(parent, ranks, "nccl")
         return NcclTransport(group, gloo, device)
     from gradtide.transport.staged import StagedTransport
@@ -82,10 +82,10 @@ def connect(
     if device.type == "cuda" and within is not None and "nccl" in _backends(within):
         from gradtide.transport.gloo import LANES
         from gradtide.transport.inside import InsideHost
-        from gradtide.transport.nccl import told_of_errors
+        from gradtide.transport.nccl import cleaning_up_only
 
         own = dist.get_process_group_ranks(within)
-        with told_of_errors():
+        with cleaning_up_only():
             groups = [_sibling(within, own, "nccl") for _ in LANES]
         return StagedTransport(gloo, device, InsideHost(groups, gloo, device))
     return StagedTransport(gloo, device)

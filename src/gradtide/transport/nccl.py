@@ -46,7 +46,7 @@ Begun: TypeAlias = tuple[Tensor, Any]  # the answer's memory; what is waited for
 
 
 @contextmanager
-def told_of_errors() -> Iterator[None]:
+def cleaning_up_only() -> Iterator[None]:
     """NCCL's groups that are made inside leave errors to us, see [Note: Errors]."""
     name, clean_up_only = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
     before = os.environ.get(name)
@@ -191,7 +191,7 @@ class NcclTransport:
             # Else torch sorts them. Older ones always do, and refuse the argument.
             sorts: dict[str, Any] = {"sort_ranks": False}
             order = {} if ranks == tuple(sorted(ranks)) else sorts
-            with told_of_errors():
+            with cleaning_up_only():
                 made = dist.new_group(
                     [everyone[rank] for rank in ranks],
                     backend="nccl",

@@ -82,9 +82,8 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-def storage_references(address: int) -> int:
-    """How many have a storage, by its address."""
-    return int(torch._C._storage_Use_Count(address))
+# How many have a storage, by its address: asked for each parameter in every step.
+storage_references = torch._C._storage_Use_Count
 
 
 def accumulation_hooks(p: Tensor) -> list[Any]:
@@ -93,11 +92,6 @@ def accumulation_hooks(p: Tensor) -> list[Any]:
 
 
 # - Modules and optimizers -------------------------------------------------------------
-
-
-def submodules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's table of its own submodules: the table, not a copy."""
-    return module._modules
 
 
 def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
