@@ -16,7 +16,7 @@ import torch
 
 from gradtide import replicate
 from gradtide.lab.workloads import gpt
-from gradtide.runtime.checksum import checksum
+from gradtide.runtime.guards.checksum import checksum
 
 STEPS = 12
 

@@ -33,8 +33,9 @@ from torch import nn
 import gradtide
 from gradtide.lab.record import commit, machine, versions
 from gradtide.lab.spec import split_schemes
-from gradtide.runtime import join, rounds  # noqa: F401  # as above
+from gradtide.runtime import join  # noqa: F401  # as above
 from gradtide.runtime.ahead import prepare
+from gradtide.runtime.exchange import rounds  # noqa: F401  # as above
 from gradtide.scheme import as_scheme
 from gradtide.scheme.recommended import RECOMMENDED
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from gradtide.runtime.buckets import GradientBucket
-from gradtide.runtime.deferred_grads import DeferredGrad
+from gradtide.runtime.deferred.grads import DeferredGrad
+from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.runtime.training import Training
 from tests.test_layers import ROOT
 

@@ -22,7 +22,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import gradtide
 from gradtide import DistributedDataParallel
-from gradtide.runtime.finder import Finder
+from gradtide.runtime.optimizer.finder import Finder
 from tests.ranks import run_ranks
 
 LOCAL = gradtide.Scheme(gradtide.TopK(0.3), schedule=gradtide.LOCAL)

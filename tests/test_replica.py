@@ -28,12 +28,12 @@ import gradtide
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Broadcast
 from gradtide.core.step import Stage
-from gradtide.runtime import buckets
+from gradtide.runtime.layout import buckets
 from tests.conftest import Product
 from tests.ranks import run_ranks
 
 # The package's own attribute of this name is the function.
-broadcast_module = importlib.import_module("gradtide.runtime.broadcast")
+broadcast_module = importlib.import_module("gradtide.runtime.layout.broadcast")
 
 SMALL = "fusion=BySize(0.004, 0.001, 1)"  # several buckets for a small model
 SCHEMES = {

@@ -27,7 +27,7 @@ from gradtide.core.payload import Payload
 from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
 from gradtide.fusion import BySize, PerTensor, Trace
 from gradtide.kfac import KFAC
-from gradtide.runtime.placement import lay_out
+from gradtide.runtime.layout.placement import lay_out
 from gradtide.scheme import RECIPES, Scheme, parse, recipe
 from gradtide.scheme.table import Table
 from gradtide.selectors import Exact

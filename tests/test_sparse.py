@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.collectives import COLLECTIVES, Dense
-from gradtide.runtime import buckets
+from gradtide.runtime.layout import buckets
 from gradtide.scheme import Scheme, parse
 from tests.conftest import Product
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradtide
-from gradtide.runtime.nonfinite import is_finite
+from gradtide.runtime.guards.nonfinite import is_finite
 from tests.host_waits import watched
 from tests.ranks import run_ranks
 

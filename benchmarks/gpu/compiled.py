@@ -89,7 +89,7 @@ def trained(
     """Losses, a checksum of the parameters, and whether all ranks have the same."""
     from torch._dynamo.utils import counters
 
-    from gradtide.runtime.checksum import checksum
+    from gradtide.runtime.guards.checksum import checksum
 
     torch._dynamo.reset()
     counters.clear()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gpu.results import Book, right
 from gpu.setting import Setting
-from gradtide.runtime.checksum import checksum
+from gradtide.runtime.guards.checksum import checksum
 from gradtide.selectors import kernels
 from gradtide.wire import CASTS, NARROW, WIRES, Codec, Wire, codec_of, tools
 

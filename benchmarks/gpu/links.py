@@ -2,7 +2,7 @@
 
 The lab's hosts have one rank each, and all ranks the one GPU, see [Note: One GPU]. So
 what computing takes there is measured as well, and the limit is by that, by the bytes
-and by the rate, as everywhere in the benchmarks (`gradtide.planner.limits`).
+and by the rate, as everywhere in the benchmarks (`gradtide.planner.clock.limits`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gpu.setting import Setting
 from gradtide.core.schedule import WFBP
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.rate import format_rate
-from gradtide.planner.limits import limit_seconds
+from gradtide.planner.clock.limits import limit_seconds
 
 SPARSE = (
     "topka2a(0.02, schedule='local', wire='e3m0')",

@@ -36,8 +36,12 @@ from gradtide.core.torch_internals.distributed import (
     log_and_throw,
 )
 from gradtide.replica import Replica
-from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
-from gradtide.runtime.validation import check_kinds, owners
+from gradtide.runtime.guards.validation import check_kinds, owners
+from gradtide.runtime.layout.parameters import (
+    averaged,
+    shared_buffers,
+    shared_parameters,
+)
 from gradtide.scheme import Scheme, as_scheme
 from gradtide.transport import ProcessGroup
 
@@ -644,7 +648,7 @@ def _blank(kind: Any) -> Any:
 
 def _places() -> Iterator[tuple[Any, str, Any]]:
     """Where programs find torch's class; torch's other modules only ask for it."""
-    own = (__name__, "gradtide.runtime.validation")
+    own = (__name__, "gradtide.runtime.guards.validation")
     public = ("torch.nn.parallel", "torch.nn.parallel.distributed")
     for module_name, module in list(sys.modules.items()):
         asking = module_name.startswith("torch.") and module_name not in public

@@ -26,17 +26,10 @@ from gradtide.core.payload import traits
 from gradtide.fusion import BySize, Search
 from gradtide.runtime import ahead
 from gradtide.runtime import checkpoint as state
-from gradtide.runtime.broadcast import synchronize
-from gradtide.runtime.buckets import FLAT
-from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import StateDict, packed
-from gradtide.runtime.finder import Finder
-from gradtide.runtime.hooks import Hooks
-from gradtide.runtime.owned import squares
-from gradtide.runtime.parameters import averaged, shared_buffers, shared_parameters
-from gradtide.runtime.scales import Scales
-from gradtide.runtime.training import Training, momentum_of
-from gradtide.runtime.validation import (
+from gradtide.runtime.deferred.partial_norms import squares
+from gradtide.runtime.guards.scales import Scales
+from gradtide.runtime.guards.validation import (
     SetupGuard,
     Signature,
     check_kinds,
@@ -47,6 +40,17 @@ from gradtide.runtime.validation import (
     validate_optimizer,
     validate_scheme,
 )
+from gradtide.runtime.hooks import Hooks
+from gradtide.runtime.layout.broadcast import synchronize
+from gradtide.runtime.layout.buckets import FLAT
+from gradtide.runtime.layout.buffers import SharedBuffers
+from gradtide.runtime.layout.parameters import (
+    averaged,
+    shared_buffers,
+    shared_parameters,
+)
+from gradtide.runtime.optimizer.finder import Finder
+from gradtide.runtime.training import Training, momentum_of
 from gradtide.scheme import (
     Scheme,
     as_scheme,
@@ -694,7 +698,7 @@ class Replica:
         Returns:
             A context manager.
         """
-        from gradtide.runtime import rounds
+        from gradtide.runtime.exchange import rounds
 
         return rounds.shared_parameters(self._training)
 
@@ -783,7 +787,7 @@ class Replica:
                 backward and step.
             ValueError: The scheme has K-FAC, exchanges steps, or is being chosen.
         """
-        from gradtide.runtime.comm_hook import CommHook
+        from gradtide.runtime.exchange.hook import CommHook
 
         if self._auto is not None:
             raise ValueError("a communication hook takes the place of a decided scheme")
@@ -847,7 +851,7 @@ class Replica:
                 "state_dict() between backward and step, while means are on their way: "
                 "call it after optimizer.step()"
             )
-        from gradtide.runtime import rounds
+        from gradtide.runtime.exchange import rounds
 
         group, training = self.engine.group, self._training
         placement = training.placement
@@ -895,7 +899,7 @@ class Replica:
                 f"load_state_dict() while {self.scheme!r} waits for the optimizer: "
                 "call attach(optimizer) before, on every rank"
             )
-        from gradtide.runtime import rounds
+        from gradtide.runtime.exchange import rounds
 
         training, group = self._training, self.engine.group
         placement, second = training.placement, training.preconditioning

@@ -22,7 +22,7 @@ from gradtide.collectives._tiles import (
 from gradtide.collectives.dense import pays
 from gradtide.core.ops import Group, payload_bytes
 from gradtide.core.payload import Payload
-from gradtide.planner import rehearsal
+from gradtide.planner.rehearsal import rehearsal
 from gradtide.testing import lockstep
 from gradtide.wire import WIRES, codec_of
 

@@ -20,8 +20,8 @@ from gradtide.collectives.momentum_correction import (
 )
 from gradtide.core.ops import AllReduce, Flow, Group
 from gradtide.core.payload import Collective, Payload, Traits, next_step, settled
-from gradtide.planner import rehearsal
 from gradtide.planner.network import Network
+from gradtide.planner.rehearsal import rehearsal
 from gradtide.planner.search import rank, refusal
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.scheme import Scheme, parse

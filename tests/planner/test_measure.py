@@ -10,11 +10,11 @@ import torch
 from tests.ranks import run_ranks
 
 from gradtide.core.ops import AllToAll, Broadcast, Group, Op, ReduceScatter, Swap
-from gradtide.planner.bench import Bench
-from gradtide.planner.fit import Point
 from gradtide.planner.measure import Row, _shared, link, measure
+from gradtide.planner.measuring.bench import Bench
+from gradtide.planner.measuring.fit import Point
+from gradtide.planner.measuring.request_timing import shape
 from gradtide.planner.network import Link, Network, Rate, load
-from gradtide.planner.points import shape
 from gradtide.selectors import SELECTORS
 from gradtide.transport import connect
 

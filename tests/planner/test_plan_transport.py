@@ -12,8 +12,8 @@ from gradtide.collectives import Dense
 from gradtide.core.engine import Engine, InFlight
 from gradtide.core.ops import AllReduce, Flow, Group, Swap
 from gradtide.core.payload import Payload
+from gradtide.planner.clock.transport import VirtualTransport
 from gradtide.planner.network import Device, Line, Link, Network, Rate
-from gradtide.planner.transport import VirtualTransport
 
 N = 10**6  # elements of a bucket
 SECOND = Network(2, 1, Link.of(0.0, 1 / (4.0 * N)))  # a swap of N takes one second

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from gradtide.planner.fit import Point
 from gradtide.planner.measure import Row
+from gradtide.planner.measuring.fit import Point
 from gradtide.planner.network import Network, Rate, load
 from gradtide.profile.cli import app
 from gradtide.profile.network.report import device, draw, fits, notes

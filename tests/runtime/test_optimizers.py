@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradtide
-from gradtide.runtime.probing import check_deferrable, probe
+from gradtide.runtime.optimizer.probing import check_deferrable, probe
 
 WFBP = "Scheme(Dense(), fusion=BySize(0.004, 0.001, 1))"
 DEAR = "Scheme(Dense(), fusion=BySize(0.004, 0.001, 1), schedule=DEAR)"

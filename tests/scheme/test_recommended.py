@@ -15,7 +15,7 @@ from gradtide.planner.network import Network
 from gradtide.planner.search import DENSE, rank
 from gradtide.planner.virtual import simulate
 from gradtide.planner.watch import kind_of
-from gradtide.runtime.validation import validate_optimizer
+from gradtide.runtime.guards.validation import validate_optimizer
 from gradtide.scheme import parse
 from gradtide.scheme.config import undecided
 from gradtide.scheme.recommended import (

@@ -168,5 +168,5 @@ LOCAL = Schedule("step", ahead=0.25, against=0.1, noise=True)
 It is for sparse collectives under optimizers that remember, as Adam does: a step that
 arrives late is as long as it was meant to be. Its constants are for every step; rounds
 of several, `Schedule("step", every=30)`, need none of them. The idea is from
-Qsparse-local-SGD (Basu et al., NeurIPS 2019); see `gradtide.runtime.local_steps`.
+Qsparse-local-SGD (Basu et al., NeurIPS 2019); see `gradtide.runtime.exchange.steps`.
 """

@@ -11,7 +11,7 @@ from rich.text import Text
 from gradtide.doctor.facts import ranks_of
 from gradtide.doctor.run import Found, between
 from gradtide.lab import tables
-from gradtide.planner import document
+from gradtide.planner.data import document
 from gradtide.planner.network import Network
 
 FORMAT = "gradtide doctor"

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from gradtide.core.transport import CommunicationError
 from gradtide.doctor.meeting import Meeting
-from gradtide.planner.bench import RankError
+from gradtide.planner.measuring.bench import RankError
 from gradtide.planner.network import Network
 from gradtide.profile.network.run import Plan, measure
 from gradtide.transport import connect

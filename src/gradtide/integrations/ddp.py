@@ -25,9 +25,9 @@ from gradtide.core.torch_internals import foreach_copy_
 from gradtide.core.torch_internals.distributed import GradBucket
 from gradtide.fusion import BySize
 from gradtide.runtime import ahead
-from gradtide.runtime.buckets import GradientBucket, Place
-from gradtide.runtime.placement import lay_out
-from gradtide.runtime.validation import check_ranks_agree
+from gradtide.runtime.guards.validation import check_ranks_agree
+from gradtide.runtime.layout.buckets import GradientBucket, Place
+from gradtide.runtime.layout.placement import lay_out
 from gradtide.scheme import Scheme, as_scheme, with_levels
 from gradtide.transport import ProcessGroup, connect
 

@@ -18,7 +18,7 @@ import torch
 
 from gradtide.core.payload import traits
 from gradtide.replica import Replica
-from gradtide.runtime.validation import Signature, check_ranks_agree
+from gradtide.runtime.guards.validation import Signature, check_ranks_agree
 
 FOLDER = "gradtide"  # inside a checkpoint that is a folder itself
 State: TypeAlias = dict[str, Any]

@@ -33,7 +33,7 @@ from gradtide.lab.record import Result
 from gradtide.lab.spec import Spec
 from gradtide.lab.trial import Step, Trial
 from gradtide.lab.workloads.workload import Timing
-from gradtide.planner.limits import limit_seconds
+from gradtide.planner.clock.limits import limit_seconds
 
 
 class Parts(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradtide.core.engine import Engine
 from gradtide.core.levels import levels_of
 from gradtide.core.torch_internals import disable_dynamo
-from gradtide.runtime.validation import Signature, check_ranks_agree
+from gradtide.runtime.guards.validation import Signature, check_ranks_agree
 from gradtide.scheme import Scheme, with_levels
 from gradtide.transport import Mesh, ProcessGroup, connect
 

@@ -1,7 +1,8 @@
 """Measures the network of a running job, on the job's own transport.
 
 A collective call: every rank makes it while nothing else is on its way, and every rank
-gets the same `Network`, or all raise: see gradtide.planner.bench, [Note: Agreement].
+gets the same `Network`, or all raise: see [Note: Agreement] in
+gradtide.planner.measuring.bench.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from functools import partial
 import torch
 
 from gradtide.core.levels import alike
-from gradtide.planner.bench import Bench
-from gradtide.planner.cost import FREE
-from gradtide.planner.fit import Point, beyond_burst, fit
+from gradtide.planner.clock.cost import FREE
+from gradtide.planner.measuring.bench import Bench
+from gradtide.planner.measuring.device_timing import device as workbench
+from gradtide.planner.measuring.device_timing import interference, sharing, turns
+from gradtide.planner.measuring.fit import Point, beyond_burst, fit
+from gradtide.planner.measuring.request_timing import Kind, kinds, sweep
 from gradtide.planner.network import Line, Link, Network, Rate
-from gradtide.planner.points import Kind, kinds, sweep
-from gradtide.planner.workbench import device as workbench
-from gradtide.planner.workbench import interference, sharing, turns
 from gradtide.transport import Transport
 from gradtide.transport.hosts import BOOT
 

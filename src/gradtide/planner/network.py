@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from gradtide.core.levels import rows
-from gradtide.planner.device import TYPICAL as TYPICAL
-from gradtide.planner.device import Device as Device
-from gradtide.planner.device import Line as Line
-from gradtide.planner.device import seconds
-from gradtide.planner.document import Document, decode
+from gradtide.planner.data.device import TYPICAL as TYPICAL
+from gradtide.planner.data.device import Device as Device
+from gradtide.planner.data.device import Line as Line
+from gradtide.planner.data.device import seconds
+from gradtide.planner.data.document import Document, decode
 from gradtide.transport.gloo import FEW, HOP, SMALL
 
 DOCUMENT = Document("network", "gradtide network profile")

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from gradtide.core.grouped import grouped
-from gradtide.planner import document
 from gradtide.planner.advice import Advice, percent
+from gradtide.planner.clock.stages import Stages
+from gradtide.planner.data import document
 from gradtide.planner.network import Network
 from gradtide.planner.search import Choice
-from gradtide.planner.stages import Stages
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import Prediction
 from gradtide.scheme.recommended import RECOMMENDED, candidates

@@ -22,7 +22,7 @@ from reprlib import repr as short
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from gradtide.fusion import Trace
-from gradtide.planner.document import Document, is_number
+from gradtide.planner.data.document import Document, is_number
 from gradtide.scheme.recommended import Steps
 
 DOCUMENT = Document("trace", "gradtide step trace")

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gradtide.planner import cost
-from gradtide.planner.curvature import MakeParts
-from gradtide.planner.intervals import union, without
-from gradtide.planner.limits import limit_seconds
+from gradtide.planner.clock import cost
+from gradtide.planner.clock.curvature import MakeParts
+from gradtide.planner.clock.intervals import union, without
+from gradtide.planner.clock.limits import limit_seconds
+from gradtide.planner.clock.parts import Parts
+from gradtide.planner.clock.stages import Stages, exposed
+from gradtide.planner.clock.training import Run as Run
 from gradtide.planner.network import Network
-from gradtide.planner.parts import Parts
-from gradtide.planner.rehearsal import exchange_seconds as exchange_seconds
-from gradtide.planner.stages import Stages, exposed
+from gradtide.planner.rehearsal.rehearsal import exchange_seconds as exchange_seconds
 from gradtide.planner.trace import StepTrace
-from gradtide.planner.training import Run as Run
 from gradtide.scheme import Scheme, with_levels
 
 

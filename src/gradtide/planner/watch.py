@@ -20,10 +20,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradtide.core.torch_internals.autograd import Hook, before_backward
-from gradtide.planner.medians import Seconds, typical
+from gradtide.planner.data.medians import Seconds, typical
 from gradtide.planner.trace import StepTrace
-from gradtide.runtime.parameters import paths
-from gradtide.runtime.probing import probe
+from gradtide.runtime.layout.parameters import paths
+from gradtide.runtime.optimizer.probing import probe
 from gradtide.scheme.recommended import Steps
 
 

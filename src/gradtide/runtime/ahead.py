@@ -36,9 +36,9 @@ def _load(scheme: Scheme) -> None:
     schedule = scheme.schedule
     local, deferred = schedule.launch == "step", schedule.update == "forward"
     if local:
-        from gradtide.runtime import local_steps  # noqa: F401
+        from gradtide.runtime.exchange import steps  # noqa: F401
     if local or deferred:
-        from gradtide.runtime import probing  # noqa: F401
+        from gradtide.runtime.optimizer import probing  # noqa: F401
     if scheme.preconditioner is not None:
         from gradtide.kfac import preconditioner  # noqa: F401
-        from gradtide.runtime import preconditioning  # noqa: F401
+        from gradtide.runtime.exchange import preconditioned  # noqa: F401

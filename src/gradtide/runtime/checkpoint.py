@@ -37,10 +37,10 @@ from torch import Tensor
 
 from gradtide.core.ops import Group
 from gradtide.core.payload import traits
-from gradtide.runtime.buckets import GradientBucket
-from gradtide.runtime.checksum import checksum
-from gradtide.runtime.placement import Placement, Seen
-from gradtide.runtime.validation import Signature
+from gradtide.runtime.guards.checksum import checksum
+from gradtide.runtime.guards.validation import Signature
+from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.layout.placement import Placement, Seen
 from gradtide.transport.shards import like, local
 
 StateDict: TypeAlias = dict[str, Any]

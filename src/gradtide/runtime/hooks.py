@@ -32,8 +32,8 @@ from gradtide.core.torch_internals.compilation import (
     leave_out,
     untraced,
 )
-from gradtide.runtime.buckets import GradientBucket, Slot, copied_at_once
-from gradtide.runtime.deferred_step import closes
+from gradtide.runtime.layout.buckets import GradientBucket, Slot, copied_at_once
+from gradtide.runtime.optimizer.deferred_step import closes
 from gradtide.runtime.training import Training
 from gradtide.transport.shards import is_sharded, settle
 

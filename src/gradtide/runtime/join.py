@@ -30,9 +30,9 @@ from torch import Tensor
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllGather
 from gradtide.core.step import Event
-from gradtide.runtime.broadcast import broadcast, synchronize
 from gradtide.runtime.checkpoint import packed, unpacked
-from gradtide.runtime.parameters import shared_parameters
+from gradtide.runtime.layout.broadcast import broadcast, synchronize
+from gradtide.runtime.layout.parameters import shared_parameters
 
 if TYPE_CHECKING:
     from gradtide.runtime.training import Training

@@ -23,29 +23,33 @@ from gradtide.core.engine import Engine
 from gradtide.core.step import Event, Stage, Step
 from gradtide.core.torch_internals import record_function
 from gradtide.core.torch_internals.autograd import after_backward, in_backward
-from gradtide.runtime.answers import Answers
-from gradtide.runtime.buckets import GradientBucket
-from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import Saved
-from gradtide.runtime.checksum import ParameterCheck
-from gradtide.runtime.deferred_grads import DeferredGrad
-from gradtide.runtime.momentum import Momentum
-from gradtide.runtime.nonfinite import NonFiniteGuard
-from gradtide.runtime.placement import Placement
-from gradtide.runtime.scales import Scales
-from gradtide.runtime.tally import Tally
+from gradtide.runtime.deferred.gradient_info import Answers
+from gradtide.runtime.deferred.grads import DeferredGrad
+from gradtide.runtime.deferred.tally import Tally
+from gradtide.runtime.deferred.unexchanged import UNSEEN, Unexchanged
+from gradtide.runtime.deferred.updates import Updates
+from gradtide.runtime.guards.checksum import ParameterCheck
+from gradtide.runtime.guards.nonfinite import NonFiniteGuard
+from gradtide.runtime.guards.scales import Scales
+from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.layout.buffers import SharedBuffers
+from gradtide.runtime.layout.placement import Placement
+from gradtide.runtime.optimizer.momentum import Momentum
 from gradtide.runtime.turns import Turns
-from gradtide.runtime.unexchanged import UNSEEN, Unexchanged
-from gradtide.runtime.updates import Updates
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, settle
 
 if TYPE_CHECKING:
-    from gradtide.runtime.comm_hook import CommHook
+    from gradtide.runtime.exchange.hook import CommHook
+    from gradtide.runtime.exchange.preconditioned import (
+        Launchable,
+        Places,
+        Preconditioning,
+    )
+    from gradtide.runtime.exchange.steps import LocalSteps
+    from gradtide.runtime.guards.undo import Undone
     from gradtide.runtime.join import Member
-    from gradtide.runtime.local_steps import LocalSteps
-    from gradtide.runtime.preconditioning import Launchable, Places, Preconditioning
-    from gradtide.runtime.undone import Undone
 
 
 class Training:
@@ -95,7 +99,7 @@ class Training:
         self.momentum = momentum_of(optimizer, scheme)
         self.steps: LocalSteps | None = None
         if scheme.schedule.launch == "step":
-            from gradtide.runtime.local_steps import LocalSteps
+            from gradtide.runtime.exchange.steps import LocalSteps
 
             self.steps = LocalSteps(
                 engine, self.placement, self.guard, optimizer, scheme, buffers
@@ -103,7 +107,7 @@ class Training:
         self.preconditioning: Preconditioning | None = None
         if scheme.preconditioner is not None:
             from gradtide.kfac.preconditioner import Preconditioner
-            from gradtide.runtime import preconditioning
+            from gradtide.runtime.exchange import preconditioned as preconditioning
 
             told_of = self.begin, self.full, scales.given
             kfac = Preconditioner(model, scheme.preconditioner, engine, *told_of)
@@ -353,7 +357,7 @@ class Training:
 
     def undone(self) -> Undone:
         """What looks after the residual where parameters are loaded."""
-        from gradtide.runtime.undone import Undone
+        from gradtide.runtime.guards.undo import Undone
 
         self._undone = self._undone or Undone(self.placement)
         return self._undone

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from gradtide.lab import chart, tables
-from gradtide.planner import document
+from gradtide.planner.data import document
 from gradtide.planner.report import stages
 from gradtide.simulate.grid import Grid, rate_name
 

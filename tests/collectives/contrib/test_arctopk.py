@@ -11,7 +11,7 @@ from gradtide.collectives import ARCTopK
 from gradtide.collectives.contrib.arctopk import longest, pays
 from gradtide.core.ops import Group, payload_bytes
 from gradtide.core.payload import Payload
-from gradtide.planner import rehearsal
+from gradtide.planner.rehearsal import rehearsal
 from gradtide.testing import check_law, lockstep
 from gradtide.wire import codec_of
 

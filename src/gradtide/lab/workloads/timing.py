@@ -16,7 +16,7 @@ from typing import Any
 
 from gradtide.lab.workloads.shapes import Unit
 from gradtide.lab.workloads.workload import Timing
-from gradtide.planner.document import is_number, read_json
+from gradtide.planner.data.document import is_number, read_json
 
 FORWARD_SHARE = 1 / 3  # forward to backward is 1 : 2, gradients of input and weight
 

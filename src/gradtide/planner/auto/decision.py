@@ -16,8 +16,8 @@ import torch
 from gradtide.collectives import Auto
 from gradtide.core.payload import settled
 from gradtide.planner.advice import Advice, advise, more, ms
-from gradtide.planner.bench import Bench, RankError
 from gradtide.planner.measure import measure
+from gradtide.planner.measuring.bench import Bench, RankError
 from gradtide.planner.network import Network
 from gradtide.planner.search import Choice, rank
 from gradtide.planner.trace import StepTrace

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.torch_internals.autograd import Hook, after_backward, before_backward
-from gradtide.runtime.deferred_step import closes
+from gradtide.runtime.optimizer.deferred_step import closes
 
 SAMPLE = 64  # entries of each gradient by which scaling is told from other edits
 CLOSE = 0.02  # relative: two roundings to bf16

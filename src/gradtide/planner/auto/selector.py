@@ -20,7 +20,7 @@ from gradtide.core.torch_internals.autograd import Hook
 from gradtide.planner.auto.decision import LOG, Decision, Seen, decide, stay
 from gradtide.planner.auto.inspector import LoopInspector
 from gradtide.planner.watch import Watch
-from gradtide.runtime.validation import validate_optimizer
+from gradtide.runtime.guards.validation import validate_optimizer
 from gradtide.scheme import Scheme, parse, undecided
 
 SETTLED = 2  # steps after which buckets follow the real order

@@ -15,8 +15,8 @@ from gradtide.lab import tables
 from gradtide.lab.chart import COLOURS, panels, save
 from gradtide.lab.job import Tell
 from gradtide.lab.record import milliseconds
-from gradtide.planner.fit import Point
 from gradtide.planner.measure import Row
+from gradtide.planner.measuring.fit import Point
 from gradtide.planner.network import Line, Network
 from gradtide.profile.network.run import Found
 

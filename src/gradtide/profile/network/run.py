@@ -19,10 +19,10 @@ from gradtide.kfac.costs import InverseTime, time_inverses
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.devices import backend, check_device, own_device
 from gradtide.lab.job import Tell, joined, on_every_rank, passed_on, silent
-from gradtide.planner.bench import Bench
-from gradtide.planner.cost import FREE
-from gradtide.planner.device import Device, Line
+from gradtide.planner.clock.cost import FREE
+from gradtide.planner.data.device import Device, Line
 from gradtide.planner.measure import HURRIED, SHARES, Row, finish, measure_link
+from gradtide.planner.measuring.bench import Bench
 from gradtide.planner.network import Link, Network
 from gradtide.profile.network.overhead import with_overhead
 from gradtide.transport import connect

@@ -1,0 +1,1 @@
+"""Devices and documents: what traces and networks are made of."""

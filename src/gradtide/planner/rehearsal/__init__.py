@@ -1,0 +1,1 @@
+"""Collectives that are rehearsed once: what they ask for, and what they compute."""

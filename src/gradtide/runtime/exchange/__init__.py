@@ -1,0 +1,1 @@
+"""What a step exchanges: one file for each kind."""

@@ -1,0 +1,1 @@
+"""What is refused: a set-up, what is not finite, ranks that have come apart."""

@@ -1,0 +1,1 @@
+"""What lies where: parameters in flat buffers, buckets of these, tensors of rank 0."""

@@ -1,0 +1,1 @@
+"""What is known of the user's optimizer, and its step for some parameters or later."""

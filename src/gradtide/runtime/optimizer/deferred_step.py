@@ -1,0 +1,115 @@
+"""What an optimizer's step() would do, to be done later and for some parameters.
+
+Knows optimizers; nothing of buckets, modules, or of when anything happens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradtide.core.torch_internals import forget_step_hooks
+from gradtide.runtime.optimizer.momentum import without
+
+
+class DeferredStep:
+    """What `optimizer.step()` would do now, to be applied to some parameters at a time.
+
+    Hyper-parameters and attributes are those of the moment of construction: LR
+    schedulers run between `step()` and the update, and `step()` may count steps. The
+    optimizer's state is shared, not copied. An optimizer that this one holds is seen
+    in the same way. `runtime.optimizer.probing` finds out for which optimizers this
+    does what step() does.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._kind = type(optimizer)
+        self._attributes = dict(vars(optimizer))
+        self._attributes.pop("step", None)  # LR schedulers bind it to the original
+        held = ((k, v) for k, v in self._attributes.items() if _held_in(v))
+        self._held = {name: _each(value, DeferredStep) for name, value in held}
+        # Tensors are cloned: schedulers change them in place.
+        self._groups: list[dict[str, Any]] = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+            for group in optimizer.param_groups
+        ]
+        # Twice of a parameter that is twice in its group: torch steps it twice, too.
+        self._groups_of: dict[int, list[int]] = {}
+        for i, group in enumerate(self._groups):
+            for p in group["params"]:
+                self._groups_of.setdefault(id(p), []).append(i)
+
+    def apply(self, params: Sequence[Tensor], momentum: bool) -> None:
+        """Step for exactly these parameters, from their `.grad`.
+
+        The step has no `momentum` where that is in the gradients already.
+        """
+        own_step(self._kind)(self._view(params, momentum))
+
+    def _view(self, params: Sequence[Tensor], momentum: bool) -> Optimizer:
+        """The optimizer, as it was, of these parameters; it shares the state."""
+        view: Optimizer = object.__new__(self._kind)
+        view.__dict__ = self._attributes | {
+            name: _each(value, lambda held: held._inner_view(params, momentum))
+            for name, value in self._held.items()
+        }
+        forget_step_hooks(view)
+        own = defaultdict[int, list[Tensor]](list)
+        for p in params:
+            for i in self._groups_of.get(id(p), ()):
+                own[i].append(p)
+        view.param_groups = [
+            {**group, **({} if momentum else without(group)), "params": members}
+            for group, members in ((self._groups[i], own[i]) for i in sorted(own))
+        ]
+        return view
+
+    def _inner_view(self, params: Sequence[Tensor], momentum: bool) -> Optimizer:
+        """The view of an optimizer that is held: it is stepped by its own `step`."""
+        view = self._view(params, momentum)
+        view.__dict__["step"] = MethodType(own_step(self._kind), view)
+        return view
+
+
+def holds(owner: object) -> list[Optimizer]:
+    """The optimizers among one's attributes: each alone, in a list or a dict."""
+    found: list[Optimizer] = []
+    for value in getattr(owner, "__dict__", {}).values():
+        if _held_in(value):
+            _each(value, found.append)
+    return found
+
+
+def own_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """What step() does, without torch's global hooks: they run once a step()."""
+    step: Callable[[Optimizer], Any] = kind.step
+    hooked = getattr(step, "hooked", False)
+    return step.__wrapped__ if hooked else step  # type: ignore[attr-defined]
+
+
+def closes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether step() was given a closure; `args` of a hook begin with the optimizer."""
+    return any(a is not None for a in (*args[1:], kwargs.get("closure")))
+
+
+def _held_in(value: Any) -> bool:
+    """Whether an attribute is an optimizer, or a container of optimizers."""
+    if isinstance(value, dict):
+        value = next(iter(value.values()), None)
+    elif isinstance(value, list | tuple):
+        value = value[0] if value else None
+    return isinstance(value, Optimizer)
+
+
+def _each(value: Any, call: Callable[[Any], Any]) -> Any:
+    """The results of `call` for one or for all of a container, in one like it."""
+    if isinstance(value, dict):
+        return {key: call(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(call, value))
+    return call(value)
