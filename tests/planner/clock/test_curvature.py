@@ -22,7 +22,7 @@ from gradtide.planner.virtual import Run, simulate
 from gradtide.scheme import parse
 
 STEPS, SIZE, WIDTH = 9, 3, 24
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 FUSED = "fusion=BySize(0.005, ends=0.005)"
 SCHEMES = (
     f"mpd_kfac({FUSED})",
