@@ -112,6 +112,7 @@ ELSEWHERE = {
     "scheme/table": "test_scheme",
     "selectors/fast": "selectors/test_kernels",
     "selectors/follow": "selectors/test_selectors",
+    "selectors/indices": "selectors/test_kernels",
     "selectors/triton_kernels": "selectors/test_triton",
     "simulate/cli": "simulate/test_grid",
     "simulate/report": "simulate/test_grid",

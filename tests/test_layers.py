@@ -52,12 +52,12 @@ def module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def modules() -> Iterator[tuple[str, set[str]]]:
-    """Every module, and those that are loaded with it."""
+def modules(loaded: bool = True) -> Iterator[tuple[str, set[str]]]:
+    """Every module, and those that are loaded with it; or all that it ever imports."""
     paths = {module(path): path for path in ROOT.rglob("*.py")}
     for name, path in paths.items():
         found = set()
-        for there in imports(path, loaded=True):
+        for there in imports(path, loaded):
             while there not in paths and "." in there:
                 there = there.rpartition(".")[0]
             if there in paths and there != name:
@@ -81,6 +81,13 @@ def test_every_module_has_a_layer_and_imports_only_lower_ones() -> None:
 
 def test_no_module_needs_itself() -> None:
     tuple(TopologicalSorter(dict(modules())).static_order())  # raises for a cycle
+
+
+def test_outside_of_runtime_no_module_needs_itself_later() -> None:
+    """Neither in a function, nor for its types alone."""
+    found = modules(loaded=False)
+    others = {name: its for name, its in found if "gradtide.runtime" not in name}
+    tuple(TopologicalSorter(others).static_order())
 
 
 def test_process_groups_and_devices_stay_in_their_room() -> None:

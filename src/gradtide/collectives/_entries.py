@@ -20,7 +20,7 @@ from gradtide.core.ops import AllGather, AllToAll, Group, ToHost
 from gradtide.core.ops import Steps as Steps
 from gradtide.core.payload import Traits
 from gradtide.selectors import Selector, Threshold
-from gradtide.selectors.kernels import index_dtype
+from gradtide.selectors.indices import index_dtype
 from gradtide.wire import WIRES, Codec, Wire, codec_of
 
 BLOCK = 1 << 16

@@ -19,7 +19,7 @@ from gradtide.collectives._entries import ALIGN, Steps, decode, encode, num_bloc
 from gradtide.collectives.partitions import Plan, Report
 from gradtide.core.devices import on_device
 from gradtide.core.ops import AllGather, Group, ToHost
-from gradtide.selectors.kernels import index_dtype
+from gradtide.selectors.indices import index_dtype
 
 HEAD = 12  # bytes of a Report
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from gradtide.collectives._entries import ALIGN
 from gradtide.collectives.lowrank import gaps, matrices
 from gradtide.core.payload import Payload
-from gradtide.selectors.kernels import index_dtype
+from gradtide.selectors.indices import index_dtype
 from gradtide.wire import Codec
 
 SIDE = 64  # elements: a tile has its square, so that a place takes 12 bits

@@ -19,7 +19,7 @@ from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload, Traits, next_step
 from gradtide.selectors import kernels
 from gradtide.selectors.follow import estimate
-from gradtide.selectors.kernels import everything, index_dtype
+from gradtide.selectors.indices import everything, index_dtype
 from gradtide.wire import Wire, codec_of
 
 SMALL = 4096  # elements: up to here torch.topk is as fast as a threshold

@@ -14,7 +14,7 @@ from gradtide.collectives.dense import Dense, second_half
 from gradtide.core.ops import Cut, Flow, Group
 from gradtide.core.payload import Payload
 from gradtide.selectors import Exact, Selector, largest
-from gradtide.selectors.kernels import index_dtype
+from gradtide.selectors.indices import index_dtype
 from gradtide.wire import Codec, Wire, codec_of, round_off
 
 PART = "part"  # begins the keys of what a selector remembers of a part

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from gradtide.selectors.kernels import above, everything, index_dtype, largest
+from gradtide.selectors.indices import everything, index_dtype
+from gradtide.selectors.kernels import above, largest
 
 MEMORY = 4  # numbers remembered: threshold, velocity, slope, calls
 STEEP = 4.0  # the slope of a tail that has not been looked at

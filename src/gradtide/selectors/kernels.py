@@ -6,13 +6,14 @@ Selectors know nothing of devices: kernels for another one are `_under_way`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradtide.core.kernels import TRITON, Kernels
+from gradtide.selectors.indices import Scan, everything, index_dtype
 
 CHUNK = 1 << 16  # elements whose temporaries stay in a core's cache
 BITS: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.float64: np.int64}
@@ -43,28 +44,6 @@ GPU = Kernels(
     "entries are selected by torch, which takes several passes",
     TRITON,
 )
-
-
-class Scan(NamedTuple):
-    """Entries that were looked for: on a GPU only the device knows yet how many.
-
-    Who reads `number` waits for it. So many of the indices, and of the values if these
-    were asked for, stand for something.
-    """
-
-    number: Tensor
-    indices: Tensor
-    values: Tensor | None = None
-
-
-def index_dtype(n: int) -> torch.dtype:
-    """What indices below `n` are handed out in."""
-    return torch.int32 if n < 1 << 31 else torch.int64
-
-
-def everything(x: Tensor) -> Tensor:
-    """The indices of all of `x`."""
-    return torch.arange(x.numel(), dtype=index_dtype(x.numel()), device=x.device)
 
 
 def largest(x: Tensor, k: int, found: Tensor) -> Tensor:

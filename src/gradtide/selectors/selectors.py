@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtide.selectors.follow import MEMORY, follow
-from gradtide.selectors.kernels import everything, index_dtype
+from gradtide.selectors.indices import everything, index_dtype
 
 
 class Selector(Protocol):

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradtide.core.kernels import on_device_of
-from gradtide.selectors.kernels import Scan, index_dtype
+from gradtide.selectors.indices import Scan, index_dtype
 
 BLOCK = 4096  # elements of a program
 # Fused multiply-adds change nothing here, and leaving them open warns since Triton 3.9.

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,11 +30,16 @@ from gradtide.core.unproven import warn_unproven
 from gradtide.transport.gloo import GlooTransport
 from gradtide.transport.pieces import Piece, answer_to, length, pieces
 
-if TYPE_CHECKING:
-    from gradtide.transport.inside import InsideHost
-
 Pending: TypeAlias = Callable[[], Any]  # waits for an answer, and returns it
 NAP = 1e-4  # seconds between two looks at the device; waiting by torch takes a core
+
+
+class Inside(Protocol):
+    """Who answers requests that do not leave this host."""
+
+    def knows(self, op: Op) -> TypeGuard[ops.Among]: ...
+
+    def issue(self, op: ops.Among) -> Pending: ...
 
 
 class StagedTransport:
@@ -49,9 +54,8 @@ class StagedTransport:
         self,
         host: GlooTransport,
         device: torch.device,
-        inside: InsideHost | None = None,
+        inside: Inside | None = None,
     ) -> None:
-        """`inside` answers what does not leave this host."""
         warn_unproven(
             "gradtide's transport of GPU tensors over Gloo, through host memory,",
             "several GPUs, NCCL inside hosts beside it, and its speed",

@@ -11,7 +11,7 @@ from gradtide.collectives._entries import check
 from gradtide.collectives.dense import Dense, averaged
 from gradtide.core.ops import AllReduce, Flow, Group
 from gradtide.core.payload import Payload, Traits, next_step
-from gradtide.selectors.kernels import everything, index_dtype
+from gradtide.selectors.indices import everything, index_dtype
 from gradtide.wire import Codec, Wire, codec_of
 
 SEED = 25100  # of the sketches, so that they are equal on all ranks

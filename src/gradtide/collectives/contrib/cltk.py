@@ -11,7 +11,7 @@ from gradtide.collectives.contrib.gtopk import at_most
 from gradtide.collectives.dense import Dense, averaged
 from gradtide.core.ops import AllReduce, Broadcast, Flow, Group
 from gradtide.core.payload import Payload, next_step
-from gradtide.selectors.kernels import index_dtype
+from gradtide.selectors.indices import index_dtype
 from gradtide.wire import Codec, codec_of
 
 SMALL = 1 << 14  # bytes up to which an all-reduce in one hop beats two halves

@@ -8,7 +8,7 @@ from gradtide.collectives._entries import check
 from gradtide.collectives.dense import Dense, averaged
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload, Traits, next_step
-from gradtide.selectors.kernels import everything
+from gradtide.selectors.indices import everything
 from gradtide.wire import Wire, codec_of
 
 
