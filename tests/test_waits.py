@@ -18,7 +18,7 @@ from tests.host_waits import watched
 from tests.ranks import run_ranks
 
 BEFORE, STEPS = 4, 3
-NORMS = {"runtime/owned:measure: tolist": STEPS}  # of what all ranks are told
+NORMS = {"runtime/deferred/partial_norms:measure: tolist": STEPS}  # of what all ranks are told
 
 
 def by_torch(net: nn.Module, sync: Any) -> None:
@@ -75,8 +75,8 @@ def waits(scheme: str, between: Callable[[nn.Module, Any], None]) -> dict[str, i
             "Scheme(TopK(1.0), BySize(0.1), LOCAL)",
             nothing,
             {
-                "runtime/local_steps:not_finite: tolist": STEPS,
-                "runtime/local_steps:message: __bool__": STEPS,
+                "runtime/guards/nonfinite:not_finite: tolist": STEPS,
+                "runtime/exchange/steps:message: __bool__": STEPS,
             },
         ),
     ],
@@ -95,7 +95,7 @@ def test_a_wait_is_seen() -> None:
             x = torch.ones(2, device=where)
             for each in (x, x + 1):
                 is_finite(each)
-    assert found == ["runtime/nonfinite:is_finite: __bool__"] * 2
+    assert found == ["runtime/guards/nonfinite:is_finite: __bool__"] * 2
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -24,10 +24,10 @@ from gradtide.core.fields import refuse
 from gradtide.core.levels import levels_of
 from gradtide.core.payload import traits
 from gradtide.fusion import BySize, Search
-from gradtide.runtime import ahead
-from gradtide.runtime import checkpoint as state
-from gradtide.runtime.checkpoint import StateDict, packed
+from gradtide.runtime import ahead, saving
+from gradtide.runtime.checkpoint import Saved, StateDict
 from gradtide.runtime.deferred.partial_norms import squares
+from gradtide.runtime.exchange.gradients import momentum_of
 from gradtide.runtime.guards.scales import Scales
 from gradtide.runtime.guards.validation import (
     SetupGuard,
@@ -50,7 +50,7 @@ from gradtide.runtime.layout.parameters import (
     shared_parameters,
 )
 from gradtide.runtime.optimizer.finder import Finder
-from gradtide.runtime.training import Training, momentum_of
+from gradtide.runtime.training import Training
 from gradtide.scheme import (
     Scheme,
     as_scheme,
@@ -180,6 +180,7 @@ class Replica:
         trained = averaged(model)
         device = next((p.device for _, p in trained), torch.device("cpu"))
         self._removed = False
+        self._comm_hook: tuple[object, Callable[..., Any]] | None = None
         self.engine = Engine(transport := connect(process_group, device))
         self.model, self._process_group = model, process_group
 
@@ -363,10 +364,11 @@ class Replica:
         self._train_with(optimizer)
         after = self._training
         after.num_steps, after.num_skipped = before.num_steps, before.num_skipped
-        after.num_exchanges, after.comm_hook = before.num_exchanges, before.comm_hook
+        after.num_exchanges = before.num_exchanges
         after.placement.compiled = before.placement.compiled
-        if before.joining is not None:
-            before.joining.follow(after)
+        before.members.follow(after)
+        if self._comm_hook is not None:
+            self._exchange_by_hook(*self._comm_hook)
 
     # - The user's side ----------------------------------------------------------------
 
@@ -494,7 +496,7 @@ class Replica:
             "one before": searching or undecided(self.scheme) is not None,
             f"{type(self.optimizer).__name__}, which exchanges parameters inside its "
             "step: use a plain optimizer": is_joinable(self.optimizer),
-            "another join()": self._training.joining is not None,
+            "another join()": self._training.members.inside,
             "sharded parameters, whose parts other ranks wait for: give all ranks "
             "inside as many batches": bool(self._training.placement.shards),
         }
@@ -557,7 +559,7 @@ class Replica:
         Raises:
             RuntimeError: The call comes during a backward pass.
         """
-        self._training.exchange()
+        self._training.exchange_now()
 
     def gather_gradients(self) -> None:
         """Put the averaged gradients into `.grad` now, also under a deferred schedule.
@@ -686,7 +688,8 @@ class Replica:
             self._refuse_moment("end_round")
             training.end_round()
 
-    def shared_parameters(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def shared_parameters(self) -> Iterator[None]:
         """Have the module compute with what all ranks agreed on last. Local.
 
         In a round of several steps (`Schedule(every=...)`) a rank's parameters are its
@@ -698,9 +701,10 @@ class Replica:
         Returns:
             A context manager.
         """
-        from gradtide.runtime.exchange import rounds
-
-        return rounds.shared_parameters(self._training)
+        training = self._training
+        training.flush()
+        with training.exchange.shared_parameters():
+            yield
 
     def adopt(self, scheme: str | Scheme) -> None:
         """Go on with another scheme from the next step on, and lose nothing.
@@ -762,6 +766,7 @@ class Replica:
     def _adopt(self, scheme: Scheme) -> None:
         """`adopt` what all ranks have agreed on, when nothing is on its way."""
         self.engine.levels = levels_of(self.engine.group, scheme.levels)
+        self._comm_hook = None
         self._training.adopt(self._now(scheme))
         self._hooks.follow()
         self.scheme = scheme
@@ -787,13 +792,18 @@ class Replica:
                 backward and step.
             ValueError: The scheme has K-FAC, exchanges steps, or is being chosen.
         """
-        from gradtide.runtime.exchange.hook import CommHook
-
         if self._auto is not None:
             raise ValueError("a communication hook takes the place of a decided scheme")
         fusion = self.scheme.fusion
         self.adopt(Scheme() if isinstance(fusion, Search) else Scheme(fusion=fusion))
-        self._training.comm_hook = CommHook(state, hook)
+        self._exchange_by_hook(state, hook)
+
+    def _exchange_by_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        from gradtide.runtime.exchange.hook import HookExchange
+
+        self._comm_hook, training = (state, hook), self._training
+        around, gradients = training.around, training.gradients
+        training.use(HookExchange(around, gradients, state, hook))
 
     def _search(self) -> Tuner | None:
         """Begin to search for a fusion, if the scheme's is one that is searched for."""
@@ -851,29 +861,13 @@ class Replica:
                 "state_dict() between backward and step, while means are on their way: "
                 "call it after optimizer.step()"
             )
-        from gradtide.runtime.exchange import rounds
+        return saving.save(
+            self._training, lambda: self.scheme, self._choosing(), world_size, shards
+        )
 
-        group, training = self.engine.group, self._training
-        placement = training.placement
-        now = group.size, placement.shards.number[1]
-        size, parts = world_size or now[0], shards or now[1]
-        if (size, parts) == now:
-            saved = state.save(placement, self.scheme, group, training.num_steps)
-            if training.steps is not None:  # every rank's optimizer has its own
-                own = packed(self.optimizer.state_dict()["state"])
-                saved[state.own_key(placement, group)]["optimizer"] = own
-                rounds.save(training, saved)
-        else:
-            saved = state.blank(placement, group, size, parts)
-            if self.scheme.schedule.rounds:
-                saved[rounds.common_key(training)] = packed({})
-        if training.preconditioning is not None:
-            training.preconditioning.save(saved, group)
-        if self.tuning is not None:
-            saved["tuning"] = self.tuning.save()
-        if (size, parts) == now:
-            state.seal(saved, placement, group, training.notes())
-        return saved
+    def _choosing(self) -> list[Saved]:
+        """What is saved by those that choose a scheme, or cut buckets anew."""
+        return [one for one in (self._auto, self.tuning) if one is not None]
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict()` returned.
@@ -899,53 +893,7 @@ class Replica:
                 f"load_state_dict() while {self.scheme!r} waits for the optimizer: "
                 "call attach(optimizer) before, on every rank"
             )
-        from gradtide.runtime.exchange import rounds
-
-        training, group = self._training, self.engine.group
-        placement, second = training.placement, training.preconditioning
-
-        def prepare() -> tuple[Any, Signature]:
-            try:
-                found = state.read(placement, group, saved)
-                under_way = rounds.read(training, saved)
-                factors = [] if second is None else second.read(saved, group)
-                tried = None if self.tuning is None else self.tuning.read(saved)
-            except ValueError:
-                raise
-            except Exception as error:  # of many kinds, for many kinds of damage
-                raise ValueError(
-                    f"this is no whole state of gradtide's ({type(error).__name__}: "
-                    f"{error}): load what sync.state_dict() returned, from a file that "
-                    "was written to its end"
-                ) from error
-            return (found, factors, under_way, tried), found.common
-
-        remedy = "load what was saved at one moment, on every rank"
-        transport = self.engine.transport
-        read = check_ranks_agree(transport, prepare, remedy)
-        found, factors, under_way, tried = read
-        under_way = rounds.agree(training, under_way)
-
-        def change() -> tuple[None, Signature]:
-            training.drop()
-            if self._auto is not None:
-                self._auto.resume(saved)
-            self.flush()
-            if self.tuning is not None and found.size == group.size:
-                self.tuning.load(tried)
-            state.load(placement, self.scheme, found)
-            training.resume(found)
-            if second is not None:
-                second.load(factors, saved, group)
-            if training.steps is not None and found.optimizer is not None:
-                groups = self.optimizer.state_dict()["param_groups"]
-                own = {"state": found.optimizer, "param_groups": groups}
-                self.optimizer.load_state_dict(own)
-            rounds.load(training, under_way)
-            return None, {}
-
-        # Nobody goes on, and waits, where another could not load what it has read.
-        check_ranks_agree(transport, change)
+        saving.load(self._training, lambda: self.scheme, self._choosing(), saved)
 
     def remove(self, *, end_round: bool = True) -> None:
         """Apply what is deferred, and detach from module and optimizer.

@@ -24,7 +24,7 @@ class Logged:
     ) -> None:
         self.buckets = [Gradients(f"g{i}", pieces) for i in range(num_buckets)]
         self.factors = [Bucket("f", 1)] if factors else []
-        self.recording = self.local = False
+        self.recording, self.eager = False, True
         self.arrived = set[str]()  # the buckets whose means are here
         self.log: list[str] = []
 
@@ -226,7 +226,7 @@ def test_held_means_can_be_gathered_before_step() -> None:
 
 def test_a_local_step_exchanges_after_the_optimizer() -> None:
     step, driver = start(LOCAL)
-    driver.local = True
+    driver.eager = False
     backward(step, driver)
     assert driver.log == ["prepare False", "collect"]
     driver.take()
@@ -236,7 +236,7 @@ def test_a_local_step_exchanges_after_the_optimizer() -> None:
     sent = [f"launch g{i}" for i in range(3)]
     settled = [f"{what} g{i}" for i in range(3) for what in ("receive", "apply")]
     assert driver.take() == [*sent, *settled]
-    driver.local = False  # a dense step of a warm-up
+    driver.eager = True  # a dense step of a warm-up
     backward(step, driver)
     assert "deliver" in driver.take()
     step.step()
@@ -287,7 +287,7 @@ def test_any_program_ends_with_nothing_under_way(schedule: Schedule, seed: int) 
     step, driver = start(schedule, num_buckets=rng.randrange(1, 5), pieces=2)
     sent: dict[str, int] = {}
     for _ in range(60):
-        driver.local = schedule is LOCAL and rng.random() < 0.7
+        driver.eager = not (schedule is LOCAL and rng.random() < 0.7)
         driver.recording = rng.random() < 0.1 and not step.held
         event = rng.choice(("step", "backward", "quiet", "flush", "gather"))
         if event == "step":
@@ -317,7 +317,7 @@ def test_any_program_ends_with_nothing_under_way(schedule: Schedule, seed: int) 
 
 def rounds(schedule: Schedule, num_buckets: int = 3) -> tuple[Step, Logged]:
     step, driver = start(schedule, num_buckets)
-    driver.local = True
+    driver.eager = False
     for i, bucket in enumerate(driver.buckets):
         bucket.fragment = i % schedule.fragments
     return step, driver

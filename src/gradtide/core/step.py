@@ -97,8 +97,8 @@ class Driver(Protocol):
         """Whether this step finds out the order: it is not deferred then."""
 
     @property
-    def local(self) -> bool:
-        """Whether this step exchanges what the optimizer did, and no gradients."""
+    def eager(self) -> bool:
+        """Whether this step's buckets leave in backward, and not after step()."""
 
     def plan(self) -> Sequence[Any]:
         """All that leaves in this step, in order; also buckets of other things."""
@@ -171,7 +171,7 @@ class Step:
     @property
     def silent(self) -> bool:
         """Whether nothing leaves in the step that is to come, or under way."""
-        if not self._driver.local:
+        if self._driver.eager:
             return False
         return self.schedule.leaving(self.position + 1) is None
 
@@ -202,7 +202,7 @@ class Step:
 
     def full(self) -> None:
         """A bucket is full: it leaves, and those after it that waited for it."""
-        eager = self.schedule.launch != "backward" and not self._driver.local
+        eager = self.schedule.launch != "backward" and self._driver.eager
         if eager and (self.open or self._ahead):
             self._launch(lambda bucket: not bucket.missing)
 
@@ -214,13 +214,13 @@ class Step:
             return
         if not self.silent:
             driver.collect()
-        if not driver.local:
+        if driver.eager:
             self._launch(lambda _: True)
             self._cursor = 0
             driver.conclude(self.deferring)
         for bucket in driver.buckets:
             bucket.rearm()
-        if driver.local:
+        if not driver.eager:
             return
         self._ahead = self._forwards == 1 and not driver.recording
         self._forwards = 0
@@ -284,7 +284,7 @@ class Step:
 
         What comes late is applied first, so that its bucket can leave again.
         """
-        if not self._driver.local:
+        if self._driver.eager:
             return
         self.position += 1
         self._arrive()
@@ -305,7 +305,7 @@ class Step:
 
     def close(self) -> None:
         """End a round before its time: all ranks together, after any step."""
-        if not (self._driver.local and self.schedule.rounds):
+        if self._driver.eager or not self.schedule.rounds:
             return
         self.settle()
         self._leave(self._driver.buckets)

@@ -29,12 +29,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from gradtide.core.engine import Engine
 from gradtide.core.ops import Group
 from gradtide.core.payload import traits
 from gradtide.runtime.guards.checksum import checksum
@@ -51,9 +53,34 @@ PLAIN = "scheme", "world_size", "shards", "step", "untrained", "tuning"
 COPY = "copy the file again, or load an earlier state"
 
 
+class Saved(Protocol):
+    """A part of what is saved of a run, by who owns it."""
+
+    def save(self, saved: StateDict) -> None:
+        """Add it to this rank's state. Local."""
+
+    def blank(self, saved: StateDict) -> None:
+        """Add keys into which that of another number of ranks can be read. Local."""
+
+    def read(self, saved: Mapping[str, Any]) -> Any:
+        """Return what this rank has to load. Local, and changes nothing.
+
+        Raises ValueError for what does not fit, and whatever comes of what is damaged.
+        """
+
+    def confirm(self, found: Any) -> Any:
+        """Return what all ranks load, of what each has read; collective.
+
+        Raises ValueError, on every rank; changes nothing.
+        """
+
+    def load(self, found: Any) -> None:
+        """Go on from it; collective."""
+
+
 @dataclass(frozen=True)
-class Saved:
-    """A state that this rank has read, and found to fit."""
+class RunState:
+    """What this rank has read of residuals and algorithms, and found to fit."""
 
     size: int
     parts: int
@@ -63,7 +90,6 @@ class Saved:
     residuals: dict[str, Tensor]  # that this rank takes over
     untrained: Sequence[str]  # by any rank, in the last exchange
     algorithms: Sequence[Algorithms]
-    optimizer: dict[Any, Any] | None  # its state, where each rank has its own
     seen: Seen | None
     granted: bool  # all ranks sent norms
     wished: bool  # this rank was asked for one
@@ -154,7 +180,7 @@ def blank(placement: Placement, group: Group, size: int, parts: int) -> StateDic
     return {**common, "order": None, "untrained": [], **ranks}
 
 
-def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
+def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> RunState:
     """What this rank has to load of a state, whichever number of ranks saved it.
 
     Changes nothing. Raises ValueError for a state that does not fit, and whatever comes
@@ -190,7 +216,7 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
             raise ValueError(f"the state has no {name!r} of rank {group.rank}: {COPY}")
     notes = contents.get("notes", {})
     seen = Seen(*notes["seen"]) if notes else None
-    found = Saved(
+    found = RunState(
         size,
         parts,
         str(state["scheme"]),
@@ -199,7 +225,6 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> Saved:
         sums,
         list(state.get("untrained", ())),
         memories,
-        unpacked(own["optimizer"], "the optimizer") if "optimizer" in own else None,
         seen if seen is not None and placement.fits(seen) else None,
         bool(notes.get("granted")),
         bool(notes.get("wished")),
@@ -253,7 +278,7 @@ def _digests(named: Mapping[str, Tensor]) -> dict[str, int]:
     return dict(zip(named, told, strict=True))
 
 
-def load(placement: Placement, scheme: object, saved: Saved) -> None:
+def load(placement: Placement, scheme: object, saved: RunState) -> None:
     """Go on from a state that all ranks have read and agreed on.
 
     With another number of ranks each takes over the residuals of some, so that their
@@ -277,6 +302,42 @@ def load(placement: Placement, scheme: object, saved: Saved) -> None:
             if slot.name in saved.untrained:  # as when it was saved, it waits
                 slot.used = False
                 bucket.set_aside(slot)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The optimizer's state, where every rank has its own."""
+
+    optimizer: Optimizer
+    placement: Placement
+    engine: Engine
+
+    def save(self, saved: StateDict) -> None:
+        own = packed(self.optimizer.state_dict()["state"])
+        saved[own_key(self.placement, self.engine.group)]["optimizer"] = own
+
+    def blank(self, saved: StateDict) -> None: ...
+
+    def read(self, saved: Mapping[str, Any]) -> dict[Any, Any] | None:
+        group, parts = self.engine.group, self.placement.shards.number[1]
+        alike = int(saved["world_size"]), int(saved.get("shards", 1))
+        own = (
+            saved[own_key(self.placement, group)]
+            if alike == (group.size, parts)
+            else {}
+        )
+        if "optimizer" not in own:
+            return None
+        found: dict[Any, Any] = unpacked(own["optimizer"], "the optimizer")
+        return found
+
+    def confirm(self, found: dict[Any, Any] | None) -> dict[Any, Any] | None:
+        return found
+
+    def load(self, found: dict[Any, Any] | None) -> None:
+        if found is not None:
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": found, "param_groups": groups})
 
 
 def packed(value: object) -> bytes:
@@ -327,7 +388,7 @@ def _names(bucket: GradientBucket) -> str:
     return " ".join(slot.name for slot in bucket.slots)
 
 
-def _check(placement: Placement, saved: Saved) -> None:
+def _check(placement: Placement, saved: RunState) -> None:
     shapes = {slot.name: slot.local.shape for slot in placement.slots}
     if saved.order is not None and sorted(saved.order) != sorted(shapes):
         odd = sorted(set(saved.order) ^ set(shapes)) or sorted(saved.order)

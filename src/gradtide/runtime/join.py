@@ -22,7 +22,7 @@ not wait for the first member before the second has begun.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,9 +33,8 @@ from gradtide.core.step import Event
 from gradtide.runtime.checkpoint import packed, unpacked
 from gradtide.runtime.layout.broadcast import broadcast, synchronize
 from gradtide.runtime.layout.parameters import shared_parameters
-
-if TYPE_CHECKING:
-    from gradtide.runtime.training import Training
+from gradtide.runtime.members import EVERYBODY
+from gradtide.runtime.training import Training
 
 
 class Join:
@@ -158,6 +157,8 @@ class Join:
 class Member:
     """A replica that trains inside `join()`; see [Note: members]."""
 
+    inside = True
+
     def __init__(
         self, join: Join, number: int, training: Training, shares_buffers: bool
     ) -> None:
@@ -168,11 +169,23 @@ class Member:
 
     def follow(self, training: Training) -> None:
         """Go on with what takes the place of the training so far."""
-        self._training, training.joining = training, self
+        self._training, training.members = training, self
 
     def leave(self) -> None:
         """Train on outside."""
-        self._training.joining = None
+        self._training.members = EVERYBODY
+
+    @property
+    def gain(self) -> float:
+        return self.join.gain
+
+    @property
+    def shadowing(self) -> bool:
+        return self.join.shadowing
+
+    @property
+    def source(self) -> int:
+        return self.join.source
 
     def announce(self, event: Event, number: float = 0.0) -> float:
         """Say what this replica exchanges next, as `Join.announce`."""
@@ -194,7 +207,7 @@ class Member:
     def shadow(self, event: Event, told: float) -> None:
         """Do one's part of an event of others'."""
         training = self._training
-        if training.local:  # others are so far in their round
+        if not training.eager:  # others are so far in their round
             training.step.position = int(told)
         match event:
             case Event.FORWARD:
@@ -240,13 +253,14 @@ class Member:
         buffers = training.buffers.tensors() if self._shares_buffers else []
         synchronize(engine, [*self._parameters(), *buffers], source)
         optimizer, piece = training.optimizer, b""
-        if training.steps is None and engine.group.rank == source:
+        apart = training.chosen.apart  # every rank's optimizer has a state of its own
+        if not apart and engine.group.rank == source:
             scaler = training.scales.scaler
             scaling = None if scaler is None else scaler.state_dict()
             piece = packed((optimizer.state_dict(), scaling))
         known = training.num_steps, len(piece)
         training.num_steps, length = engine.transport.gather_objects(known)[source]
-        if training.steps is not None:  # every rank's optimizer has a state of its own
+        if apart:
             return
         state = torch.frombuffer(bytearray(piece or length), dtype=torch.uint8)
         broadcast(engine, [state], source)

@@ -14,42 +14,33 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.collectives.momentum_correction import (
-    moves,
-    uses_optimizer_momentum,
-    with_momentum,
-)
 from gradtide.core.engine import Engine
 from gradtide.core.step import Event, Stage, Step
-from gradtide.core.torch_internals import record_function
 from gradtide.core.torch_internals.autograd import after_backward, in_backward
-from gradtide.runtime.checkpoint import Saved
+from gradtide.runtime.checkpoint import RunState
 from gradtide.runtime.deferred.gradient_info import Answers
 from gradtide.runtime.deferred.grads import DeferredGrad
 from gradtide.runtime.deferred.tally import Tally
 from gradtide.runtime.deferred.unexchanged import UNSEEN, Unexchanged
 from gradtide.runtime.deferred.updates import Updates
+from gradtide.runtime.exchange import Exchange, Surroundings
+from gradtide.runtime.exchange.gradients import GradientExchange
+from gradtide.runtime.exchange.unpreconditioned import Unpreconditioned
 from gradtide.runtime.guards.checksum import ParameterCheck
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.guards.scales import Scales
 from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.runtime.layout.buffers import SharedBuffers
 from gradtide.runtime.layout.placement import Placement
-from gradtide.runtime.optimizer.momentum import Momentum
+from gradtide.runtime.members import EVERYBODY, Members
 from gradtide.runtime.turns import Turns
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, settle
 
 if TYPE_CHECKING:
-    from gradtide.runtime.exchange.hook import CommHook
-    from gradtide.runtime.exchange.preconditioned import (
-        Launchable,
-        Places,
-        Preconditioning,
-    )
-    from gradtide.runtime.exchange.steps import LocalSteps
+    from gradtide.runtime.exchange.consensus import Consensus
+    from gradtide.runtime.exchange.preconditioned import Launchable, Preconditioning
     from gradtide.runtime.guards.undo import Undone
-    from gradtide.runtime.join import Member
 
 
 class Training:
@@ -75,8 +66,7 @@ class Training:
         self.rehook: Callable[[nn.Parameter], bool] = lambda _: False
         # RuntimeError, by name, for a parameter that no bucket has.
         self.check_setup: Callable[[], None] = lambda: None
-        self.joining: Member | None = None  # inside join()
-        self.comm_hook: CommHook | None = None  # the user's own exchange
+        self.members: Members = EVERYBODY
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
         self.begun = False  # a gradient of the backward under way is there
@@ -86,7 +76,6 @@ class Training:
         self._stepping = False  # inside the optimizer's step
         self._deferred = False  # the last step's update was
         self._unseen: str | None = None  # has a gradient that this step alone knows
-        self.buffers_due = True  # no forward of this round has begun with rank 0's
         self.placement = Placement(model, scheme, engine.group.size)
         self.guard = NonFiniteGuard(self.placement, engine.transport)
         self.check = ParameterCheck(
@@ -96,14 +85,6 @@ class Training:
         self.tally = Tally(engine, self.placement, *told)
         self.step = Step(self, scheme.schedule)
         self.unexchanged = Unexchanged(self.placement)
-        self.momentum = momentum_of(optimizer, scheme)
-        self.steps: LocalSteps | None = None
-        if scheme.schedule.launch == "step":
-            from gradtide.runtime.exchange.steps import LocalSteps
-
-            self.steps = LocalSteps(
-                engine, self.placement, self.guard, optimizer, scheme, buffers
-            )
         self.preconditioning: Preconditioning | None = None
         if scheme.preconditioner is not None:
             from gradtide.kfac.preconditioner import Preconditioner
@@ -119,17 +100,43 @@ class Training:
         self.answers = Answers(*known, self.preconditioning)
         self.updates = Updates(self.placement, self.answers)
         self._undone: Undone | None = None  # since parameters were loaded
+        self.around = Surroundings(
+            model, self.step, engine, self.placement, self.guard, buffers, optimizer
+        )
+        stages = self.updates, self._second, lambda: self.members.gain
+        self.gradients = GradientExchange(self.around, scheme, *stages)
+        self._consensus: Consensus | None = None  # of ranks that exchange steps
+        self.use(self._exchange_of(scheme))
 
     def adopt(self, scheme: Scheme) -> None:
         """Go on with another scheme, when nothing is on its way."""
-        self.comm_hook = None
         self._second.finish()
         self.placement.adopt(scheme)
         self.updates.reset()
         self.step.schedule = scheme.schedule
-        if self.steps is not None:
-            self.steps.adopt(scheme)
-        self.momentum = momentum_of(self.optimizer, scheme)
+        self.gradients.adopt(scheme)
+        self.use(self._exchange_of(scheme))
+
+    def use(self, exchange: Exchange) -> None:
+        """Have an exchange take the place of the present one, until `adopt`."""
+        self.chosen = exchange
+        self.turn_to(exchange.now())
+
+    def turn_to(self, exchange: Exchange) -> None:
+        """Have this step's exchange be another one."""
+        self.exchange, self.eager = exchange, exchange.eager
+
+    def _exchange_of(self, scheme: Scheme) -> Exchange:
+        """What a scheme exchanges, once its warm-up is over."""
+        if scheme.schedule.launch != "step":
+            return self.gradients
+        from gradtide.runtime.exchange.consensus import Consensus
+        from gradtide.runtime.exchange.rounds import RoundExchange
+        from gradtide.runtime.exchange.steps import StepExchange
+
+        self._consensus = self._consensus or Consensus(self.around)
+        kind = RoundExchange if scheme.schedule.rounds else StepExchange
+        return kind(self.around, scheme, self._consensus, self.gradients)
 
     # - What hooks tell ----------------------------------------------------------------
 
@@ -206,8 +213,8 @@ class Training:
         """A backward is over; what has arrived is complete, and leaves."""
         if arrived:
             self.unexchanged.kept.clear()
-        if arrived and not self.step.silent and self.joining is not None:
-            self.joining.end()
+        if arrived and not self.step.silent:
+            self.members.end()
         self.end(arrived)
         self.num_exchanges += arrived
         # What a step's closure evaluates is taken by that step.
@@ -219,7 +226,7 @@ class Training:
         self.step.end(arrived)
 
     @torch.no_grad()
-    def exchange(self) -> None:
+    def exchange_now(self) -> None:
         """Exchange what is in `.grad`, as the end of a backward does; collective."""
         if self.step.open or in_backward():
             raise RuntimeError(
@@ -245,8 +252,8 @@ class Training:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        if self.guard.ranks or (self.local and not self.step.silent):
-            self.announce(Event.STEP, self.step.position)
+        if self.guard.ranks or not (self.eager or self.step.silent):
+            self.members.announce(Event.STEP, self.step.position)
         self._deferred = self.step.step()
         self.turns.begin_step(alone=self._deferred)
         if self._deferred:
@@ -255,9 +262,10 @@ class Training:
 
     def _look_for_unexchanged(self, optimizer: Optimizer) -> None:
         self._unseen = self.unexchanged.find(optimizer, self.num_exchanges)
-        if self._unseen and self.steps is not None and self.joining is None:
-            self.steps.decide()  # no backward has: perhaps it is the step that counts
-        if self.local:
+        if self._unseen and not self.members.inside:
+            # No backward has decided: perhaps it is the step that counts.
+            self.turn_to(self.chosen.next())
+        if not self.eager:
             self._unseen = None
         if self._unseen:
             for p in self.placement.places:
@@ -275,7 +283,7 @@ class Training:
 
     def _end_step(self) -> None:
         self._stepping = False
-        if self._unseen and self.joining is None:
+        if self._unseen and not self.members.inside:
             self._unseen = None
             self.check.compare_now(self.engine, UNSEEN)
         self.num_steps += 1
@@ -283,30 +291,22 @@ class Training:
             self.updates.put_back()
         self.turns.end_step()
         self.engine.transport.progress.steps = self.num_steps
-        if self.momentum is not None:
-            self.momentum.give_back()
-        if self.local:
-            self._exchange_step()
-        elif self.steps is not None and self.joining is not None:
-            self.joining.send_parameters()
+        self._leave()
+        if self.eager and self.chosen.apart:  # gradients have stood in for steps
+            self.members.send_parameters()
 
-    def _exchange_step(self) -> None:
-        assert self.steps is not None
-        self.steps.stepped()
+    def _leave(self) -> None:
+        """The optimizer's step is over: what is to leave after it does."""
+        self.exchange.after_update()
         self.step.stepped()
-        self.steps.exchanged()
-        self.buffers_due |= self.step.position == 0
+        self.exchange.left()
 
     def shadow_step(self) -> None:
         """A step that other ranks take, after `join()`: this rank's own is zero."""
         self.guard.refuse()
-        if self.steps is not None:
-            self.steps.stepping()
-            self._exchange_step()
-
-    def announce(self, event: Event, number: float = 0.0) -> float:
-        """Inside join(), tell ranks that ran out of batches what is exchanged next."""
-        return number if self.joining is None else self.joining.announce(event, number)
+        if not self.eager:
+            self.exchange.before_update(fresh=False)
+            self._leave()
 
     # - What a replica asks for --------------------------------------------------------
 
@@ -318,21 +318,15 @@ class Training:
     @torch.no_grad()
     def end_round(self) -> None:
         """End a round before its time; a collective call, between two steps."""
-        if self.steps is None or not (self.local and self.step.schedule.rounds):
-            return
-        self.steps.check_round()
-        self.steps.closing = True
-        self.step.close()
-        self.steps.exchanged()
-        self.steps.closing, self.buffers_due = False, True
+        self.exchange.close(self.step.close)
 
     def arrive(self) -> None:
         """Wait for what steps have sent, and apply nothing of it."""
-        if not (self.local and self.turns.trains):
+        if self.eager or not self.turns.trains:
             return
         for bucket in self.buckets:
             if bucket.stage is Stage.SENT:
-                bucket.finish(self.engine)
+                self.exchange.finish(bucket)
 
     def notes(self) -> dict[str, Any]:
         """What of how steps are made has to be known for the next one to be equal.
@@ -348,7 +342,7 @@ class Training:
             "seen": tuple(self.placement.seen()),
         }
 
-    def resume(self, saved: Saved) -> None:
+    def resume(self, saved: RunState) -> None:
         """Go on after steps of another run, whose state all ranks agreed on."""
         self.updates.reset()
         self.num_steps = saved.step or 0
@@ -381,7 +375,7 @@ class Training:
         """Where a step stands; None between a step and the next backward."""
         if self.step.open or self.no_sync_active:
             return "during a backward pass or inside no_sync()"
-        if self.joining is not None:
+        if self.members.inside:
             return "inside join()"
         left = any(p.grad is not None for p in self.placement.places)
         if self.step.held or (self.step.fresh and left):
@@ -411,10 +405,6 @@ class Training:
     def recording(self) -> bool:
         return self.placement.recorded is not None
 
-    @property
-    def local(self) -> bool:
-        return self.steps is not None and self.steps.on
-
     def plan(self) -> Sequence[Launchable]:
         return self._second.plan()
 
@@ -425,13 +415,12 @@ class Training:
             self.updates.let_go()
 
     def _agree(self) -> None:
-        number = self.step.position if self.local else bool(self.placement.recorded)
-        ordering = self.announce(Event.BACKWARD, number) and not self.local
+        number = bool(self.placement.recorded) if self.eager else self.step.position
+        ordering = self.members.announce(Event.BACKWARD, number) and self.eager
         self.tally.learn()  # on every rank, whatever each has asked for since
         self.check.refuse()
         self.scales.refuse()
-        if self.steps is not None:
-            self.steps.decide()
+        self.turn_to(self.chosen.next())
         if ordering:
             # All follow the order in which rank 0's gradients got ready; or the first
             # rank's that has one, if rank 0 joined before it had any.
@@ -442,46 +431,27 @@ class Training:
     def fill(self, bucket: Any) -> None:
         if not bucket.keeps:
             self._second.leave(bucket)
-        elif self.steps is not None and self.steps.on:
-            self.steps.offer(bucket)
         else:
-            bucket.momentum_applied = False
-            if self.momentum is not None:
-                # Alone nothing is selected, and the optimizer can do it itself.
-                alone = self.engine.group.size == 1
-                a, b = (0.0, 1.0) if alone else self.momentum.now()
-                own = bucket.collective = with_momentum(bucket.collective, a, b)
-                bucket.momentum_applied = a > 0 and moves(own, bucket.payload.state)
-            bucket.copy_in()
-            if self.joining is not None and self.joining.join.gain != 1:
-                bucket.payload.flat.mul_(self.joining.join.gain)
+            self.exchange.fill(bucket)
 
     def launch(self, bucket: Any, hold: bool) -> None:
-        if self.comm_hook is None:
+        if bucket.keeps:
+            self.exchange.launch(bucket, hold)
+        else:
             bucket.launch(self.engine, hold)
-            return
-        index = self.buckets.index(bucket)
-        self.comm_hook.launch(bucket, index, index == len(self.buckets) - 1)
 
     def collect(self) -> None:
-        if self.steps is not None and self.steps.on:
-            self.steps.check(self.step.schedule.leaving(self.step.position + 1))
-        else:
-            self._second.collect()
+        self.exchange.agree(self.step.schedule.leaving(self.step.position + 1))
 
     def conclude(self, hold: bool) -> None:
         """Ask which parameters got a gradient on some rank; let inverses follow."""
-        shadowing = self.joining is not None and self.joining.join.shadowing
-        self.tally.ask(hold, abstain=shadowing)
+        self.tally.ask(hold, abstain=self.members.shadowing)
         self._second.invert(hold)
         if hold:
             self.updates.defer_gradients()
 
     def receive(self, bucket: GradientBucket) -> None:
-        if self.comm_hook is None:
-            bucket.finish(self.engine)
-        else:
-            self.comm_hook.finish(bucket, self.engine.telemetry)
+        self.exchange.finish(bucket)
 
     def deliver(self) -> None:
         self.tally.learn()
@@ -494,14 +464,7 @@ class Training:
         self.guard.refuse()
         self.scales.refuse()
         self.updates.withdraw()
-        if self.steps is not None and self.steps.on:
-            self.steps.stepping()
-        if not fresh:
-            return
-        moved = any(bucket.momentum_applied for bucket in self.buckets)
-        if self.momentum is not None and moved:
-            self.momentum.take()
-        self._second.precondition(self.optimizer)
+        self.exchange.before_update(fresh)
 
     def defer(self) -> None:
         if self.preconditioning is not None:  # it reads means on the queue
@@ -512,7 +475,7 @@ class Training:
     def release(self, bucket: GradientBucket) -> None:
         assert bucket.flight is not None
         if bucket is self.buckets[-1]:  # the first of all
-            self.announce(Event.RELEASE)
+            self.members.announce(Event.RELEASE)
         self.engine.release(bucket.flight)
         if bucket.stage is Stage.DUE:
             self._second.release(bucket)
@@ -533,7 +496,7 @@ class Training:
             for other in self.buckets:  # to name the parameter
                 if other.stage is Stage.DUE:
                     other.finish(self.engine)
-            self.announce(Event.STEP)
+            self.members.announce(Event.STEP)
             self.guard.refuse()
         return self._second.needs(bucket)
 
@@ -546,36 +509,4 @@ class Training:
         return bucket.flight is None or self.engine.here(bucket.flight)
 
     def apply(self, buckets: Sequence[GradientBucket]) -> None:
-        if self.steps is not None and self.steps.on:
-            for bucket in buckets:
-                self.steps.settle(bucket)
-            return
-        for bucket in buckets:
-            self._second.update(bucket)
-        start = self.engine.clock()
-        with record_function(f"gradtide::{buckets[0].name}::apply"):
-            self.updates.apply(buckets)
-        self.engine.telemetry.applied.append((start, self.engine.clock()))
-
-
-def momentum_of(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:
-    """The optimizer's momentum, if the scheme takes it over; ValueError if it can't."""
-    return Momentum(optimizer) if uses_optimizer_momentum(scheme.collective) else None
-
-
-class Unpreconditioned:
-    """Stands for `Preconditioning` where a scheme has none, and does nothing."""
-
-    def __init__(self, placement: Places) -> None:
-        self._placement = placement
-
-    def plan(self) -> Sequence[Launchable]:
-        return self._placement.buckets
-
-    def needs(self, bucket: GradientBucket) -> set[GradientBucket]:
-        return set()
-
-    def _nothing(self, *_: object) -> None: ...
-
-    leave = collect = invert = settle = finish = follow = check_scale = _nothing
-    precondition = defer = release = update = _nothing
+        self.exchange.apply(buckets)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.integrations.ddp import comm_hook
-from gradtide.runtime.exchange.steps import not_finite
+from gradtide.runtime.guards.nonfinite import not_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

@@ -61,11 +61,23 @@ class AutoSelector:
         """Whether there is a decision: by this, by a checkpoint, or by the user."""
         return self._replica.scheme is not self._asked
 
-    def resume(self, saved: Mapping[str, Any]) -> None:
-        """Follow the decision in a replica's state, if it is one for as many ranks."""
-        transport = self._replica.engine.transport
-        text = saved["scheme"]
-        if self.done or not text or saved["world_size"] != transport.group.size:
+    def save(self, saved: dict[str, Any]) -> None:
+        """The decision is the replica's scheme, which is saved already."""
+
+    def blank(self, saved: dict[str, Any]) -> None: ...
+
+    def read(self, saved: Mapping[str, Any]) -> str:
+        """The scheme of a replica's state, if it is one for as many ranks."""
+        alike = saved["world_size"] == self._replica.engine.transport.group.size
+        return str(saved["scheme"]) if alike else ""
+
+    def confirm(self, found: str) -> str:
+        return found
+
+    def load(self, found: str) -> None:
+        """Follow the decision of a replica's state."""
+        transport, text = self._replica.engine.transport, found
+        if self.done or not text:
             return
         if undecided(parse(text)) is None:
             self._replica.adopt(text)

@@ -1,13 +1,4 @@
-"""What each action of a step takes: the driver of a `Step` on the virtual clock.
-
-[Note: Passes] Before the optimizer's step a local one compares parameters with what the
-last exchange left. Afterwards it takes differences, restores, adds to what was left
-behind, adds the mean, owes what was sent ahead, and remembers. Rounds of several steps
-compare nothing; late means keep what was done meanwhile, and an outer momentum is
-another tensor to read and write. All are passes over memory, each at the cost of taking
-gradients in. A trace does not tell whether the optimizer is Adam, whose steps are
-weighed on the queue: that is left out.
-"""
+"""What each action of a step takes: the driver of a `Step` on the virtual clock."""
 
 from __future__ import annotations
 
@@ -23,16 +14,14 @@ from gradtide.core.ops import AllReduce
 from gradtide.core.payload import settled, traits
 from gradtide.core.step import Stage
 from gradtide.planner.clock.curvature import Laid, Second
+from gradtide.planner.clock.exchange import exchange_of
 from gradtide.planner.clock.transport import VirtualTransport
 from gradtide.planner.rehearsal.rehearsal import Rehearsed, buckets
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.runtime.exchange.preconditioned import Launchable, Preconditioning
-from gradtide.runtime.layout.buckets import LARGE, GradientBucket
-from gradtide.runtime.training import Unpreconditioned
+from gradtide.runtime.exchange.unpreconditioned import Unpreconditioned
+from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.scheme import Scheme
-
-BEFORE, OFFERED, SETTLED = 1, 3, 3  # passes: see [Note: Passes]
-LATE, MOMENTUM = 2, 3
 
 
 class Actions:
@@ -47,11 +36,9 @@ class Actions:
         self.device = transport.network.device
         self.engine = Engine(transport, transport.clock)
         self.engine.levels = levels_of(transport.group, scheme.levels)
-        self.local = scheme.schedule.launch == "step"
-        self._rounds = scheme.schedule.rounds
-        momentum = scheme.outer is not None and scheme.outer.momentum > 0
-        late = LATE if scheme.schedule.delay else 0
-        self._settled = SETTLED + late + (MOMENTUM if momentum else 0)
+        size, number = transport.group.size, len(trace.units)
+        self.exchange = exchange_of(scheme, size, number, self._units)
+        self.eager = self.exchange.eager
         self.count = 1  # of steps: as if it had gone on for long
         # Seconds of the training thread; "apply" is the optimizer's and K-FAC's.
         self.spent = dict.fromkeys(("forward", "backward", "apply"), 0.0)
@@ -70,7 +57,7 @@ class Actions:
             bucket.collective = by_levels(rehearsed, scheme.levels)
         self.second: Second | None = None  # K-FAC
         laid = Laid(self.buckets, {})
-        self.steps: Preconditioning | Unpreconditioned = Unpreconditioned(laid)
+        self.stage: Preconditioning | Unpreconditioned = Unpreconditioned(laid)
 
     def begin(self) -> None:
         """A step begins with its forward."""
@@ -97,21 +84,19 @@ class Actions:
     prepare = refuse = _nothing
 
     def plan(self) -> Sequence[Launchable]:
-        return self.steps.plan()
+        return self.stage.plan()
 
     def fill(self, bucket: Any) -> None:
-        if not bucket.keeps:
-            self.steps.leave(bucket)
-        elif self.local:
-            self._pass(bucket, OFFERED)
+        if bucket.keeps:
+            start = self.own()
+            self._pass(self.exchange.filled(bucket))
+            if not self.eager:  # after the optimizer's step
+                self._updated(start)
         else:
-            small = sum(u.numel for u in self._units(bucket) if u.numel < LARGE)
-            self.transport.work(self.device.take_in(small))
+            self.stage.leave(bucket)
 
-    def _pass(self, bucket: GradientBucket, passes: int) -> None:
-        start, numel = self.own(), bucket.payload.flat.numel()
-        self.transport.work(self.device.take_in(passes * numel))
-        self._updated(start)
+    def _pass(self, numel: int) -> None:
+        self.transport.work(self.device.take_in(numel))
 
     def launch(self, bucket: Any, hold: bool) -> None:
         if not self._sent:
@@ -119,13 +104,12 @@ class Actions:
         bucket.launch(self.engine, hold)
 
     def collect(self) -> None:
-        if self.local:  # all ranks hear of alarms at once
-            size = self.transport.group.size
-            # In rounds also what is trained, and a checksum of what leaves.
-            more = len(self.trace.units) + 2 * size if self._rounds else 0
-            self.engine.ask("finite", _flags(size + 2 + more))()
-        else:
-            self.steps.collect()
+        self._ask("finite", self.exchange.flags[0])  # all ranks hear of alarms at once
+        self.stage.collect()
+
+    def _ask(self, name: str, numel: int) -> None:
+        if numel:
+            self.engine.ask(name, _flags(numel))()
 
     def conclude(self, hold: bool) -> None:
         # Who used what, who met what is not finite; two flags, three of a GradScaler.
@@ -135,7 +119,7 @@ class Actions:
             numel += len(self.trace.units) + 2 * len(self.buckets)
         flags = _flags(numel, torch.float64 if norms else torch.int32)
         self._used = self.engine.ask("used", flags, settled=norms)
-        self.steps.invert(hold)
+        self.stage.invert(hold)
 
     def receive(self, bucket: GradientBucket) -> None:
         bucket.finish(self.engine)
@@ -148,27 +132,28 @@ class Actions:
     def update(self, fresh: bool) -> None:
         start = self.own()
         if self.second is not None:
-            self.steps.precondition(self.second.optimizer)
+            self.stage.precondition(self.second.optimizer)
         self.transport.compute(self.trace.optimizer)
         self._updated(start)
-        if self.local and not self._rounds:
-            for bucket in self.buckets:
-                self._pass(bucket, BEFORE)
-            self.engine.ask("alike", _flags(1 + len(self.trace.units)))()
+        for bucket in self.buckets if self.exchange.before else ():
+            start = self.own()
+            self._pass(self.exchange.before * bucket.payload.flat.numel())
+            self._updated(start)
+        self._ask("alike", self.exchange.flags[1])
 
     def defer(self) -> None:
         if self.second is not None:
-            self.steps.defer(self.second.optimizer)
+            self.stage.defer(self.second.optimizer)
 
     def release(self, bucket: GradientBucket) -> None:
         assert bucket.flight is not None
         self.engine.release(bucket.flight)
         if bucket.stage is Stage.DUE:
-            self.steps.release(bucket)
+            self.stage.release(bucket)
 
     def needs(self, bucket: GradientBucket) -> Iterable[GradientBucket]:
         self.deliver()
-        return self.steps.needs(bucket)
+        return self.stage.needs(bucket)
 
     def here(self, bucket: GradientBucket) -> bool:
         return False  # as in host memory
@@ -178,11 +163,12 @@ class Actions:
             self._apply(bucket)
 
     def _apply(self, bucket: GradientBucket) -> None:
-        if self.local:
-            self._pass(bucket, self._settled)
+        start, numel = self.own(), self.exchange.applied(bucket)
+        if numel is not None:
+            self._pass(numel)
+            self._updated(start)
             return
-        start = self.own()
-        self.steps.update(bucket)
+        self.stage.update(bucket)
         seconds = sum(unit.optimizer for unit in self._units(bucket))
         self.transport.compute(seconds)
         self._updated(start)

@@ -58,7 +58,7 @@ class Second:
         self.queues.owners = self.owners
         places = {slot.param: Place(b, slot) for b in laid for slot in b.slots}
         # What stands for a gradient is the parameter itself.
-        self.steps = Preconditioning(Laid(laid, places), self.kfac, lambda p: p)
+        self.stage = Preconditioning(Laid(laid, places), self.kfac, lambda p: p)
         self.optimizer = SGD([p for _, p in parameters(trace)], lr=1.0)
         self._moments = _moments(trace, self.kfac.layers)
 

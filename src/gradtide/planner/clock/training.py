@@ -43,7 +43,7 @@ class Run:
             config, engine = scheme.preconditioner, actions.engine
             full, laid = self._step.full, actions.buckets
             actions.second = Second(trace, config, engine, laid, full, parts)
-            actions.steps = actions.second.steps
+            actions.stage = actions.second.stage
 
     def step(self) -> None:
         """One forward, backward and step()."""
@@ -89,7 +89,7 @@ class Run:
                 self._replay(unit)
             else:
                 self.transport.compute(unit.backward)
-            if unit.numel >= LARGE and not actions.local:
+            if unit.numel >= LARGE and actions.eager:
                 self.transport.work(take_in(unit.numel))
             self._of[place].missing -= 1
             self._expect(left)

@@ -96,22 +96,32 @@ class Tuner:
             self._word()
             self._word = None
 
-    def save(self) -> str:
-        """What there is to remember; a single text, as its length changes."""
-        return json.dumps(
+    def save(self, saved: dict[str, Any]) -> None:
+        """Add what there is to remember: a single text, as its length changes."""
+        saved["tuning"] = json.dumps(
             {"fusion": repr(self.fusion), "tried": self.tried, "done": self.done}
         )
+
+    def blank(self, saved: dict[str, Any]) -> None:
+        """The text is that of all ranks."""
+        self.save(saved)
 
     def read(self, saved: Mapping[str, Any]) -> Tried | None:
         """The trials of another run of the same search, and whether it had ended.
 
-        None for a search for something else, of which nothing is taken over.
+        None for a search for something else, or of another number of ranks, of which
+        nothing is taken over.
         """
         state = json.loads(saved.get("tuning") or "{}")
         if state.get("fusion") != repr(self.fusion):
             return None
         tried = [Trial(float(mb), float(s)) for mb, s in state["tried"]]
-        return tried, bool(state["done"])
+        alike = int(saved["world_size"]) == self._engine.group.size
+        return (tried, bool(state["done"])) if alike else None
+
+    def confirm(self, found: Tried | None) -> Tried | None:
+        """Times are those of rank 0, and travelled."""
+        return found
 
     def load(self, found: Tried | None) -> None:
         """Go on after what was `read`, with the best of it.

@@ -12,13 +12,14 @@ in the same one on every rank. A hook is therefore called when the one before is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradtide.core.telemetry import Telemetry
+from gradtide.runtime.checkpoint import Saved
+from gradtide.runtime.exchange import Exchange, Surroundings
 from gradtide.runtime.layout.buckets import GradientBucket
 
 
@@ -56,19 +57,42 @@ class HookBucket:
         return [slot.param for slot in self._bucket.slots]
 
 
-class CommHook:
-    """Calls a hook for buckets that leave, and takes in what its futures bring."""
+class HookExchange:
+    """The exchange of gradients by a hook: all else is done as `gradients` does it."""
 
-    def __init__(self, state: object, hook: Callable[..., Any]) -> None:
+    eager, apart = True, False
+    saved: Sequence[Saved] = ()
+
+    def __init__(
+        self,
+        around: Surroundings,
+        gradients: Exchange,
+        state: object,
+        hook: Callable[..., Any],
+    ) -> None:
+        self._placement, self._telemetry = around.placement, around.engine.telemetry
         self._state, self._hook = state, hook
         self._futures: dict[GradientBucket, Any] = {}
         self._before: Any = None  # the future of the bucket before, on a CPU
+        self.fill, self.apply = gradients.fill, gradients.apply
+        self.agree, self.before_update = gradients.agree, gradients.before_update
+        self.after_update, self.left = gradients.after_update, gradients.left
+        self.close, self.take_buffers = gradients.close, gradients.take_buffers
+        self.shared_parameters = gradients.shared_parameters
 
-    def launch(self, bucket: GradientBucket, index: int, last: bool) -> None:
+    def now(self) -> HookExchange:
+        return self
+
+    def next(self) -> HookExchange:
+        return self
+
+    def launch(self, bucket: GradientBucket, hold: bool) -> None:
         """Call the hook; TypeError if it returns no future."""
         if self._before is not None:  # [Note: chains]
             self._before.wait()
             self._before = None
+        buckets = self._placement.buckets
+        index, last = buckets.index(bucket), bucket is buckets[-1]
         future = self._hook(self._state, HookBucket(bucket, index, last))
         if not callable(getattr(future, "wait", None)):
             raise TypeError(
@@ -79,7 +103,7 @@ class CommHook:
         if bucket.payload.flat.device.type == "cpu":
             self._before = future
 
-    def finish(self, bucket: GradientBucket, telemetry: Telemetry) -> None:
+    def finish(self, bucket: GradientBucket) -> None:
         """Wait for what takes the bucket's place, if the hook was called for it."""
         if bucket not in self._futures:
             return
@@ -97,7 +121,7 @@ class CommHook:
             if found.data_ptr() != flat.data_ptr():
                 flat.copy_(found.view(-1))
         bucket.take(flat)
-        telemetry.select(flat.numel(), flat.numel())
+        self._telemetry.select(flat.numel(), flat.numel())
 
     @property
     def _name(self) -> str:

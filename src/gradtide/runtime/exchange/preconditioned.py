@@ -8,32 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.engine import InFlight
-from gradtide.core.ops import Group
 from gradtide.kfac.buckets import FactorBucket
 from gradtide.kfac.costs import Costs
 from gradtide.kfac.layers import Layer
 from gradtide.kfac.preconditioner import Preconditioner
 from gradtide.kfac.sharing import LayerGroup, Read, precondition
-from gradtide.runtime.checkpoint import packed, unpacked
-from gradtide.runtime.layout.buckets import GradientBucket, Place
+from gradtide.runtime.checkpoint import StateDict, packed, unpacked
+from gradtide.runtime.exchange.unpreconditioned import Places
+from gradtide.runtime.layout.buckets import GradientBucket
 
 Launchable: TypeAlias = GradientBucket | FactorBucket
 
 
-class Places(Protocol):
-    """Where gradients go: a `Placement`, or what a planner knows of one."""
+class SavedFactors(NamedTuple):
+    """Of a state that this rank has read: of how many ranks, and what is to load."""
 
-    @property
-    def buckets(self) -> list[GradientBucket]: ...
-
-    @property
-    def places(self) -> Mapping[nn.Parameter, Place]: ...
+    size: int
+    states: list[dict[str, Any]]
 
 
 class Preconditioning:
@@ -48,6 +45,7 @@ class Preconditioning:
         self, placement: Places, kfac: Preconditioner, read: Read | None = None
     ) -> None:
         self.kfac, self._placement, self._read = kfac, placement, read
+        self._group = kfac.engine.group
         self.leave, self.collect, self.invert = kfac.leave, kfac.collect, kfac.invert
         self.settle, self.finish = kfac.settle, kfac.finish
         # On the queue a mean is there before anybody has taken delivery of it.
@@ -100,16 +98,20 @@ class Preconditioning:
 
     # - State --------------------------------------------------------------------------
 
-    def save(self, saved: dict[str, Any], group: Group) -> None:
-        """Add this rank's state to what is saved, or places for that of other ranks.
+    def blank(self, saved: StateDict) -> None:
+        """Add places for the states of other ranks; with as many as now, this one's."""
+        if saved["world_size"] == self._group.size:
+            self.save(saved)
+            return
+        for rank in range(saved["world_size"]):
+            saved.setdefault(f"rank{rank}", {})["preconditioner"] = b""
+
+    def save(self, saved: StateDict) -> None:
+        """Add this rank's state to what is saved.
 
         It is one opaque piece: averages of the factors that this rank inverts, the
         traces of all, and inverses where the next step does not make new ones.
         """
-        if saved["world_size"] != group.size:
-            for rank in range(saved["world_size"]):
-                saved.setdefault(f"rank{rank}", {})["preconditioner"] = b""
-            return
         self.kfac.finish()
         due, curvatures = self.kfac.inverting, self.kfac.curvatures
         state = {
@@ -117,18 +119,18 @@ class Preconditioning:
             "costs": asdict(self.kfac.costs),
             "layers": {layer.name: own.save(due) for layer, own in curvatures.items()},
         }
-        saved[f"rank{group.rank}"]["preconditioner"] = packed(state)
+        saved[f"rank{self._group.rank}"]["preconditioner"] = packed(state)
 
-    def read(self, saved: Mapping[str, Any], group: Group) -> list[dict[str, Any]]:
+    def read(self, saved: Mapping[str, Any]) -> SavedFactors:
         """What `load` needs: this rank's state, or all, after another number of ranks.
 
         There are none of a run without K-FAC. Raises ValueError for what does not fit.
         """
-        size = int(saved["world_size"])
+        size, group = int(saved["world_size"]), self._group
         ranks = [group.rank] if size == group.size else list(range(size))
         pieces = [saved.get(f"rank{r}", {}).get("preconditioner") for r in ranks]
         if all(piece is None for piece in pieces):
-            return []
+            return SavedFactors(size, [])
         for rank, piece in zip(ranks, pieces, strict=True):
             if not piece:
                 raise ValueError(
@@ -150,21 +152,23 @@ class Preconditioning:
                             "this model does not have in that size: build the model "
                             "that was saved"
                         )
-        return states
+        return SavedFactors(size, states)
 
-    def load(
-        self, states: list[dict[str, Any]], saved: Mapping[str, Any], group: Group
-    ) -> None:
+    def confirm(self, found: SavedFactors) -> SavedFactors:
+        return found
+
+    def load(self, found: SavedFactors) -> None:
         """Go on from what `read` returned.
 
         Another number of ranks, or another distribution, takes each part of it from
         whichever rank had it.
         """
+        states = found.states
         if not states:
             return
         self.kfac.finish()
         self.kfac.step = int(states[0]["step"])
-        same = int(saved["world_size"]) == group.size
+        same = found.size == self._group.size
         self.kfac.place(Costs(**states[0]["costs"]) if same else self.kfac.costs)
         for layer, curvature in self.kfac.curvatures.items():
             for state in states:

@@ -1,228 +1,306 @@
-"""What has to be saved of a round, and the parameters that ranks agreed on last.
+"""What the optimizer's steps of a round did, in the place of gradients.
 
-Between exchanges every rank has parameters and buffers of its own. All ranks have in
-common what they agreed on last, the outer optimizer's momentum, how far the round is,
-and means that have arrived and are not applied yet.
+[Note: rounds] In rounds of several steps (`Schedule.every`) ranks have parameters alike
+only as an exchange has left them (`shared`). What travels is what all steps of a round
+did; its mean moves `shared` by the outer optimizer, and the parameters follow. If it
+comes late, a rank's steps since it left are kept. Nothing is compared or looked for in
+between.
+
+[Note: shared] What ranks agreed on last is all that they have alike in a round, and no
+exchange of what each has done ever mends it. So before a fragment leaves its checksum
+travels with the flags, which costs a reading pass over the fragment, and no message.
+A rank abstains that has yet to apply the fragment's last exchange: it skipped the step
+at which that was due.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from gradtide.core.ops import AllReduce
 from gradtide.core.step import Stage
-from gradtide.core.torch_internals import foreach_copy_
-from gradtide.runtime.checkpoint import own_key, packed, unpacked
-from gradtide.runtime.layout.broadcast import digest
-from gradtide.runtime.layout.parameters import shared_buffers
+from gradtide.core.torch_internals import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul_,
+    foreach_sub_,
+)
+from gradtide.runtime.checkpoint import OptimizerState, Saved, StateDict, packed
+from gradtide.runtime.exchange import Exchange, Surroundings, round_state
+from gradtide.runtime.exchange.consensus import Consensus
+from gradtide.runtime.exchange.round_state import SavedRound
+from gradtide.runtime.guards.checksum import checksum, differ, words_of
+from gradtide.runtime.guards.nonfinite import not_finite
+from gradtide.runtime.layout.buckets import GradientBucket, Slot
+from gradtide.scheme import Scheme
 from gradtide.transport.shards import local
 
-if TYPE_CHECKING:
-    from gradtide.runtime.training import Training
-
-Named = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class SavedRound:
-    """Of a state that this rank has read; `own` is empty with other ranks than now."""
-
-    position: int
-    shared: Named
-    velocity: Named
-    means: Named  # that have arrived, and are not applied yet
-    own: Mapping[str, Named]  # parameters, buffers, what was done to them, and to which
+APART = (
+    "it is what ranks agreed on last in rounds, which only their exchanges change. "
+    "Ranks have gone on from states of different runs or moments, or the memory of one "
+    "was changed: load what was saved at one moment, on every rank"
+)
 
 
-def common_key(training: Training) -> str:
-    """Where the ranks have what they agree on; of shards, those with the same part."""
-    group = training.engine.group
-    return own_key(training.placement, group).replace(f"rank{group.rank}", "round")
+class RoundExchange:
+    """The exchange of rounds of several steps; `before` exchanges in a warm-up."""
 
+    eager, apart = False, True
 
-def save(training: Training, saved: dict[str, Any]) -> None:
-    """Add a round to a state of this rank's; nothing may leave or arrive meanwhile."""
-    steps, rank = training.steps, own_key(training.placement, training.engine.group)
-    if steps is None or not steps.rounds:
-        return
-    if not steps.on:  # keys into which a checkpoint can be read
-        saved[common_key(training)] = saved[rank]["round"] = packed({})
-        return
-    named = {slot.name: slot.param for slot in training.placement.slots}
-    shared, velocity, moved = (
-        {name: found[p] for name, p in named.items() if p in found}
-        for found in (steps.shared, steps.velocity, steps.moved)
-    )
-    saved[common_key(training)] = packed(
-        {
-            "position": training.step.position,
-            "shared": shared,
-            "velocity": velocity,
-            "means": {
-                slot.name: mean.clone()
-                for bucket in training.buckets
-                if bucket.stage is Stage.SENT
-                for slot, mean in zip(bucket.slots, bucket.gradients, strict=True)
-            },
-        }
-    )
-    own = {
-        "parameters": {name: local(p).clone() for name, p in named.items()},
-        "buffers": {name: b.clone() for name, b in shared_buffers(training.model)},
-        "moved": moved,
-        "changed": {
-            n: torch.empty(0, dtype=torch.float32, device="cpu")
-            for n, p in named.items()
-            if p in steps.changed
-        },
-    }
-    saved[rank]["round"] = packed(own)
+    def __init__(
+        self,
+        around: Surroundings,
+        scheme: Scheme,
+        consensus: Consensus,
+        before: Exchange,
+    ) -> None:
+        self._engine, self._placement = around.engine, around.placement
+        self._guard, self._buffers = around.guard, around.buffers
+        self._around, self._step = around, around.step
+        self._schedule, self._before = scheme.schedule, before
+        self.consensus = consensus
+        # Where ranks never have parameters quite alike: those that this rank's steps
+        # have changed since they left last.
+        self.changed: set[Tensor] = set()
+        self._closing = False  # a round ends before its time, on all ranks
+        self._buffers_due = True  # no forward of this round has begun with rank 0's
+        consensus.adopt(scheme)
 
+    def now(self) -> Exchange:
+        return self if self.consensus.begun else self._before
 
-def read(training: Training, saved: Mapping[str, Any]) -> SavedRound | None:
-    """What a state says of a round; None if it says nothing. Changes nothing.
+    def next(self) -> Exchange:
+        """Ranks differ between exchanges from now on: they begin to when all are equal.
 
-    Raises whatever comes of a state that is not whole.
-    """
-    steps, group = training.steps, training.engine.group
-    if steps is None or common_key(training) not in saved:
-        return None
-    common = unpacked(saved[common_key(training)], "the round")
-    if not common:  # of the dense steps of a warm-up
-        return None
-    own: Mapping[str, Named] = {}
-    if int(saved["world_size"]) == group.size:
-        key = own_key(training.placement, group)
-        own = unpacked(saved[key]["round"], f"the round ({key})")
-    found = SavedRound(**common, own=own)
-    shapes = {slot.name: slot.local.shape for slot in training.placement.slots}
-    whole = [found.shared, *([own["parameters"]] if own else [])]
-    for held in (*whole, found.velocity, found.means, own.get("moved", {})):
-        for name, value in held.items():
-            if name not in shapes or value.shape != shapes[name]:
-                raise ValueError(
-                    f"the state's parameter {name} has shape {tuple(value.shape)}, the "
-                    f"model's {tuple(shapes.get(name, ()))}: build the model that was "
-                    "saved"
-                )
-    if any(held.keys() != shapes.keys() for held in whole):
-        raise ValueError("the state's round is of another model's parameters")
-    return found
+        That is for good: a flow under way may be counting.
+        """
+        consensus = self.consensus
+        if consensus.begun and consensus.shared:
+            return self
+        if consensus.is_due:
+            self._buffers_due = False  # the forward of this step began with them
+            consensus.begin()
+            consensus.remember()
+            consensus.widen_once()
+            consensus.compare("as a round begins")
+        return self.now()
 
+    # - A step -------------------------------------------------------------------------
 
-def agree(training: Training, found: SavedRound | None) -> SavedRound | None:
-    """Have all ranks go on from one round; a collective call, which changes nothing.
+    def agree(self, leaving: int | None) -> None:
+        """All ranks learn of what is not finite, also of what steps have made.
 
-    Raises ValueError, on every rank, for states that do not say the same of what ranks
-    agreed on last. A rank may have yet to apply what others have applied, if it skipped
-    the step at which that was due: of these parameters nothing is compared. Nor has a
-    rank noted a step that it skipped last, so that the others know where the round is.
-    """
-    if training.steps is None or not training.steps.rounds:
-        return found
-    own = None if found is None else (found.position, _settled(found))
-    first, *others = told = training.engine.transport.gather_objects(own)
-    for rank, other in enumerate(others, 1):
-        where = "whether the run has come to rounds"
-        if first is not None and other is not None:
-            both = first[1].keys() & other[1].keys()
-            odd = (name for name in sorted(both) if first[1][name] != other[1][name])
-            where = next(odd, "")
-        elif first is other:
-            where = ""
-        if where:
-            raise ValueError(
-                f"the state's {where} differs between ranks 0 and {rank}, which is "
-                "alike after each exchange: these are states of different runs or "
-                "moments; load what was saved at one moment, on every rank"
-            )
-    return found and replace(found, position=max(position for position, _ in told))
+        What ranks agreed on last, of the fragment that is leaving, has to be alike.
+        """
+        self._guard.hear(self._add_up(self._guard.look(), leaving))
 
+    def _add_up(self, flags: Sequence[int], leaving: int | None) -> list[int]:
+        """Add up the ranks' flags.
 
-def _settled(found: SavedRound) -> dict[str, bytes]:
-    """Digests of what all ranks have alike, unless it is under way on some."""
-    kinds = {"shared": found.shared, "momentum of": found.velocity}
-    return {
-        f"{kind} {name}": digest(value)
-        for kind, named in kinds.items()
-        for name, value in named.items()
-        if name not in found.means
-    } | {f"mean of {name}": digest(mean) for name, mean in found.means.items()}
+        Others go with them: whether buffers are others, whether any parameter has
+        become infinite or NaN, what is trained, and a checksum of what is leaving. What
+        is trained is what a round's steps have changed, or the one to come will; when
+        it is closing, whatever may differ between ranks.
+        """
+        astray, leave = self._astray(), self._leaving(leaving)
+        slots = [*self._placement.slots]
+        more = [self._buffers.changed(), astray is not None]
+        more += [slot.arrived or self._is_changed(slot) for slot in slots]
+        own = [*flags, *more, *self._words(leave)]
+        message = AllReduce(torch.tensor(own, dtype=torch.int32, device="cpu"))
+        told = iter(self._engine.ask("finite", message)().tolist())
+        counts = [*islice(told, len(flags))]
+        changed, gone = islice(told, 2)
+        self.consensus.hear(slots, [*islice(told, len(slots))])
+        if self._placement.shards.anywhere(gone > 0):
+            self._refuse(astray)
+        self._buffers.note(changed > 0)
+        if differ([*told]):
+            alike = {slot.param for bucket in leave for slot in bucket.slots}
+            self.consensus.compare("as a fragment leaves", APART, alike)
+        return counts
 
+    def _astray(self) -> str | None:
+        """A parameter that has become infinite or NaN."""
+        named = {slot.name: slot.local for slot in self._placement.slots}
+        return not_finite({name: p for name, p in named.items() if p.numel()})
 
-@torch.no_grad()
-def load(training: Training, found: SavedRound | None) -> None:
-    """Go on in the middle of a round; a collective call, with what was agreed on.
+    def _refuse(self, astray: str | None) -> None:
+        """Raise RuntimeError, on every rank, for what some rank has found."""
+        found = enumerate(self._engine.transport.gather_objects(astray))
+        named = ((rank, name) for rank, name in found if name is not None)
+        rank, name = next(named, ("of another shard", "a parameter"))
+        raise RuntimeError(
+            f"{name} has become infinite or NaN on rank {rank} in this round, before "
+            "anything of it was sent: load a checkpoint, and lower the learning rate, "
+            "clip, or train with torch.amp.GradScaler, which skips such steps"
+        )
 
-    With another number of ranks, a round begins with what the old ones agreed on last:
-    what each of them has done alone since is lost.
-    """
-    steps, step = training.steps, training.step
-    if steps is None:
-        return
-    if found is None or not steps.rounds:
-        steps.on, step.position = False, 0
-        return
-    steps.on, training.buffers_due = True, not found.own or found.position == 0
-    named = {slot.name: slot.param for slot in training.placement.slots}
-    own = found.own or {"parameters": found.shared, "buffers": {}, "moved": {}}
-    steps.shared = _like(named, found.shared)
-    steps.velocity = _like(named, found.velocity)
-    steps.moved = _like(named, own["moved"])
-    steps.changed = {named[name] for name in own.get("changed", named)}
-    for name, p in named.items():
-        local(p).copy_(own["parameters"][name])
-    for name, buffer in shared_buffers(training.model):
-        if name in own["buffers"]:
-            buffer.copy_(own["buffers"][name])
-    step.position = found.position
-    _hold(training, found.means)
-    if not found.own:
-        steps.closing = True
-        step.settle()
-        steps.closing, step.position = False, 0
+    def _leaving(self, fragment: int | None) -> list[GradientBucket]:
+        """Of what has to be alike: the buckets of a fragment, or all of a round."""
+        buckets = self._placement.buckets
+        return [b for b in buckets if fragment in (None, b.fragment)]
 
+    def _words(self, leave: Sequence[GradientBucket]) -> list[int]:
+        """A checksum of what ranks agreed on last, see [Note: shared]."""
+        group, shared = self._engine.group, self.consensus.shared
+        if not leave or group.size == 1:
+            return []
+        late = any(bucket.stage is Stage.SENT for bucket in leave)
+        held = (shared[slot.param] for bucket in leave for slot in bucket.slots)
+        return words_of(None if late else checksum(held), group)
 
-def _like(named: Mapping[str, nn.Parameter], found: Named) -> dict[Tensor, Tensor]:
-    """Tensors of the parameters' memory formats, with what was saved by name."""
-    return {
-        named[name]: torch.empty_like(local(named[name])).copy_(value)
-        for name, value in found.items()
-    }
+    def _is_changed(self, slot: Slot) -> bool:
+        """Whether this rank's steps have changed a parameter, or are about to."""
+        if slot.grad is not None and bool(slot.grad.any()):
+            return True
+        if self._schedule.mix is None or self._closing:
+            return self.consensus.is_apart(slot)
+        return slot.param in self.changed
 
+    def before_update(self, fresh: bool) -> None:
+        if self._schedule.mix is not None:
+            slots = self._placement.slots
+            self.changed |= {s.param for s in slots if s.grad is not None}
 
-def _hold(training: Training, means: Named) -> None:
-    """Have buckets under way again, whose means have arrived."""
-    for bucket in training.buckets:
-        if bucket.slots[0].name not in means:
-            continue
-        bucket.move("launch")
-        payload = bucket.payload
-        mean = payload.flat if bucket.residual_empty else payload.mean_buffer()
-        bucket.take(mean.zero_())
-        for slot in bucket.slots:
-            slot.of(mean).copy_(means[slot.name])
+    def after_update(self) -> None: ...
 
+    def left(self) -> None:
+        self.consensus.left()
+        self._buffers_due |= self._step.position == 0
 
-@contextmanager
-def shared_parameters(training: Training) -> Iterator[None]:
-    """Have the module compute with what the ranks agreed on last."""
-    training.flush()
-    steps = training.steps
-    if steps is None or not (steps.on and steps.rounds):
-        yield
-        return
-    params = [local(p) for p in steps.shared]
-    own = [p.detach().clone() for p in params]
-    with torch.no_grad():
-        foreach_copy_(params, list(steps.shared.values()))
-    try:
-        yield
-    finally:
+    def take_buffers(self) -> bool:
+        """Those of a round are taken before its first step."""
+        due, self._buffers_due = self._buffers_due, False
+        return due
+
+    def close(self, leave: Callable[[], None]) -> None:
+        """End a round before its time: have all of it `leave`, after it is agreed on.
+
+        RuntimeError, on every rank, for what is NaN, or for what ranks should have
+        alike, and have not.
+        """
+        self._closing = True
+        try:
+            self._add_up([], None)
+            leave()
+            self.left()
+        finally:
+            self._closing = False
+
+    # - An exchange --------------------------------------------------------------------
+
+    def fill(self, bucket: GradientBucket) -> None:
+        """Add what was done since the last exchange to the bucket's residual."""
+        self.changed -= {slot.param for slot in bucket.slots}
+        consensus, mix = self.consensus, self._schedule.mix
+        consensus.begin_offer(bucket)
+        keep = self._schedule.delay > 0 and mix is None
+        for slot, view in zip(bucket.slots, bucket.views, strict=True):
+            if not slot.used and mix is not None:
+                continue  # ranks go on differing in it, by what each has kept
+            view.add_(consensus.done(slot, keep), alpha=consensus.weight(slot.param))
+            if not slot.used:  # of an optimizer that steps without gradients
+                bucket.set_aside(slot)
+        bucket.payload.weigh = None
+
+    def launch(self, bucket: GradientBucket, hold: bool) -> None:
+        bucket.launch(self._engine, hold)
+
+    def finish(self, bucket: GradientBucket) -> None:
+        bucket.finish(self._engine)
+
+    def apply(self, buckets: Sequence[GradientBucket]) -> None:
+        """Move what is shared by what all ranks did, and this rank's parameters to it.
+
+        If that is late, its own steps since are kept, or a share of its parameters
+        (`mix`). What no rank trained stays as it is, with its outer momentum.
+        """
+        for bucket in buckets:
+            self._apply(bucket)
+
+    def _apply(self, bucket: GradientBucket) -> None:
+        bucket.hold_back()
+        consensus, mix = self.consensus, self._schedule.mix
+        trained = [slot for slot in bucket.slots if slot.used]
+        late = self._schedule.delay > 0 and not self._closing
+        # What is shared already is left alone: rounding would move it.
+        apart = mix is None or self._closing
+        moving = [
+            s for s in bucket.slots if s.used or (apart and consensus.is_apart(s))
+        ]
+        if not moving:
+            return
+        params = [slot.local for slot in moving]
+        shared = [consensus.shared[slot.param] for slot in moving]
+        if late and mix is None:  # take off all but the steps since
+            foreach_sub_(params, shared)
+            foreach_sub_(params, [consensus.moved[slot.param] for slot in moving])
+        if trained:
+            consensus.move(bucket, trained)
+        if not late:
+            foreach_copy_(params, shared)
+        elif mix is None:
+            foreach_add_(params, shared)
+        else:
+            foreach_mul_(params, mix)
+            foreach_add_(params, shared, alpha=1 - mix)
+
+    # - What is saved ------------------------------------------------------------------
+
+    @property
+    def saved(self) -> Sequence[Saved]:
+        return OptimizerState(
+            self._around.optimizer, self._placement, self._engine
+        ), self
+
+    def save(self, saved: StateDict) -> None:
+        round_state.save(self._around, self.consensus, self.changed, saved)
+
+    def blank(self, saved: StateDict) -> None:
+        saved[round_state.common_key(self._around)] = packed({})
+
+    def read(self, saved: Mapping[str, Any]) -> SavedRound | None:
+        return round_state.read(self._around, saved)
+
+    def confirm(self, found: SavedRound | None) -> SavedRound | None:
+        """Go on from one round: a rank has not noted a step that it skipped last."""
+        own = None if found is None else (found.position, round_state.digests(found))
+        told = self._engine.transport.gather_objects(own)
+        round_state.check_alike(told)
+        return found and replace(found, position=max(position for position, _ in told))
+
+    @torch.no_grad()
+    def load(self, found: SavedRound | None) -> None:
+        self._buffers_due = found is None or not found.own or found.position == 0
+        if found is None:
+            self.consensus.begun, self._step.position = False, 0
+            return
+        self.changed = round_state.load(self._around, self.consensus, found)
+        if not found.own:
+            self._closing = True
+            for bucket in self._placement.buckets:
+                if bucket.stage is Stage.SENT:
+                    bucket.move("deliver")
+                    self._apply(bucket)
+            self._closing, self._step.position = False, 0
+
+    @contextmanager
+    def shared_parameters(self) -> Iterator[None]:
+        """Have the module compute with what the ranks agreed on last."""
+        params = [local(p) for p in self.consensus.shared]
+        own = [p.detach().clone() for p in params]
         with torch.no_grad():
-            foreach_copy_(params, own)
+            foreach_copy_(params, list(self.consensus.shared.values()))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                foreach_copy_(params, own)

@@ -9,6 +9,7 @@ others, all of them forget alike, and a step that is taken nevertheless is refus
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from gradtide.core.grouped import grouped
 from gradtide.core.payload import traits
+from gradtide.core.torch_internals import foreach_norm
 from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.runtime.layout.placement import Placement
 from gradtide.transport import Transport
@@ -28,6 +30,7 @@ class NonFiniteGuard:
         self.ranks: list[int] = []
         self._placement, self._transport = placement, transport
         self._culprit: str | None = None  # a parameter, as far as this rank knows
+        self._own: str | None = None  # that of this rank, in `look`
 
     def flags(self) -> list[int]:
         """A flag for every rank, to be summed; none where nothing is selected."""
@@ -50,6 +53,31 @@ class NonFiniteGuard:
             ).tolist()
         self.ranks = [rank for rank, flag in enumerate(flags) if flag]
         self._culprit = culprit
+
+    def look(self) -> list[int]:
+        """Flags as those above, of gradients that stay this rank's own, in `.grad`."""
+        self._own = not_finite(self._grads())
+        rank, size = self._transport.group
+        flags = [0] * size
+        flags[rank] = int(self._own is not None)
+        return flags
+
+    def hear(self, flags: list[int]) -> None:
+        """Take the sum of all ranks' flags after `look`.
+
+        A rank that has none marks a gradient: a GradScaler skips everywhere then.
+        """
+        self.update(flags, self._own)
+        if self.ranks and self._own is None:
+            for grad in list(self._grads().values())[:1]:
+                grad[(0,) * grad.dim()] = math.nan
+
+    def _grads(self) -> dict[str, Tensor]:
+        return {
+            slot.name: grad
+            for slot in self._placement.slots
+            if (grad := slot.grad) is not None and grad.numel()
+        }
 
     def forget(self) -> None:
         """After an alarm drop what is not finite, and what was learned from it.
@@ -112,3 +140,20 @@ class NonFiniteGuard:
 def is_finite(x: Tensor) -> bool:
     """Whether all of `x` is; waits for the device."""
     return bool(x.isfinite().all())
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of a tensor that is infinite or NaN; waits for the device once.
+
+    Where a 2-norm is finite, so are all entries; where it is not, it may be too large
+    for its type. On a CPU it takes a sixteenth of the time of the largest entry.
+    """
+    if not tensors:
+        return None
+    norms = foreach_norm(list(tensors.values()))
+    where = norms[0].device
+    told = torch.stack([norm.to(where, torch.float64) for norm in norms]).tolist()
+    doubtful = [
+        n for n, norm in zip(tensors, told, strict=True) if not math.isfinite(norm)
+    ]
+    return next((n for n in doubtful if not is_finite(tensors[n])), None)

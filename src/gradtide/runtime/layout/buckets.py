@@ -31,7 +31,9 @@ from torch.autograd.graph import increment_version
 
 from gradtide.collectives.momentum_correction import (
     RESIDUAL,
+    moves,
     uses_optimizer_momentum,
+    with_momentum,
 )
 from gradtide.core.engine import Engine, InFlight
 from gradtide.core.payload import Collective, Payload, layers, traits
@@ -149,6 +151,11 @@ class GradientBucket(Bucket):
             fresh = self.residual_empty and not slot.copied
             (_overwrite if fresh else Tensor.add_)(view, grad.detach())
         slot.copied = True
+
+    def use_momentum(self, a: float, b: float) -> None:
+        """Have the exchange compute u = a u + b g, if it does and a is above 0."""
+        own = self.collective = with_momentum(self.collective, a, b)
+        self.momentum_applied = a > 0 and moves(own, self.payload.state)
 
     def copy_in(self) -> None:
         """`copy_in_one` all that has arrived, many small ones at once."""

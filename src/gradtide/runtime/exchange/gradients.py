@@ -1,0 +1,110 @@
+"""Means of gradients: what `wfbp`, `dear` and every scheme without steps exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from gradtide.collectives.momentum_correction import uses_optimizer_momentum
+from gradtide.core.torch_internals import record_function
+from gradtide.runtime.checkpoint import Saved
+from gradtide.runtime.deferred.updates import Updates
+from gradtide.runtime.exchange import Surroundings
+from gradtide.runtime.exchange.unpreconditioned import Unpreconditioned
+from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.optimizer.momentum import Momentum
+from gradtide.scheme import Scheme
+
+if TYPE_CHECKING:  # loads K-FAC
+    from gradtide.runtime.exchange.preconditioned import Preconditioning
+
+
+class GradientExchange:
+    """The exchange of gradients; `gain` is by what those of this step count.
+
+    With K-FAC (`stage`) means are preconditioned before the optimizer has them.
+    """
+
+    eager, apart = True, False
+    saved: Sequence[Saved] = ()
+
+    def __init__(
+        self,
+        around: Surroundings,
+        scheme: Scheme,
+        updates: Updates,
+        stage: Preconditioning | Unpreconditioned,
+        gain: Callable[[], float],
+    ) -> None:
+        self._engine, self._placement = around.engine, around.placement
+        self._optimizer, self._updates = around.optimizer, updates
+        self._stage, self._gain = stage, gain
+        self._momentum = momentum_of(around.optimizer, scheme)
+
+    def adopt(self, scheme: Scheme) -> None:
+        """Go on with another scheme; ValueError if the optimizer can't."""
+        self._momentum = momentum_of(self._optimizer, scheme)
+
+    def now(self) -> GradientExchange:
+        return self
+
+    def next(self) -> GradientExchange:
+        return self
+
+    def fill(self, bucket: GradientBucket) -> None:
+        bucket.momentum_applied = False
+        if self._momentum is not None:
+            # Alone nothing is selected, and the optimizer can do it itself.
+            alone = self._engine.group.size == 1
+            bucket.use_momentum(*((0.0, 1.0) if alone else self._momentum.now()))
+        bucket.copy_in()
+        gain = self._gain()
+        if gain != 1:
+            bucket.payload.flat.mul_(gain)
+
+    def launch(self, bucket: GradientBucket, hold: bool) -> None:
+        bucket.launch(self._engine, hold)
+
+    def finish(self, bucket: GradientBucket) -> None:
+        bucket.finish(self._engine)
+
+    def agree(self, leaving: int | None) -> None:
+        self._stage.collect()
+
+    def before_update(self, fresh: bool) -> None:
+        if not fresh:
+            return
+        moved = any(bucket.momentum_applied for bucket in self._placement.buckets)
+        if self._momentum is not None and moved:
+            self._momentum.take()
+        self._stage.precondition(self._optimizer)
+
+    def after_update(self) -> None:
+        if self._momentum is not None:
+            self._momentum.give_back()
+
+    def left(self) -> None: ...
+
+    def take_buffers(self) -> bool:
+        return True
+
+    def close(self, leave: Callable[[], None]) -> None: ...
+
+    def shared_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def apply(self, buckets: Sequence[GradientBucket]) -> None:
+        for bucket in buckets:
+            self._stage.update(bucket)
+        start = self._engine.clock()
+        with record_function(f"gradtide::{buckets[0].name}::apply"):
+            self._updates.apply(buckets)
+        self._engine.telemetry.applied.append((start, self._engine.clock()))
+
+
+def momentum_of(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:
+    """The optimizer's momentum, if the scheme takes it over; ValueError if it can't."""
+    return Momentum(optimizer) if uses_optimizer_momentum(scheme.collective) else None

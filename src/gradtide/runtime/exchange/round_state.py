@@ -1,0 +1,194 @@
+"""What has to be saved of a round, beside the optimizer's state.
+
+Between exchanges every rank has parameters and buffers of its own. All ranks have in
+common what they agreed on last, the outer optimizer's momentum, how far the round is,
+and means that have arrived and are not applied yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtide.core.step import Stage
+from gradtide.runtime.checkpoint import own_key, packed, unpacked
+from gradtide.runtime.exchange import Surroundings
+from gradtide.runtime.exchange.consensus import Consensus
+from gradtide.runtime.layout.broadcast import digest
+from gradtide.runtime.layout.parameters import shared_buffers
+from gradtide.transport.shards import local
+
+Named = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SavedRound:
+    """Of a state that this rank has read; `own` is empty with other ranks than now."""
+
+    position: int
+    shared: Named
+    velocity: Named
+    means: Named  # that have arrived, and are not applied yet
+    own: Mapping[str, Named]  # parameters, buffers, what was done to them, and to which
+
+
+def common_key(around: Surroundings) -> str:
+    """Where the ranks have what they agree on; of shards, those with the same part."""
+    group = around.engine.group
+    return own_key(around.placement, group).replace(f"rank{group.rank}", "round")
+
+
+def save(
+    around: Surroundings,
+    consensus: Consensus,
+    changed: set[Tensor],
+    saved: dict[str, Any],
+) -> None:
+    """Add a round to a state of this rank's; nothing may leave or arrive meanwhile."""
+    placement = around.placement
+    rank, common = own_key(placement, around.engine.group), common_key(around)
+    if not consensus.begun:  # keys into which a checkpoint can be read
+        saved[common] = saved[rank]["round"] = packed({})
+        return
+    named = {slot.name: slot.param for slot in placement.slots}
+    shared, velocity, moved = (
+        {name: found[p] for name, p in named.items() if p in found}
+        for found in (consensus.shared, consensus.velocity, consensus.moved)
+    )
+    saved[common] = packed(
+        {
+            "position": around.step.position,
+            "shared": shared,
+            "velocity": velocity,
+            "means": {
+                slot.name: mean.clone()
+                for bucket in placement.buckets
+                if bucket.stage is Stage.SENT
+                for slot, mean in zip(bucket.slots, bucket.gradients, strict=True)
+            },
+        }
+    )
+    own = {
+        "parameters": {name: local(p).clone() for name, p in named.items()},
+        "buffers": {name: b.clone() for name, b in shared_buffers(around.model)},
+        "moved": moved,
+        "changed": {
+            n: torch.empty(0, dtype=torch.float32, device="cpu")
+            for n, p in named.items()
+            if p in changed
+        },
+    }
+    saved[rank]["round"] = packed(own)
+
+
+def read(around: Surroundings, saved: Mapping[str, Any]) -> SavedRound | None:
+    """What a state says of a round; None if it says nothing. Changes nothing.
+
+    Raises whatever comes of a state that is not whole.
+    """
+    group, placement = around.engine.group, around.placement
+    if common_key(around) not in saved:
+        return None
+    common = unpacked(saved[common_key(around)], "the round")
+    if not common:  # of the dense steps of a warm-up
+        return None
+    own: Mapping[str, Named] = {}
+    if int(saved["world_size"]) == group.size:
+        key = own_key(placement, group)
+        own = unpacked(saved[key]["round"], f"the round ({key})")
+    found = SavedRound(**common, own=own)
+    shapes = {slot.name: slot.local.shape for slot in placement.slots}
+    whole = [found.shared, *([own["parameters"]] if own else [])]
+    for held in (*whole, found.velocity, found.means, own.get("moved", {})):
+        for name, value in held.items():
+            if name not in shapes or value.shape != shapes[name]:
+                raise ValueError(
+                    f"the state's parameter {name} has shape {tuple(value.shape)}, the "
+                    f"model's {tuple(shapes.get(name, ()))}: build the model that was "
+                    "saved"
+                )
+    if any(held.keys() != shapes.keys() for held in whole):
+        raise ValueError("the state's round is of another model's parameters")
+    return found
+
+
+def check_alike(told: list[tuple[int, dict[str, bytes]] | None]) -> None:
+    """Raise ValueError for states that do not say the same of what ranks agreed on.
+
+    `told` is of every rank its position and its `digests`; None of one without a round.
+    A rank may have yet to apply what others have applied, if it skipped the step at
+    which that was due: of these parameters nothing is compared.
+    """
+    first, *others = told
+    for rank, other in enumerate(others, 1):
+        where = "whether the run has come to rounds"
+        if first is not None and other is not None:
+            both = first[1].keys() & other[1].keys()
+            odd = (name for name in sorted(both) if first[1][name] != other[1][name])
+            where = next(odd, "")
+        elif first is other:
+            where = ""
+        if where:
+            raise ValueError(
+                f"the state's {where} differs between ranks 0 and {rank}, which is "
+                "alike after each exchange: these are states of different runs or "
+                "moments; load what was saved at one moment, on every rank"
+            )
+
+
+def digests(found: SavedRound) -> dict[str, bytes]:
+    """Digests of what all ranks have alike, unless it is under way on some."""
+    kinds = {"shared": found.shared, "momentum of": found.velocity}
+    return {
+        f"{kind} {name}": digest(value)
+        for kind, named in kinds.items()
+        for name, value in named.items()
+        if name not in found.means
+    } | {f"mean of {name}": digest(mean) for name, mean in found.means.items()}
+
+
+def load(around: Surroundings, consensus: Consensus, found: SavedRound) -> set[Tensor]:
+    """Go on in the middle of a round; returns what this rank has changed since.
+
+    With another number of ranks, a round begins with what the old ones agreed on last:
+    what each of them has done alone since is lost.
+    """
+    consensus.begun = True
+    named = {slot.name: slot.param for slot in around.placement.slots}
+    own = found.own or {"parameters": found.shared, "buffers": {}, "moved": {}}
+    consensus.shared = _like(named, found.shared)
+    consensus.velocity = _like(named, found.velocity)
+    consensus.moved = _like(named, own["moved"])
+    for name, p in named.items():
+        local(p).copy_(own["parameters"][name])
+    for name, buffer in shared_buffers(around.model):
+        if name in own["buffers"]:
+            buffer.copy_(own["buffers"][name])
+    around.step.position = found.position
+    _hold(around, found.means)
+    return {named[name] for name in own.get("changed", named)}
+
+
+def _like(named: Mapping[str, nn.Parameter], found: Named) -> dict[Tensor, Tensor]:
+    """Tensors of the parameters' memory formats, with what was saved by name."""
+    return {
+        named[name]: torch.empty_like(local(named[name])).copy_(value)
+        for name, value in found.items()
+    }
+
+
+def _hold(around: Surroundings, means: Named) -> None:
+    """Have buckets under way again, whose means have arrived."""
+    for bucket in around.placement.buckets:
+        if bucket.slots[0].name not in means:
+            continue
+        bucket.move("launch")
+        payload = bucket.payload
+        mean = payload.flat if bucket.residual_empty else payload.mean_buffer()
+        bucket.take(mean.zero_())
+        for slot in bucket.slots:
+            slot.of(mean).copy_(means[slot.name])

@@ -1,0 +1,63 @@
+"""Who else trains: what a training asks about ranks that ran out of batches.
+
+Inside `join()` a `Member` (`join`) answers; outside of it nobody has run out, and no
+word is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from gradtide.core.step import Event
+
+
+class Members(Protocol):
+    """The ranks that train, as a replica's training sees them.
+
+    Attributes:
+        inside: Whether this is inside `join()`.
+        gain: By what gradients are multiplied for the mean to be over the right ranks.
+        shadowing: Whether this rank has no batch, and does its part of others' events.
+        source: The first rank that still trains.
+    """
+
+    inside: bool
+
+    @property
+    def gain(self) -> float: ...
+
+    @property
+    def shadowing(self) -> bool: ...
+
+    @property
+    def source(self) -> int: ...
+
+    def announce(self, event: Event, number: float = 0.0) -> float:
+        """Say what this replica exchanges next; returns the number to go by."""
+
+    def end(self) -> None:
+        """Say that a backward ends."""
+
+    def send_parameters(self) -> None:
+        """Have ranks that joined follow a step that they could not take themselves."""
+
+    def follow(self, training: Any) -> None:
+        """Go on with the training that takes the place of the one so far."""
+
+
+class Everybody:
+    """Outside of `join()`: all ranks have batches."""
+
+    inside, gain, shadowing, source = False, 1.0, False, 0
+
+    def announce(self, event: Event, number: float = 0.0) -> float:
+        return number
+
+    def end(self) -> None: ...
+
+    def send_parameters(self) -> None: ...
+
+    def follow(self, training: Any) -> None: ...
+
+
+EVERYBODY = Everybody()
