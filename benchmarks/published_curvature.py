@@ -48,9 +48,9 @@ from gradtide.kfac.distributions import assignment
 from gradtide.kfac.flows import Piece, Share
 from gradtide.kfac.layers import Layer, sequence
 from gradtide.kfac.parts import Worker
-from gradtide.planner.clock.parts import META, Parts, Queues
 from gradtide.planner.clock.transport import VirtualTransport
 from gradtide.planner.network import Device, Link, Network, Rate
+from gradtide.planner.steps.parts import META, Parts, Queues
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import simulate
 from gradtide.scheme import Scheme

@@ -8,6 +8,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import gradtide
 
 ROOT = Path(gradtide.__file__).parent
@@ -28,19 +30,29 @@ LAYERS = (
     {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+LATE = 72  # imports of ours that wait for a call
 FREE = LEVEL["parallel"]  # from here up, torch.distributed may be imported
 
 
 @cache
-def imports(path: Path, loaded: bool = False) -> set[str]:
-    """What a file imports; only what is `loaded` with it, or in its functions too."""
-    tree, found = ast.parse(path.read_text()), set()
-    for node in tree.body if loaded else ast.walk(tree):
+def imports(path: Path) -> set[str]:
+    """What a file imports, wherever: also in its functions, and for annotations."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def late(path: Path) -> int:
+    """How many of its imports of ours are in functions."""
+    tree = ast.parse(path.read_text())
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    inner = {node for each in functions for node in ast.walk(each)}
+    own = (node for node in inner if isinstance(node, ast.ImportFrom))
+    return sum((node.module or "").startswith("gradtide") for node in own)
 
 
 def room(path: Path) -> str:
@@ -52,12 +64,12 @@ def module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def modules(loaded: bool = True) -> Iterator[tuple[str, set[str]]]:
-    """Every module, and those that are loaded with it; or all that it ever imports."""
+def modules() -> Iterator[tuple[str, set[str]]]:
+    """Every module, and those that it imports, now or later."""
     paths = {module(path): path for path in ROOT.rglob("*.py")}
     for name, path in paths.items():
         found = set()
-        for there in imports(path, loaded):
+        for there in imports(path):
             while there not in paths and "." in there:
                 there = there.rpartition(".")[0]
             if there in paths and there != name:
@@ -83,11 +95,24 @@ def test_no_module_needs_itself() -> None:
     tuple(TopologicalSorter(dict(modules())).static_order())  # raises for a cycle
 
 
-def test_outside_of_runtime_no_module_needs_itself_later() -> None:
-    """Neither in a function, nor for its types alone."""
-    found = modules(loaded=False)
-    others = {name: its for name, its in found if "gradtide.runtime" not in name}
-    tuple(TopologicalSorter(others).static_order())
+@pytest.mark.parametrize("package", ["runtime", "planner"])
+def test_no_room_inside_needs_itself(package: str) -> None:
+    """Rooms are folders, and each file beside them is one."""
+
+    def inner(name: str) -> str:
+        return ".".join(name.split(".")[:3])
+
+    prefix, rooms = f"gradtide.{package}.", dict[str, set[str]]()
+    for name, found in modules():
+        if name.startswith(prefix):
+            there = {inner(other) for other in found if other.startswith(prefix)}
+            rooms.setdefault(inner(name), set()).update(there - {inner(name)})
+    tuple(TopologicalSorter(rooms).static_order())
+
+
+def test_late_imports_are_few() -> None:
+    """Each is of what plain training does not load, or of another extra's."""
+    assert sum(map(late, ROOT.rglob("*.py"))) <= LATE
 
 
 def test_process_groups_and_devices_stay_in_their_room() -> None:

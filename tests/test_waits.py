@@ -18,7 +18,9 @@ from tests.host_waits import watched
 from tests.ranks import run_ranks
 
 BEFORE, STEPS = 4, 3
-NORMS = {"runtime/deferred/partial_norms:measure: tolist": STEPS}  # of what all ranks are told
+NORMS = {
+    "runtime/deferred/partial_norms:measure: tolist": STEPS
+}  # of what all ranks are told
 
 
 def by_torch(net: nn.Module, sync: Any) -> None:

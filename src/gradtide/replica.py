@@ -323,7 +323,7 @@ class Replica:
                 every rank.
         """
         self._refuse_moment("attach")
-        self._settle()
+        self._apply_pending()
         self._agree_on(optimizer)
         self._change(optimizer)
 
@@ -334,7 +334,7 @@ class Replica:
         self._admitted.check()
         if knows_optimizer(self.scheme):
             self.gather_gradients()
-            self._settle()
+            self._apply_pending()
             self._agree_on(optimizer)
         return self._hooks.stepping(args, kwargs)
 
@@ -540,7 +540,7 @@ class Replica:
         Raises:
             RuntimeError: The norm is not finite and `error_if_nonfinite` is True.
         """
-        norm = self._training.answers.clip(max_norm, error_if_nonfinite)
+        norm = self._training.gradient_info.clip(max_norm, error_if_nonfinite)
         if self._auto is not None:
             self._auto.inspector.note()
         return norm
@@ -757,7 +757,7 @@ class Replica:
             return chosen, {"scheme": repr(chosen)}
 
         if self.tuning is not None:
-            self.tuning.settle()
+            self.tuning.drain()
         chosen = check_ranks_agree(self.engine.transport, prepare)
         self._training.end_round()
         self._adopt(chosen)
@@ -911,20 +911,20 @@ class Replica:
         if self._removed:
             return
         self.gather_gradients()
-        self._settle(end_round)
+        self._apply_pending(end_round)
         self._detach()
         self.wrapper = None
         self._finder.rest()
         self.engine.transport.close()
         self._removed = True
 
-    def _settle(self, end_round: bool = True) -> None:
+    def _apply_pending(self, end_round: bool = True) -> None:
         """Apply what is deferred, and decide what waits to be decided."""
         self.flush()
         if end_round:
             self._training.end_round()
         if self.tuning is not None:
-            self.tuning.settle()
+            self.tuning.drain()
 
     def _detach(self) -> None:
         """Take the hooks from module and optimizer, when nothing is on its way."""

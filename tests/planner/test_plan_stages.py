@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradtide.core.engine import Record
-from gradtide.planner.clock.stages import exposed, shares
+from gradtide.planner.steps.stages import exposed, shares
 
 RECORDS = (
     Record("grad0", "AllReduce", 1, 0.0, 2.0),

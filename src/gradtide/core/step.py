@@ -307,21 +307,21 @@ class Step:
         """End a round before its time: all ranks together, after any step."""
         if self._driver.eager or not self.schedule.rounds:
             return
-        self.settle()
+        self.apply_late()
         self._leave(self._driver.buckets)
-        self.settle()
+        self.apply_late()
         self.position = 0
 
-    def settle(self) -> None:
+    def apply_late(self) -> None:
         """Apply all that steps have sent, whether it is time or not."""
         for bucket in self._under_way():
-            self._settle(bucket)
+            self._apply_late(bucket)
 
     def _leave(self, buckets: Sequence[Any]) -> None:
         """Send what steps did to some buckets."""
         for bucket in buckets:
             if bucket.stage is Stage.SENT:  # step() was skipped when it was to come in
-                self._settle(bucket)
+                self._apply_late(bucket)
             self._driver.fill(bucket)
             self._send(bucket)
 
@@ -329,12 +329,12 @@ class Step:
         """Apply what was sent, of which it is time."""
         for bucket in self._under_way():
             if self.schedule.late(bucket.fragment, self.position):
-                self._settle(bucket)
+                self._apply_late(bucket)
 
     def _under_way(self) -> list[Any]:
         return [b for b in self._driver.buckets if b.stage is Stage.SENT]
 
-    def _settle(self, bucket: Any) -> None:
+    def _apply_late(self, bucket: Any) -> None:
         self._driver.receive(bucket)
         bucket.move("deliver")
         self._driver.apply([bucket])

@@ -256,14 +256,14 @@ class Preconditioner:
         self.step += 1
         self._arm()
 
-    def settle(self) -> None:
+    def release_inverses(self) -> None:
         """Let go of what was held for a step that nobody took."""
         for group in self.groups:
-            group.settle()
+            group.release_inverses()
 
     def finish(self) -> None:
         """Wait for all that is on its way."""
-        self.settle()
+        self.release_inverses()
         for bucket in self.factors:
             bucket.finish(self.engine)
         for group in self.groups:

@@ -113,7 +113,7 @@ class LayerGroup:
         self.finish()
         self._launch("inverse", self._inverses, hold)
 
-    def settle(self) -> None:
+    def release_inverses(self) -> None:
         """Let inverses go, if they wait."""
         flight = self._in_flight.get("inverse")
         if flight is not None and flight.hold:
@@ -121,7 +121,7 @@ class LayerGroup:
 
     def release(self, read: Read) -> None:
         """Let inverses go, and what is made of gradients (`read`, on the queue)."""
-        self.settle()
+        self.release_inverses()
         if self._products.pieces:
             self._finish("gradient")
             self._read = read

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from gradtide.core.grouped import grouped
 from gradtide.planner.advice import Advice, percent
-from gradtide.planner.clock.stages import Stages
 from gradtide.planner.data import document
 from gradtide.planner.network import Network
 from gradtide.planner.search import Choice
+from gradtide.planner.steps.stages import Stages
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import Prediction
 from gradtide.scheme.recommended import RECOMMENDED, candidates

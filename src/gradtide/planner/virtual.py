@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gradtide.planner.clock import cost
-from gradtide.planner.clock.curvature import MakeParts
 from gradtide.planner.clock.intervals import union, without
 from gradtide.planner.clock.limits import limit_seconds
-from gradtide.planner.clock.parts import Parts
-from gradtide.planner.clock.stages import Stages, exposed
-from gradtide.planner.clock.training import Run as Run
 from gradtide.planner.network import Network
 from gradtide.planner.rehearsal.rehearsal import exchange_seconds as exchange_seconds
+from gradtide.planner.steps.curvature import MakeParts
+from gradtide.planner.steps.parts import Parts
+from gradtide.planner.steps.stages import Stages, exposed
+from gradtide.planner.steps.training import Run as Run
 from gradtide.planner.trace import StepTrace
 from gradtide.scheme import Scheme, with_levels
 

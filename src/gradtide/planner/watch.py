@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradtide.core.torch_internals.autograd import Hook, before_backward
-from gradtide.planner.data.medians import Seconds, typical
+from gradtide.planner.measuring.medians import Seconds, typical
 from gradtide.planner.trace import StepTrace
 from gradtide.runtime.layout.parameters import paths
 from gradtide.runtime.optimizer.probing import probe

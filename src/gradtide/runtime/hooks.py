@@ -35,7 +35,7 @@ from gradtide.core.torch_internals.compilation import (
 from gradtide.runtime.layout.buckets import GradientBucket, Slot, copied_at_once
 from gradtide.runtime.optimizer.deferred_step import closes
 from gradtide.runtime.training import Training
-from gradtide.transport.shards import is_sharded, settle
+from gradtide.transport.shards import is_sharded, redistribute
 
 
 class Hooks:
@@ -64,7 +64,7 @@ class Hooks:
             training.full,
             _take_again,
             GradientBucket.copy_in_one,
-            settle,
+            redistribute,
         )
         self._rare = [untraced(call) for call in calls]  # of `take`, in this order
         self._identities: dict[nn.Parameter, tuple[int, int]] = {}
@@ -181,7 +181,7 @@ class Hooks:
             return
         with training.turns:
             needed = placement.reads.get(module, ())
-            training.answers.settle(needed, placement.buckets[::-1])
+            training.gradient_info.ensure_updated(needed, placement.buckets[::-1])
             training.updates.rest([module])
 
     def _before_compilation(self) -> None:
@@ -245,7 +245,7 @@ class Hooks:
         if training.buffers:
             # Before anything is sent: on other ranks they may have been read already.
             with torch.no_grad():
-                training.answers.deliver()
+                training.gradient_info.deliver()
             training.members.announce(Event.FORWARD)
             training.buffers.send(training.members.source)
 

@@ -18,7 +18,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.step import Event, Stage, Step
 from gradtide.core.torch_internals.autograd import after_backward, in_backward
 from gradtide.runtime.checkpoint import RunState
-from gradtide.runtime.deferred.gradient_info import Answers
+from gradtide.runtime.deferred.gradient_info import GradientInfo
 from gradtide.runtime.deferred.grads import DeferredGrad
 from gradtide.runtime.deferred.tally import Tally
 from gradtide.runtime.deferred.unexchanged import UNSEEN, Unexchanged
@@ -35,12 +35,12 @@ from gradtide.runtime.layout.placement import Placement
 from gradtide.runtime.members import EVERYBODY, Members
 from gradtide.runtime.turns import Turns
 from gradtide.scheme import Scheme
-from gradtide.transport.shards import local, settle
+from gradtide.transport.shards import local, redistribute
 
 if TYPE_CHECKING:
     from gradtide.runtime.exchange.consensus import Consensus
     from gradtide.runtime.exchange.preconditioned import Launchable, Preconditioning
-    from gradtide.runtime.guards.undo import Undone
+    from gradtide.runtime.guards.undo import UndoGuard
 
 
 class Training:
@@ -97,9 +97,9 @@ class Training:
         # Where K-FAC is, nobody may have gradients delivered to find them out.
         self.tally.granted = self.preconditioning is not None
         known = self.turns, self.step, self.placement, self.tally, self.guard
-        self.answers = Answers(*known, self.preconditioning)
-        self.updates = Updates(self.placement, self.answers)
-        self._undone: Undone | None = None  # since parameters were loaded
+        self.gradient_info = GradientInfo(*known, self.preconditioning)
+        self.updates = Updates(self.placement, self.gradient_info)
+        self._undone: UndoGuard | None = None  # since parameters were loaded
         self.around = Surroundings(
             model, self.step, engine, self.placement, self.guard, buffers, optimizer
         )
@@ -178,7 +178,7 @@ class Training:
             self.num_steps += self.step.skipped()
         opened = self.step.begin(quiet)
         if opened and self._undone is not None:
-            self._undone.settle()
+            self._undone.resolve()
         return opened
 
     def full(self) -> None:
@@ -203,7 +203,7 @@ class Training:
         arrived = any(slot.arrived for slot in self.placement.slots)
         for place in self.unexchanged.kept if arrived else ():
             # Nothing of this backward, but of one inside no_sync(): it leaves now.
-            settle(place.slot.param)
+            redistribute(place.slot.param)
             place.slot.arrived |= place.slot.grad is not None
         if arrived and not self.begun:
             self.agree()
@@ -236,7 +236,7 @@ class Training:
             self._open(quiet=False)
             self.agree()
             for slot in self.placement.slots:
-                settle(slot.param)
+                redistribute(slot.param)
                 slot.arrived = slot.grad is not None
             if self.recording:  # nobody has seen an order: it stays what it is
                 self.placement.record_all()
@@ -313,7 +313,7 @@ class Training:
     @torch.no_grad()
     def flush(self) -> None:
         """Apply all that is due."""
-        self.answers.settle(self.buckets[::-1])
+        self.gradient_info.ensure_updated(self.buckets[::-1])
 
     @torch.no_grad()
     def end_round(self) -> None:
@@ -349,11 +349,11 @@ class Training:
         self.tally.granted |= saved.granted
         self.tally.wished |= saved.wished
 
-    def undone(self) -> Undone:
+    def undone(self) -> UndoGuard:
         """What looks after the residual where parameters are loaded."""
-        from gradtide.runtime.guards.undo import Undone
+        from gradtide.runtime.guards.undo import UndoGuard
 
-        self._undone = self._undone or Undone(self.placement)
+        self._undone = self._undone or UndoGuard(self.placement)
         return self._undone
 
     def drop(self) -> None:
@@ -410,7 +410,7 @@ class Training:
 
     def prepare(self, quiet: bool) -> None:
         self.updates.withdraw()
-        self._second.settle()
+        self._second.release_inverses()
         if not quiet:
             self.updates.let_go()
 

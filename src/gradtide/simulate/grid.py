@@ -13,8 +13,8 @@ from gradtide.lab.workloads.replay import timings
 from gradtide.lab.workloads.shapes import ARCHITECTURES, units
 from gradtide.planner import network as networks
 from gradtide.planner import trace as traces
-from gradtide.planner.clock.training import with_optimizer
 from gradtide.planner.network import MOST, Network
+from gradtide.planner.steps.training import with_optimizer
 from gradtide.planner.trace import Factors, StepTrace, Unit
 from gradtide.planner.virtual import Prediction, simulate
 from gradtide.scheme import Scheme

@@ -46,7 +46,7 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
     return distributed.sharded_like(tensor, part) if is_sharded(tensor) else part
 
 
-def settle(p: nn.Parameter) -> None:
+def redistribute(p: nn.Parameter) -> None:
     """Have the gradient of a parameter sharded as the parameter is.
 
     What tensor parallelism adds up later is partial when autograd is done with it. All

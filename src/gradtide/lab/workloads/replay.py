@@ -43,7 +43,7 @@ from torch.optim import SGD
 from gradtide.lab.workloads.shapes import Unit, units
 from gradtide.lab.workloads.timing import by_work, from_trace
 from gradtide.lab.workloads.workload import NOISE, Batch, Timing, Workload, stream
-from gradtide.planner.clock.training import MAX_CREDIT as MAX_CREDIT
+from gradtide.planner.steps.training import MAX_CREDIT as MAX_CREDIT
 
 # Milliseconds of a step unless told: round numbers of the order of a data-centre GPU of
 # 2018 with some tens of samples, no measurement. Give `step_ms` or a trace for yours.

@@ -1,1 +1,1 @@
-"""The virtual clock: a step's actions, requests and the network, in seconds."""
+"""The virtual clock: requests and the network, in seconds."""

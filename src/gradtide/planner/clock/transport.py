@@ -27,8 +27,8 @@ from gradtide.core.ops import Cut, Group, Handover, Message, Op, ToHost
 from gradtide.core.transport import Job, Progress
 from gradtide.planner.clock import cost
 from gradtide.planner.clock.intervals import Interval, gap, held_up, stretched, union
+from gradtide.planner.clock.symbolic_requests import shaped
 from gradtide.planner.network import Network
-from gradtide.planner.rehearsal.symbolic_requests import shaped
 from gradtide.transport.ring import carried
 
 MOST = 1 << 62  # bytes: any number

@@ -32,8 +32,8 @@ from gradtide.core.ops import (
     payload_bytes,
 )
 from gradtide.core.payload import Payload, traits
+from gradtide.planner.clock.symbolic_requests import reflected, shaped, sketched
 from gradtide.planner.rehearsal.op_counts import Counter, Work
-from gradtide.planner.rehearsal.symbolic_requests import reflected, shaped, sketched
 from gradtide.testing import answer, resume
 
 LOCKSTEP = 8  # ranks up to which all flows run; of more, one with made-up answers

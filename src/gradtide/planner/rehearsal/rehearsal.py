@@ -27,6 +27,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.ops import Flow, Group
 from gradtide.core.payload import Payload, Traits, settled, traits
 from gradtide.fusion import Cost, Trace
+from gradtide.planner.clock.symbolic_requests import between
 from gradtide.planner.clock.transport import VirtualTransport
 from gradtide.planner.data.device import Device
 from gradtide.planner.network import Network
@@ -39,7 +40,6 @@ from gradtide.planner.rehearsal.flows import (
     by_shapes,
 )
 from gradtide.planner.rehearsal.op_counts import Work
-from gradtide.planner.rehearsal.symbolic_requests import between
 from gradtide.planner.trace import StepTrace
 from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.runtime.layout.placement import Named, lay_out

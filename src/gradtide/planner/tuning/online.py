@@ -90,7 +90,7 @@ class Tuner:
                 word[0], word[1] = self._judge()
             self._word = self._engine.ask("tune", Broadcast(word, 0))
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for the word that is on its way, and forget it."""
         if self._word is not None:
             self._word()
@@ -130,7 +130,7 @@ class Tuner:
         """
         if found is None:
             return
-        self.settle()
+        self.drain()
         self.tried, self.done = found
         best = self.best
         self._begin(self._size if best is None else best.megabytes)

@@ -22,7 +22,7 @@ from gradtide.lab.job import Tell, from_everybody
 from gradtide.lab.workloads.replay import Layer, Pace, Pool, carrier
 from gradtide.lab.workloads.shapes import Unit
 from gradtide.lab.workloads.workload import Timing
-from gradtide.planner.data.medians import across
+from gradtide.planner.measuring.medians import across
 from gradtide.planner.network import Network
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import simulate

@@ -23,7 +23,7 @@ from gradtide.kfac.packing import pack
 from gradtide.kfac.statistics import Statistics
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.job import from_everybody, gathered, joined, on_every_rank
-from gradtide.planner.data.medians import across
+from gradtide.planner.measuring.medians import across
 from gradtide.planner.trace import Factors, StepTrace
 from gradtide.planner.watch import Watch
 from gradtide.profile.device import check_threads, threads

@@ -55,13 +55,13 @@ METADATA = frozenset(
 )
 
 
-def due_kind(p: nn.Parameter, settle: Callable[[nn.Parameter], None]) -> Kind | None:
+def due_kind(p: nn.Parameter, update: Callable[[nn.Parameter], None]) -> Kind | None:
     """The class of parameters like this one while they are due, see [Note: due].
 
-    None if they can have no other. `settle` carries out the update of one of them.
+    None if they can have no other. `update` carries out the update of one of them.
     """
     plain = type(p)
-    due = _due(plain, settle)
+    due = _due(plain, update)
     try:
         p.__class__ = due
     except TypeError:  # its memory is laid out in another way
@@ -94,9 +94,9 @@ def end_due(p: nn.Parameter, plain: Kind) -> Tensor | None:
     return made
 
 
-def _due(plain: Kind, settle: Callable[[nn.Parameter], None]) -> Kind:
+def _due(plain: Kind, update: Callable[[nn.Parameter], None]) -> Kind:
     def up_to_date(p: nn.Parameter) -> nn.Parameter:
-        settle(p)
+        update(p)
         if type(p) is DueParameter:
             p.__class__ = plain  # type: ignore[assignment]  # also of one that is read while it is updated
         return p

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from gradtide.core.grouped import alike
 from gradtide.core.step import Stage, Step
 from gradtide.core.torch_internals import foreach_mul_
-from gradtide.runtime.deferred.grads import DeferredGrad, Scale
-from gradtide.runtime.deferred.partial_norms import squares
+from gradtide.runtime.deferred.grads import DeferredGrad
+from gradtide.runtime.deferred.partial_norms import Scale, squares
 from gradtide.runtime.deferred.tally import Tally
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.layout.buckets import GradientBucket, Slot
@@ -26,26 +26,30 @@ from gradtide.runtime.layout.placement import Placement
 from gradtide.runtime.turns import Turns
 from gradtide.transport.shards import Spread, local, spread
 
-if TYPE_CHECKING:
-    from gradtide.runtime.exchange.preconditioned import Preconditioning
-
 _EDITED = -1  # in the place of a number of writes
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_turn(method: Method) -> Method:
-    """A method of `Answers` that any thread may call, one at a time."""
+    """A method of `GradientInfo` that any thread may call, one at a time."""
 
     @wraps(method)
-    def taken(self: Answers, *args: Any) -> Any:
+    def taken(self: GradientInfo, *args: Any) -> Any:
         with self.turns:
             return method(self, *args)
 
     return cast(Method, taken)
 
 
+class SquaresGradients(Protocol):
+    """K-FAC, as what is known of gradients depends on it."""
+
+    def check_scale(self) -> None:
+        """Raise RuntimeError if a GradScaler is at work that it was not told of."""
+
+
 @dataclass(eq=False)
-class Answers:
+class GradientInfo:
     """The source of a replica's deferred gradients.
 
     K-FAC (`preconditioning`) works between the halves of their exchanges, so only all
@@ -57,7 +61,7 @@ class Answers:
     _placement: Placement
     _tally: Tally
     _guard: NonFiniteGuard
-    _preconditioning: Preconditioning | None
+    _preconditioning: SquaresGradients | None
     _versions: int | None = None  # of means that were asked for before step()
     _early: bool = False  # a norm was asked for that no rank had sent yet
     _warned: bool = False
@@ -79,7 +83,7 @@ class Answers:
 
     @in_turn
     @torch.no_grad()
-    def settle(
+    def ensure_updated(
         self,
         buckets: Iterable[GradientBucket],
         along: Iterable[GradientBucket] = (),
@@ -103,7 +107,7 @@ class Answers:
         """Somebody reads a parameter, whose update may be due."""
         place = self._placement.places.get(p)
         if place is not None:
-            self.settle([place.bucket])
+            self.ensure_updated([place.bucket])
 
     # - For a deferred gradient --------------------------------------------------------
 
@@ -116,7 +120,7 @@ class Answers:
         """Have the values delivered, of this one at least."""
         bucket = self._bucket(grad)
         if bucket.stage is not Stage.HELD:
-            self.settle([bucket])
+            self.ensure_updated([bucket])
             return
         if self._preconditioning is not None:
             raise RuntimeError(

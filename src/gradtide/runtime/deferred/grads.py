@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +27,32 @@ from gradtide.core import torch_internals
 from gradtide.core.devices import sent
 from gradtide.core.grouped import grouped
 from gradtide.runtime.deferred.due import METADATA
+from gradtide.runtime.deferred.partial_norms import Scale, Scales
 from gradtide.runtime.layout.buckets import Slot
 
-if TYPE_CHECKING:
-    from gradtide.runtime.deferred.gradient_info import Answers
-
 aten = torch.ops.aten
-Scale: TypeAlias = Callable[[Tensor, Any], Any]  # in place, by a number
-Scales: TypeAlias = list[tuple[Scale, Any]]
+
+
+class GradientSource(Protocol):
+    """Where a deferred gradient comes from, and what is known of it before."""
+
+    def awaits(self, grad: DeferredGrad) -> bool:
+        """Whether a step() is to come that will have it delivered."""
+
+    def have(self, grad: DeferredGrad) -> None:
+        """Have the values delivered, of this one at least."""
+
+    def edit(self, grad: DeferredGrad) -> None:
+        """Have the values delivered, which are about to be changed."""
+
+    def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None:
+        """Scale the values, which are here."""
+
+    def square(self, grad: DeferredGrad) -> float | None:
+        """The square of the 2-norm as exchanged; None if it is not known."""
+
+    def finite(self, grads: Sequence[DeferredGrad]) -> bool | None:
+        """Whether some are, on all ranks; None if that is not known."""
 
 
 class DeferredGrad(Tensor):
@@ -45,14 +63,14 @@ class DeferredGrad(Tensor):
     """
 
     slot: Slot
-    source: Answers | Past  # where it comes from, and what is known of it before
+    source: GradientSource
     scales: Scales
     zeroed: bool
     value: Tensor | None
     before: Tensor | None
 
     @staticmethod
-    def of(slot: Slot, source: Answers) -> DeferredGrad:
+    def of(slot: Slot, source: GradientSource) -> DeferredGrad:
         """What stands for the gradient of a slot's parameter."""
         p = slot.param
         deferred = torch_internals.stand_in(DeferredGrad, p)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from torch import Tensor
 from gradtide.core.engine import InFlight
 from gradtide.core.ops import Group
 from gradtide.core.torch_internals import foreach_norm
-from gradtide.runtime.deferred.grads import Scales
 from gradtide.runtime.layout.buckets import GradientBucket, lives_in
+
+Scale: TypeAlias = Callable[[Tensor, Any], Any]  # in place, by a number
+Scales: TypeAlias = list[tuple[Scale, Any]]
 
 
 def measure(

@@ -32,7 +32,7 @@ from gradtide.core.torch_internals.autograd import Hook
 from gradtide.core.torch_internals.compilation import is_scripted
 from gradtide.core.torch_internals.versions import put_first
 from gradtide.runtime.deferred.due import Aliases, Kind, begin_due, due_kind, end_due
-from gradtide.runtime.deferred.gradient_info import Answers
+from gradtide.runtime.deferred.gradient_info import GradientInfo
 from gradtide.runtime.deferred.grads import PAST, DeferredGrad
 from gradtide.runtime.deferred.partial_norms import scale
 from gradtide.runtime.layout.buckets import ALONE, GradientBucket
@@ -45,8 +45,8 @@ PLAINLY = 0.5  # of what is exchanged: where more cannot be deferred, hardly any
 class Updates:
     """The deferred gradients, the noted step and the watched modules of a replica."""
 
-    def __init__(self, placement: Placement, answers: Answers) -> None:
-        self._placement, self._answers = placement, answers
+    def __init__(self, placement: Placement, answers: GradientInfo) -> None:
+        self._placement, self._gradient_info = placement, answers
         self._aliases = Aliases(placement.places)
         self._warned = False
         self._due: dict[Kind, Kind | None] = {}  # classes while parameters are due
@@ -90,15 +90,17 @@ class Updates:
         """Put a `DeferredGrad` in the place of every gradient."""
         if not self._deferred_grads:  # by now the buckets are final
             for bucket in self._placement.buckets:
-                grads = [DeferredGrad.of(slot, self._answers) for slot in bucket.slots]
+                grads = [
+                    DeferredGrad.of(slot, self._gradient_info) for slot in bucket.slots
+                ]
                 self._deferred_grads[bucket] = grads
-        self._answers.begin()
+        self._gradient_info.begin()
         self.promised = True
         for grads in self._deferred_grads.values():
             for i in range(len(grads)):
                 if getrefcount(grads[i]) > ALONE:  # somebody has kept the last one
                     grads[i].source = PAST
-                    grads[i] = DeferredGrad.of(grads[i].slot, self._answers)
+                    grads[i] = DeferredGrad.of(grads[i].slot, self._gradient_info)
                 deferred = grads[i]
                 p = deferred.slot.param
                 deferred.renew(p.grad)
@@ -125,7 +127,7 @@ class Updates:
         if not self.promised:
             return
         self.promised = False
-        self._answers.end()
+        self._gradient_info.end()
         for deferred in self._all():
             p = deferred.slot.param
             if p.grad is deferred:
@@ -202,7 +204,7 @@ class Updates:
             for p in (slot.param for slot in bucket.slots):
                 plain = type(p)
                 if plain not in self._due:
-                    self._due[plain] = due_kind(p, self._answers.read)
+                    self._due[plain] = due_kind(p, self._gradient_info.read)
                 if due := self._due[plain]:
                     kinds.append((p, plain, due))
                 else:

@@ -47,7 +47,7 @@ class Preconditioning:
         self.kfac, self._placement, self._read = kfac, placement, read
         self._group = kfac.engine.group
         self.leave, self.collect, self.invert = kfac.leave, kfac.collect, kfac.invert
-        self.settle, self.finish = kfac.settle, kfac.finish
+        self.release_inverses, self.finish = kfac.release_inverses, kfac.finish
         # On the queue a mean is there before anybody has taken delivery of it.
         self._in_flight: dict[GradientBucket, InFlight | None] = {}
         self.groups: dict[GradientBucket, LayerGroup] = {}

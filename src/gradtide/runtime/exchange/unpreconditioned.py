@@ -34,5 +34,5 @@ class Unpreconditioned:
 
     def _nothing(self, *_: object) -> None: ...
 
-    leave = collect = invert = settle = finish = follow = check_scale = _nothing
-    precondition = defer = release = update = _nothing
+    leave = collect = invert = release_inverses = finish = follow = _nothing
+    check_scale = precondition = defer = release = update = _nothing

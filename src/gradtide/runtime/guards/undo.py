@@ -15,7 +15,7 @@ from gradtide.runtime.guards.checksum import checksum
 from gradtide.runtime.layout.placement import Placement
 
 
-class Undone:
+class UndoGuard:
     """Drops the residual of steps that are undone. All of it is local.
 
     That does no harm to what ranks have in common: a residual is each rank's own.
@@ -40,7 +40,7 @@ class Undone:
         if left and not self._loaded and self._before is None:
             self._before = self._checksum()
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """A backward has begun, and nothing is in the buckets but the residual."""
         before, self._before, self._loaded = self._before, None, False
         if before is None or bool((self._checksum() == before).all()):

@@ -33,7 +33,7 @@ BOUND = ("step", "train", "eval")
 LR = 1e-3  # where a scheduler begins at zero
 
 
-class Twin:
+class OptimizerCopy:
     """A small copy of an optimizer and of those it holds, see [Note: twin].
 
     Its tensors, all zero, have the parameters' own dtype unless another is given. It is

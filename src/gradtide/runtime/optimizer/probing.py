@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradtide.runtime.optimizer.deferred_step import DeferredStep, own_step
-from gradtide.runtime.optimizer.optimizer_copy import Twin, aside
+from gradtide.runtime.optimizer.optimizer_copy import OptimizerCopy, aside
 
 SCALE = 16.0  # a power of two: what is proportional is so to the bit
 STEPS = 12  # RAdam's first five are proportional to gradients; some count to ten
@@ -62,7 +62,7 @@ def probe(optimizer: Optimizer) -> dict[Tensor, Traits]:
         trials = [_tried(optimizer, scale) for scale in (1.0, SCALE, -1.0)]
         found = [_traits(*of_one) for of_one in zip(*trials, strict=True)]
         _check_position(optimizer)
-        twin = Twin(optimizer)
+        twin = OptimizerCopy(optimizer)
     traits = dict(zip(twin.trainable, found, strict=True))
     return {p: traits.get(own, Traits()) for p, own in twin.stands_for.items()}
 
@@ -111,7 +111,7 @@ def _refusing(optimizer: Optimizer, what: str, remedy: str) -> Iterator[None]:
 
 def _tried(optimizer: Optimizer, scale: float) -> list[Tried]:
     """What the steps of a copy do, each of them from zero."""
-    twin = Twin(optimizer, torch.float32)
+    twin = OptimizerCopy(optimizer, torch.float32)
     moves = [
         _moves(twin, LARGE * scale * factor, 0.0)
         for factor in [*[1.0] * (STEPS - 1), TURNED]
@@ -127,7 +127,7 @@ def _tried(optimizer: Optimizer, scale: float) -> list[Tried]:
     return list(zip(moves[-2], moves[-1], memory, strict=True))
 
 
-def _moves(twin: Twin, scale: float, start: float) -> list[Tensor]:
+def _moves(twin: OptimizerCopy, scale: float, start: float) -> list[Tensor]:
     """What a step changes in tensors that are set to `start`."""
     with torch.no_grad():
         for p in twin.trainable:
@@ -182,7 +182,10 @@ def _check_position(optimizer: Optimizer) -> None:
     Two copies step from the same place every other time, and from opposite ones in
     between. So slow, what weight decay remembers hardly counts.
     """
-    steady, swaying = Twin(optimizer, torch.float32), Twin(optimizer, torch.float32)
+    steady, swaying = (
+        OptimizerCopy(optimizer, torch.float32),
+        OptimizerCopy(optimizer, torch.float32),
+    )
     for twin in (steady, swaying):
         twin.scale_lr(SLOW)
     for step in range(STEPS):
@@ -204,8 +207,8 @@ def _close(x: Tensor, y: Tensor) -> bool:
 # - Whether steps can be deferred ------------------------------------------------------
 
 
-def _filled(optimizer: Optimizer) -> Twin:
-    twin = Twin(optimizer)
+def _filled(optimizer: Optimizer) -> OptimizerCopy:
+    twin = OptimizerCopy(optimizer)
     with torch.no_grad():
         for i, p in enumerate(twin.params):
             p.copy_(_pattern(p, i))
@@ -218,7 +221,7 @@ def _pattern(like: Tensor, turn: int) -> Tensor:
     return ((place * 7 + turn * 5) % 11 - 4.5).view(like.shape) / 8
 
 
-def _step_in_parts(twin: Twin, backwards: bool) -> None:
+def _step_in_parts(twin: OptimizerCopy, backwards: bool) -> None:
     """Step as a deferred update does: when step() is over, and the rate another."""
     optimizer, grads = twin.optimizer, [p.grad for p in twin.trainable]
     noted = DeferredStep(optimizer)
@@ -234,7 +237,7 @@ def _step_in_parts(twin: Twin, backwards: bool) -> None:
             p.grad = None
 
 
-def _remembered(twin: Twin) -> dict[str, Any]:
+def _remembered(twin: OptimizerCopy) -> dict[str, Any]:
     """All numbers of a copy by name: its tensors', its groups', its attributes'."""
     names: dict[int, str] = {id(p): f"[{i}]" for i, p in enumerate(twin.params)}
     found: dict[str, Any] = {f"parameter {i}": p for i, p in enumerate(twin.params)}

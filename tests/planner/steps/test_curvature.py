@@ -15,8 +15,8 @@ from torch import nn
 
 import gradtide
 from gradtide.kfac.costs import InverseTime
-from gradtide.planner.clock.curvature import busiest
 from gradtide.planner.network import Device, Line, Network
+from gradtide.planner.steps.curvature import busiest
 from gradtide.planner.trace import Factors, StepTrace, Unit
 from gradtide.planner.virtual import Run, simulate
 from gradtide.scheme import parse

@@ -7,12 +7,12 @@ what the program does: forward, backward and step(), at the speed of a trace.
 from __future__ import annotations
 
 from gradtide.core.step import Step
-from gradtide.planner.clock.actions import Actions
-from gradtide.planner.clock.curvature import MakeParts, Second, busiest
-from gradtide.planner.clock.parts import Parts
 from gradtide.planner.clock.transport import VirtualTransport
 from gradtide.planner.data.device import Device
 from gradtide.planner.network import Network
+from gradtide.planner.steps.actions import Actions
+from gradtide.planner.steps.curvature import MakeParts, Second, busiest
+from gradtide.planner.steps.parts import Parts
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.runtime.layout.buckets import LARGE
 from gradtide.scheme import Scheme

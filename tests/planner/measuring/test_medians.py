@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradtide.planner.data.medians import across
+from gradtide.planner.measuring.medians import across
 from gradtide.planner.trace import StepTrace, Unit
 
 

@@ -13,10 +13,10 @@ from gradtide.core.levels import levels_of
 from gradtide.core.ops import AllReduce
 from gradtide.core.payload import settled, traits
 from gradtide.core.step import Stage
-from gradtide.planner.clock.curvature import Laid, Second
-from gradtide.planner.clock.exchange import exchange_of
 from gradtide.planner.clock.transport import VirtualTransport
 from gradtide.planner.rehearsal.rehearsal import Rehearsed, buckets
+from gradtide.planner.steps.curvature import Laid, Second
+from gradtide.planner.steps.exchange import exchange_of
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.runtime.exchange.preconditioned import Launchable, Preconditioning
 from gradtide.runtime.exchange.unpreconditioned import Unpreconditioned

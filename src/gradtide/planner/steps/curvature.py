@@ -2,7 +2,7 @@
 
 The real `Preconditioner` and `Preconditioning` decide on owners, messages and order,
 and drive the real flows, on tensors without memory. What computes is replaced
-(`parts`). Guard: tests/planner/clock/test_curvature.py, against real replicas.
+(`parts`). Guard: tests/planner/steps/test_curvature.py, against real replicas.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from gradtide.core.engine import Engine
 from gradtide.kfac.config import KFAC
 from gradtide.kfac.layers import CONVOLUTIONS, KINDS, Kind, Layer
 from gradtide.kfac.preconditioner import Preconditioner
-from gradtide.planner.clock.parts import Parts, Told
 from gradtide.planner.clock.transport import VirtualTransport
 from gradtide.planner.network import Network
 from gradtide.planner.rehearsal.rehearsal import buckets, parameters
+from gradtide.planner.steps.parts import Parts, Told
 from gradtide.planner.trace import StepTrace
 from gradtide.runtime.exchange.preconditioned import Preconditioning
 from gradtide.runtime.layout.buckets import GradientBucket, Place
