@@ -25,6 +25,7 @@ from gradtide.core.levels import levels_of
 from gradtide.core.payload import traits
 from gradtide.fusion import BySize, Search
 from gradtide.runtime import ahead, saving
+from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import Saved, StateDict
 from gradtide.runtime.deferred.partial_norms import squares
 from gradtide.runtime.exchange.gradients import momentum_of
@@ -43,7 +44,6 @@ from gradtide.runtime.guards.validation import (
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.layout.broadcast import synchronize
 from gradtide.runtime.layout.buckets import FLAT
-from gradtide.runtime.layout.buffers import SharedBuffers
 from gradtide.runtime.layout.parameters import (
     averaged,
     shared_buffers,

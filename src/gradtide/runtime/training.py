@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from gradtide.core.engine import Engine
 from gradtide.core.step import Event, Stage, Step
 from gradtide.core.torch_internals.autograd import after_backward, in_backward
+from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import RunState
 from gradtide.runtime.deferred.gradient_info import GradientInfo
 from gradtide.runtime.deferred.grads import DeferredGrad
@@ -30,7 +31,6 @@ from gradtide.runtime.guards.checksum import ParameterCheck
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.guards.scales import Scales
 from gradtide.runtime.layout.buckets import GradientBucket
-from gradtide.runtime.layout.buffers import SharedBuffers
 from gradtide.runtime.layout.placement import Placement
 from gradtide.runtime.members import EVERYBODY, Members
 from gradtide.runtime.turns import Turns

@@ -19,12 +19,12 @@ import torch
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
 from gradtide.core.payload import traits
+from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.deferred.partial_norms import measure
 from gradtide.runtime.guards.checksum import ParameterCheck
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.guards.scales import Scales
 from gradtide.runtime.layout.buckets import GradientBucket, Slot
-from gradtide.runtime.layout.buffers import SharedBuffers
 from gradtide.runtime.layout.placement import Placement
 
 

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
 from gradtide.core.step import Step
+from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import Saved
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.layout.buckets import GradientBucket
-from gradtide.runtime.layout.buffers import SharedBuffers
 from gradtide.runtime.layout.placement import Placement
 
 
