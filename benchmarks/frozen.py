@@ -40,9 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradtide
 from gradtide.collectives import Dense
-from gradtide.core.payload import traits
 from gradtide.lab.record import commit, machine, versions
-from gradtide.scheme import Scheme, parse
+from gradtide.scheme import Scheme, parse, undecided
 from gradtide.scheme.recommended import RECOMMENDED
 
 ROUNDS = ("local_sgd(every=5)", "diloco(every=5)", "sparseloco(every=5)")
@@ -199,7 +198,7 @@ def law_program(recipe: str) -> float | None:
     scheme = parse(recipe)
     odd = scheme.preconditioner is not None or scheme.outer is not None
     forgetful = scheme.schedule.decay != 1 or scheme.schedule.mix is not None
-    if odd or forgetful or traits(scheme.collective).undecided:
+    if odd or forgetful or undecided(scheme) is not None:
         return None
     torch.manual_seed(0)
     model = Sums()

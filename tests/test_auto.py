@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradtide
-from gradtide.collectives import Auto, Warmup
+from gradtide.collectives import Warmup
 from gradtide.planner.auto import decision, selector
 from gradtide.planner.auto.decision import Seen
 from gradtide.planner.auto.inspector import LoopInspector
@@ -22,7 +22,7 @@ from gradtide.planner.search import DENSE, Choice, in_order
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.planner.virtual import Prediction
 from gradtide.runtime import checkpoint
-from gradtide.scheme import RECIPES, Scheme, parse
+from gradtide.scheme import RECIPES, Auto, Scheme, parse
 from tests.ranks import run_ranks
 from tests.test_replica import data, plain
 

@@ -9,7 +9,6 @@ import typing
 
 from gradtide import collectives
 from gradtide.collectives import (
-    Auto,
     Dense,
     Dynamic,
     Even,
@@ -34,7 +33,7 @@ from gradtide.fusion import (
 from gradtide.kfac import KFAC
 from gradtide.parallel import DistributedDataParallel, install
 from gradtide.replica import Replica, replicate
-from gradtide.scheme import Scheme, parse, recipe
+from gradtide.scheme import Auto, Scheme, parse, recipe
 from gradtide.selectors import Exact, Threshold
 from gradtide.transport import CommunicationError
 

@@ -8,7 +8,6 @@ import importlib
 import typing
 
 from gradtide.collectives._entries import Selecting as Selecting
-from gradtide.collectives.auto import Auto as Auto
 from gradtide.collectives.dense import Dense as Dense
 from gradtide.collectives.lowrank import PowerSGD as PowerSGD
 from gradtide.collectives.momentum_correction import (
@@ -57,7 +56,7 @@ _KINDS = {  # what there is, and where, if it is loaded by who asks for it
     "WRAPPERS": {"Warmup": "", "MomentumCorrection": ""},
     "PARTITIONS": {"Even": "", "Dynamic": "", "ByNorm": "contrib.by_norm"},
 }
-PARTS = (*(name for names in _KINDS.values() for name in names), "Auto")
+PARTS = tuple(name for names in _KINDS.values() for name in names)
 LATER = {n: there for names in _KINDS.values() for n, there in names.items() if there}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -153,6 +153,7 @@ def next_step(state: dict[str, Tensor], key: str = "step") -> int:
     return int(step) - 1
 
 
+@runtime_checkable
 class Collective(Protocol):
     """An averaging algorithm: a frozen dataclass of hyper-parameters.
 
@@ -176,7 +177,6 @@ class Traits:
     """
 
     dense = False  # everything travels in every step
-    undecided = False  # stands for what is still to be chosen
     transparent = False  # in the long run a wrapper asks for what is wrapped does
     # For rehearsals. What requests depend on: on the bucket's length in a straight
     # line, on its length in another way, on the shapes of its parts, or on numbers.

@@ -17,10 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.engine import Engine
 from gradtide.core.fields import refuse
-from gradtide.core.payload import traits
 from gradtide.core.torch_internals import foreach_copy_
 from gradtide.core.torch_internals.distributed import GradBucket
 from gradtide.fusion import BySize
@@ -28,7 +26,13 @@ from gradtide.runtime import ahead
 from gradtide.runtime.guards.validation import check_ranks_agree
 from gradtide.runtime.layout.buckets import GradientBucket, Place
 from gradtide.runtime.layout.placement import lay_out
-from gradtide.scheme import Scheme, as_scheme, with_levels
+from gradtide.scheme import (
+    Scheme,
+    as_scheme,
+    takes_momentum_over,
+    undecided,
+    with_levels,
+)
 from gradtide.transport import ProcessGroup, connect
 
 _WHOLE = BySize(1e12, ends=1e12)  # DDP has cut already
@@ -139,12 +143,11 @@ def comm_hook(
 
     def prepare() -> tuple[Scheme, dict[str, str]]:
         chosen = with_levels(as_scheme(scheme), transport.hosts)
-        collective, schedule = chosen.collective, chosen.schedule
-        momentum = uses_optimizer_momentum(collective)
+        schedule, momentum = chosen.schedule, takes_momentum_over(chosen)
         kfac = chosen.preconditioner is not None
         local, deferred = schedule.launch == "step", schedule.update == "forward"
         reasons = {
-            "auto": ("cannot change schemes", traits(collective).undecided),
+            "auto": ("cannot change schemes", undecided(chosen) is not None),
             "momentum correction": ("does not see the optimizer's momentum", momentum),
             "K-FAC": ("sees gradients, but not the inputs of layers", kfac),
             "'local'": ("does not see the optimizer and its steps", local),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradtide import wire
 from gradtide.core.payload import layers, traits
-from gradtide.scheme import Scheme
+from gradtide.scheme import Scheme, undecided
 from gradtide.selectors import kernels
 
 
@@ -24,9 +24,11 @@ def prepare(params: Iterable[Tensor], scheme: Scheme) -> None:
     """
     _load(scheme)
     kinds = {(p.dtype, p.device) for p in params}
+    # Before a decision sparse schemes are rehearsed, whatever is chosen then.
+    rehearsing = undecided(scheme) is not None
     for part in layers(scheme.collective):
         for dtype, device in kinds:
-            if traits(part).scans:
+            if rehearsing or traits(part).scans:
                 kernels.prepare(dtype, device)
             wire.prepare(getattr(part, "wire", None), dtype, device)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, fields, replace
-from typing import cast
 
-from gradtide.collectives import Auto, Dense
+from gradtide.collectives import Dense, TopK
 from gradtide.collectives.levels import by_levels
 from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.fields import check_fields, refuse
 from gradtide.core.levels import Hosts, Members, alike, rows
 from gradtide.core.outer import OuterSGD
-from gradtide.core.payload import Collective, layers, traits
+from gradtide.core.payload import Collective, layers
 from gradtide.core.schedule import WFBP, Schedule
 from gradtide.fusion import BySize, Fusion, Search
 from gradtide.kfac import KFAC
+from gradtide.scheme.auto import Auto
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Scheme:
             `parse`.
     """
 
-    collective: Collective = Dense()  # noqa: RUF009  (frozen: cannot be shared by mistake)
+    collective: Collective | Auto = Dense()  # noqa: RUF009  (frozen: cannot be shared by mistake)
     fusion: Fusion = BySize()  # noqa: RUF009
     schedule: Schedule = WFBP
     preconditioner: KFAC | None = None
@@ -62,6 +62,7 @@ class Scheme:
     @property
     def exchange(self) -> Collective:
         """What averages a bucket: the collective, between hosts of several ranks."""
+        assert not isinstance(self.collective, Auto), "it has a start"
         return by_levels(self.collective, self.levels)
 
     def __repr__(self) -> str:
@@ -78,21 +79,24 @@ def check(scheme: Scheme) -> Scheme:
             f"Scheme(schedule={scheme.schedule!r}): it has to be a Schedule such as "
             "WFBP or DEAR; a recipe takes a name: recipe('oktopk', schedule='dear')"
         )
+    outer, *wrapped = layers(scheme.collective)
+    if any(isinstance(each, Auto) for each in wrapped):
+        raise ValueError(
+            f"{scheme.collective!r}: what auto decides on cannot be wrapped; use "
+            "auto(lossy=True, warmup=160)"
+        )
     check_fields(scheme)
     if isinstance(scheme.levels, tuple):
         _check_hosts(sum(map(len, scheme.levels)), scheme.levels)
-    outer, *wrapped = layers(scheme.collective)
     schedule, local = scheme.schedule, scheme.schedule.launch == "step"
     kfac = scheme.preconditioner is not None
     wrong = {
         f"levels={scheme.levels}: the number of ranks on each host, 1 or more": (
             isinstance(scheme.levels, int) and scheme.levels < 1
         ),
-        f"{scheme.collective!r}: what auto decides on cannot be wrapped; use "
-        "auto(lossy=True, warmup=160)": any(traits(each).undecided for each in wrapped),
         f"{scheme!r}: auto begins as wfbp and decides on the schedule itself, and "
         "cannot be combined with K-FAC: leave both out": (
-            traits(outer).undecided and (kfac or schedule != WFBP)
+            isinstance(outer, Auto) and (kfac or schedule != WFBP)
         ),
         f"outer={scheme.outer!r} makes a step of what steps did, and {schedule!r} "
         "exchanges gradients: use Schedule('step', every=30)": (
@@ -105,9 +109,7 @@ def check(scheme: Scheme) -> Scheme:
         f"{scheme!r}: K-FAC is made of averaged gradients, which are not to be had "
         "where steps are exchanged: use WFBP or DEAR": local and kfac,
         f"{scheme!r}: the steps that are exchanged have the optimizer's momentum: "
-        "leave out momentum_correction": (
-            local and uses_optimizer_momentum(scheme.collective)
-        ),
+        "leave out momentum_correction": (local and takes_momentum_over(scheme)),
     }
     refuse(wrong)
     return scheme
@@ -116,7 +118,15 @@ def check(scheme: Scheme) -> Scheme:
 def undecided(scheme: Scheme) -> Auto | None:
     """The hyper-parameters of a scheme that is still to be chosen; None of others."""
     own = scheme.collective
-    return cast(Auto, own) if traits(own).undecided else None
+    return own if isinstance(own, Auto) else None
+
+
+def takes_momentum_over(scheme: Scheme) -> bool:
+    """Whether a scheme computes the optimizer's momentum, or may some day."""
+    own = scheme.collective
+    if isinstance(own, Auto):
+        return own.momentum_correction
+    return uses_optimizer_momentum(own)
 
 
 def knows_optimizer(scheme: Scheme) -> bool:
@@ -126,7 +136,7 @@ def knows_optimizer(scheme: Scheme) -> bool:
         schedule.update == "forward"
         or schedule.launch == "step"
         or scheme.preconditioner is not None
-        or uses_optimizer_momentum(scheme.collective)
+        or takes_momentum_over(scheme)
         or undecided(scheme) is not None
     )
 
@@ -168,8 +178,10 @@ def _check_hosts(size: int, hosts: Hosts) -> None:
 def start(scheme: Scheme) -> Scheme:
     """What to train with until there is a decision; the scheme itself if it is one.
 
-    A lossy `Auto` keeps its place: checkpoints then have room for the residuals of the
-    scheme that is decided on.
+    Where `Auto` is lossy it is a sparse collective, of which everything travels:
+    checkpoints then have room for the residuals of the scheme that is decided on.
     """
     auto = undecided(scheme)
-    return scheme if auto is None or auto.lossy else replace(scheme, collective=Dense())
+    if auto is None:
+        return scheme
+    return replace(scheme, collective=TopK(1.0) if auto.lossy else Dense())

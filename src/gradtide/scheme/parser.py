@@ -10,15 +10,17 @@ from typing import Any
 
 from gradtide import collectives
 from gradtide.core.outer import OuterSGD
+from gradtide.core.payload import Collective
 from gradtide.core.schedule import Schedule
 from gradtide.fusion import FUSIONS
 from gradtide.kfac import KFAC
+from gradtide.scheme.auto import Auto
 from gradtide.scheme.config import Scheme, check
 from gradtide.scheme.recipes import RECIPES, SCHEDULES, meant, recipe
 from gradtide.scheme.table import Table
 from gradtide.selectors import SELECTORS
 
-_PARTS = (*SELECTORS, Scheme, Schedule, *FUSIONS, KFAC, OuterSGD)
+_PARTS = (Auto, *SELECTORS, Scheme, Schedule, *FUSIONS, KFAC, OuterSGD)
 _HERE: dict[str, Any] = {part.__name__: part for part in _PARTS}
 _HERE |= {name.upper(): schedule for name, schedule in SCHEDULES.items()}
 NAMES: Mapping[str, Any] = Table(
@@ -70,7 +72,7 @@ def parse(text: str) -> Scheme:
         value = _value(tokens)
         if tokens != [""]:
             raise ValueError(f"{_short(tokens[-1])} behind its end: {_known()}")
-        if hasattr(value, "reduce") and not isinstance(value, type):
+        if isinstance(value, Collective | Auto) and not isinstance(value, type):
             value = Scheme(value)
         if not isinstance(value, Scheme):
             raise ValueError(f"not a scheme: {_known()}")

@@ -11,12 +11,12 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from gradtide import collectives
-from gradtide.collectives import Auto
 from gradtide.core.outer import OuterSGD
 from gradtide.core.payload import Collective, traits
 from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
 from gradtide.fusion import BySize, Fusion
 from gradtide.kfac import DISTRIBUTIONS, KFAC
+from gradtide.scheme.auto import Auto
 from gradtide.scheme.config import Scheme, check
 from gradtide.scheme.table import Table
 
@@ -165,7 +165,7 @@ def recipe(
     scheme = _in_rounds(scheme, {k: v for k, v in turns.items() if v is not None})
     if outer is not None:
         scheme = replace(scheme, outer=outer)
-    if undecided := "warmup" in names:  # it is handed on to what is decided on
+    if undecided := isinstance(own, Auto):  # it is handed on to what is decided on
         named |= {"warmup": warmup, "momentum_correction": momentum_correction}
     changes = _changes(name, names, args, named)
     if args and scheme.preconditioner is not None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from tests.ranks import TIMEOUT, run_ranks
 
-from gradtide.collectives import Auto
 from gradtide.core.ops import AllReduce
 from gradtide.planner import measure as measuring
 from gradtide.planner.auto.decision import Decision, Seen, decide
@@ -21,6 +20,7 @@ from gradtide.planner.measuring import request_timing as points
 from gradtide.planner.measuring.bench import Bench, RankError
 from gradtide.planner.network import Network
 from gradtide.planner.trace import StepTrace, Unit
+from gradtide.scheme import Auto
 from gradtide.selectors import SELECTORS
 from gradtide.transport import Transport, connect
 

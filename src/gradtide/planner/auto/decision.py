@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 
-from gradtide.collectives import Auto
 from gradtide.core.payload import settled
 from gradtide.planner.advice import Advice, advise, more, ms
 from gradtide.planner.measure import measure
@@ -21,7 +20,7 @@ from gradtide.planner.measuring.bench import Bench, RankError
 from gradtide.planner.network import Network
 from gradtide.planner.search import Choice, rank
 from gradtide.planner.trace import StepTrace
-from gradtide.scheme import RECIPES, Scheme, parse, prepared
+from gradtide.scheme import RECIPES, Auto, Scheme, parse, prepared
 from gradtide.scheme.recommended import candidates
 from gradtide.transport import Transport
 

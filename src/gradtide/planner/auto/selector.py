@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.collectives import Auto
 from gradtide.core.engine import Engine
 from gradtide.core.schedule import DEAR
 from gradtide.core.torch_internals.autograd import Hook
@@ -21,7 +20,7 @@ from gradtide.planner.auto.decision import LOG, Decision, Seen, decide, stay
 from gradtide.planner.auto.inspector import LoopInspector
 from gradtide.planner.watch import Watch
 from gradtide.runtime.guards.validation import validate_optimizer
-from gradtide.scheme import Scheme, parse, undecided
+from gradtide.scheme import Auto, Scheme, parse, undecided
 
 SETTLED = 2  # steps after which buckets follow the real order
 

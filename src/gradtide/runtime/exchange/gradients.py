@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from gradtide.collectives.momentum_correction import uses_optimizer_momentum
 from gradtide.core.torch_internals import record_function
 from gradtide.runtime.checkpoint import Saved
 from gradtide.runtime.deferred.updates import Updates
@@ -16,7 +15,7 @@ from gradtide.runtime.exchange import Surroundings
 from gradtide.runtime.exchange.unpreconditioned import Unpreconditioned
 from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.runtime.optimizer.momentum import Momentum
-from gradtide.scheme import Scheme
+from gradtide.scheme import Scheme, takes_momentum_over
 
 if TYPE_CHECKING:  # loads K-FAC
     from gradtide.runtime.exchange.preconditioned import Preconditioning
@@ -107,4 +106,4 @@ class GradientExchange:
 
 def momentum_of(optimizer: Optimizer, scheme: Scheme) -> Momentum | None:
     """The optimizer's momentum, if the scheme takes it over; ValueError if it can't."""
-    return Momentum(optimizer) if uses_optimizer_momentum(scheme.collective) else None
+    return Momentum(optimizer) if takes_momentum_over(scheme) else None

@@ -1,24 +1,22 @@
-"""Nothing decided yet: the stand-in for what a plan will choose."""
+"""Nothing decided yet: what stands where a plan will put a collective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradtide.collectives.dense import Dense
-from gradtide.core.ops import Flow, Group
-from gradtide.core.payload import Payload, Traits
-
 FEWEST = 4  # steps: two until buckets follow the real order, two to take times
 
 
 @dataclass(frozen=True)
-class Auto(Traits):
+class Auto:
     """Stand for what a plan will choose; average exactly until then.
 
     The first `steps` steps are profiled. Then gradtide predicts schemes on its virtual
     clock, and all ranks go on with the best. It chooses among schemes with exact means
     and such that are rounded on the wire. It cannot be wrapped, takes the schedule
     WFBP, and cannot be combined with K-FAC.
+
+    It is no collective, and stands in the place of one.
 
     Cost and residual: those of `Dense` until then, afterwards those of what was chosen.
 
@@ -49,9 +47,6 @@ class Auto(Traits):
     warmup: int = 0
     momentum_correction: bool = False
 
-    undecided = True
-    scans = True  # where sparse schemes are rehearsed, whatever is chosen then
-
     def __post_init__(self) -> None:
         if self.steps < FEWEST:
             raise ValueError(f"{self}: profile at least {FEWEST} steps")
@@ -60,10 +55,3 @@ class Auto(Traits):
         for name in ("warmup", "momentum_correction"):
             if getattr(self, name) and not self.lossy:
                 raise ValueError(f"{self}: {name} is for lossy schemes: add lossy=True")
-
-    @property
-    def uses_optimizer_momentum(self) -> bool:
-        return self.momentum_correction
-
-    def reduce(self, payload: Payload, group: Group) -> Flow:
-        return Dense().reduce(payload, group)
