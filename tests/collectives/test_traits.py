@@ -12,14 +12,26 @@ from tests.ranks import run_ranks
 from tests.test_sparse import batch, by_torch_save, network, poisoned, resumed, train
 
 import gradtide
-from gradtide.collectives import MomentumCorrection, TopK, Warmup
+from gradtide.collectives import Dense, MomentumCorrection, TopK, Warmup
+from gradtide.collectives.levels import TwoLevel
 from gradtide.collectives.momentum_correction import (
     moves,
     uses_optimizer_momentum,
     with_momentum,
 )
 from gradtide.core.ops import AllReduce, Flow, Group
-from gradtide.core.payload import Collective, Payload, Traits, next_step, settled
+from gradtide.core.payload import (
+    Collective,
+    Payload,
+    Traits,
+    dense_last,
+    dense_next,
+    hands_over,
+    next_step,
+    pays_below,
+    settled,
+    traits,
+)
 from gradtide.planner.network import Network
 from gradtide.planner.rehearsal import rehearsal
 from gradtide.planner.search import rank, refusal
@@ -30,11 +42,10 @@ NETWORK = Network.ideal(8, 1, 1e9)
 
 
 @dataclass(frozen=True)
-class Whole(Traits):
+class Whole:
     """The mean of everything."""
 
-    dense = True
-    depends_on = "length"
+    traits = Traits(dense=True, depends_on="length")
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         total: torch.Tensor = yield AllReduce(payload.flat)
@@ -53,14 +64,13 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Saying(Traits):
+class Saying:
     """A wrapper."""
 
     collective: Collective
     bound: float | None = None
 
-    transparent = True
-    uses_optimizer_momentum = True
+    traits = Traits(transparent=True, uses_optimizer_momentum=True)
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         assert not payload.flat.is_meta
@@ -86,7 +96,7 @@ def test_they_are_planned() -> None:
 
 def test_what_pays_is_theirs_to_say() -> None:
     @dataclass(frozen=True)
-    class Bounded(Turns, Traits):
+    class Bounded(Turns):
         def pays_below(self, size: int) -> float:
             return 1 / size
 
@@ -173,3 +183,37 @@ def test_momentum_is_asked_for_through_wrappers() -> None:
         parse(f"Warmup({__name__}.Saying({__name__}.Turns()))").collective
     )
     assert not uses_optimizer_momentum(Turns())
+
+
+def test_what_says_nothing_has_the_defaults() -> None:
+    @dataclass(frozen=True)
+    class Named(Turns):
+        traits: tuple[str, ...] = ("a", "field", "of", "this", "name")
+
+    for collective in (Turns(), Named(), object()):
+        assert traits(collective) == Traits()
+        assert traits(collective).residual
+        assert not hands_over(collective, 4)
+        assert pays_below(collective, 4) is None
+        assert not dense_next(collective, {})
+        assert not dense_last(collective, {})
+
+
+def test_what_is_dense_leaves_nothing_but_what_a_wire_takes_off() -> None:
+    assert [traits(Dense(wire)).residual for wire in (None, "bf16", "int8")] == [
+        False,
+        False,
+        True,
+    ]
+    assert not traits(Whole()).residual
+    for wire in (None, "int8"):
+        inner = traits(Dense(wire))
+        outer = traits(TwoLevel(Dense(wire), 2))
+        assert (outer.dense, outer.residual) == (inner.dense, inner.residual)
+
+
+def test_a_warm_up_is_heard_through_a_wrapper_that_says_nothing() -> None:
+    inside = Silent(Warmup(TopK(0.1), 2))
+    done = [{"warmup.step": torch.tensor(step)} for step in (0, 1, 2, 3)]
+    assert [dense_next(inside, state) for state in done] == [True, True, False, False]
+    assert [dense_last(inside, state) for state in done] == [False, True, True, False]

@@ -52,7 +52,7 @@ def check(collective: Any, **counts: str) -> None:
 
 
 @dataclass(frozen=True)
-class Selecting(Traits):
+class Selecting:
     """What collectives have in common whose ranks select entries by magnitude.
 
     A bucket for which this would not send fewer bytes travels by `Dense`, and then the
@@ -80,8 +80,8 @@ class Selecting(Traits):
         check(self)
 
     @property
-    def scans(self) -> bool:
-        return getattr(self.select, "scans", False)
+    def traits(self) -> Traits:
+        return Traits(scans=getattr(self.select, "scans", False))
 
 
 def kept(density: float, n: int) -> int:

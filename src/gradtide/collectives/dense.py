@@ -14,7 +14,7 @@ from gradtide.wire import NARROW, Codec, Wire, codec_of, round_off
 
 
 @dataclass(frozen=True)
-class Dense(Traits):
+class Dense:
     """Average everything, by a reduce-scatter and an all-gather.
 
     The ring of both halves is by Patarasuk and Yuan (Bandwidth optimal all-reduce
@@ -44,12 +44,10 @@ class Dense(Traits):
 
     wire: Wire = None
 
-    dense = True
-    depends_on = "length"
-
     @property
-    def residual(self) -> bool:
-        return self.wire in NARROW
+    def traits(self) -> Traits:
+        rounds_off = self.wire in NARROW
+        return Traits(dense=True, rounds_off=rounds_off, depends_on="length")
 
     def __post_init__(self) -> None:
         check(self)

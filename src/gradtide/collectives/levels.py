@@ -29,14 +29,14 @@ from gradtide.core.ops import (
     Steps,
     ToHost,
 )
-from gradtide.core.payload import Collective, Payload, Traits, settled, traits
+from gradtide.core.payload import Collective, Payload, Traits, settled, traits, wire_of
 from gradtide.wire import codec_of
 
 FEW = 4  # times so many entries are as long as all values, or cost as much
 
 
 @dataclass(frozen=True)
-class TwoLevel(Traits):
+class TwoLevel:
     """Average inside each host first, then between hosts, see [Note: levels].
 
     Cost, with H hosts of L ranks: a reduce-scatter and an all-gather among the ranks of
@@ -60,21 +60,10 @@ class TwoLevel(Traits):
     collective: Collective
     hosts: Hosts
 
-    transparent = True
-
     @property
-    def dense(self) -> bool:  # type: ignore[override]
-        return traits(self.collective).dense
-
-    @property
-    def residual(self) -> bool:
-        return traits(self.collective).residual
-
-    def dense_next(self, state: dict[str, Tensor]) -> bool:
-        return traits(self.collective).dense_next(state)
-
-    def dense_last(self, state: dict[str, Tensor]) -> bool:
-        return traits(self.collective).dense_last(state)
+    def traits(self) -> Traits:
+        own = traits(self.collective)
+        return Traits(dense=own.dense, rounds_off=own.rounds_off, transparent=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.hosts, int) and self.hosts < 1:
@@ -100,7 +89,7 @@ class TwoLevel(Traits):
         residual = traits(self.collective).residual
         if residual:
             # The parts of others are sums before anybody selects from them.
-            wire = getattr(settled(self.collective), "wire", None)
+            wire = wire_of(settled(self.collective))
             payload.check_all_finite(codec_of(wire, flat.dtype).dtype)
         yield levels.inside(ReduceScatter(flat, mean=True))
         if payload.left is not None:

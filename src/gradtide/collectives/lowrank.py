@@ -30,13 +30,13 @@ SEED = 20190  # of the first factors, so that they are equal on all ranks
 
 
 @dataclass(frozen=True)
-class LowRank(Traits):
+class LowRank:
     """What both methods have in common."""
 
     rank: int = 4  # more: closer to the mean, and more bytes
 
-    depends_on = "shapes"
-    divisible = False  # a slice cuts through matrices
+    # A slice cuts through matrices.
+    traits = Traits(depends_on="shapes", divisible=False)
 
     def __post_init__(self) -> None:
         if self.rank < 1:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from gradtide.core.ops import Cut, Flow, Group, Mean
-from gradtide.core.payload import Collective, Payload, Traits, layers, traits
+from gradtide.core.payload import (
+    Collective,
+    Payload,
+    Traits,
+    dense_next,
+    inner,
+    layers,
+    traits,
+)
 from gradtide.selectors.kernels import above
 
 # Keys of checkpoints, which stay as they are.
@@ -18,7 +26,7 @@ VELOCITY, RESIDUAL = "corrected.velocity", "corrected.remainder"
 
 
 @dataclass(frozen=True)
-class MomentumCorrection(Traits):
+class MomentumCorrection:
     """Compute momentum before selection, so that late entries arrive with theirs.
 
     This is the momentum correction of Deep Gradient Compression (Lin et al., ICLR
@@ -56,10 +64,12 @@ class MomentumCorrection(Traits):
     momentum: tuple[float, float] = field(default=(0.0, 1.0), repr=False, compare=False)
     clip: float | None = None
 
-    uses_optimizer_momentum = True
-    transparent = True
-    scans = True
-    per_entry = (VELOCITY, RESIDUAL)
+    traits = Traits(
+        transparent=True,
+        scans=True,
+        per_entry=(VELOCITY, RESIDUAL),
+        uses_optimizer_momentum=True,
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.momentum, tuple):
@@ -159,20 +169,20 @@ def _share(gradient: Tensor, limit: float) -> Tensor:
 
 def with_momentum(collective: Any, a: float, b: float) -> Any:
     """The collective, with these factors wherever it computes momentum."""
-    if hasattr(collective, "with_momentum"):
+    if traits(collective).uses_optimizer_momentum:
         return collective.with_momentum(a, b)
-    inner = getattr(collective, "collective", None)
-    if inner is None:
+    wrapped = inner(collective)
+    if wrapped is None:
         return collective
-    return replace(collective, collective=with_momentum(inner, a, b))
+    return replace(collective, collective=with_momentum(wrapped, a, b))
 
 
 def moves(collective: object, state: dict[str, Tensor]) -> bool:
     """Whether the next exchange computes momentum; `state` is the payload's."""
     for each in layers(collective):
-        if hasattr(each, "with_momentum"):
+        if traits(each).uses_optimizer_momentum:
             return True
-        if traits(each).dense_next(state):
+        if dense_next(each, state):
             return False
     return False
 

@@ -14,7 +14,7 @@ from gradtide.collectives._winners import rank_sums
 from gradtide.collectives.dense import Dense
 from gradtide.core.devices import on_device
 from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, ToHost
-from gradtide.core.payload import Payload, next_step
+from gradtide.core.payload import Payload, Traits, next_step
 from gradtide.selectors.kernels import above
 from gradtide.wire import codec_of, round_off
 
@@ -62,8 +62,10 @@ class OkTopk(Selecting):
     rebalance: int = 64  # steps between new boundaries
     refresh: int = 32  # steps between rankings of everything
 
-    alike = False  # indices are relative to regions, some of which are shorter
-    scans = True
+    @property
+    def traits(self) -> Traits:
+        # Indices are relative to regions, some of which are shorter.
+        return Traits(alike=False, scans=True)
 
     def __post_init__(self) -> None:
         _entries.check(self, rebalance="steps", refresh="steps")

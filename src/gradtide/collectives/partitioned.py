@@ -27,7 +27,7 @@ SAMPLE = 256  # sampled entries above a threshold that is estimated afresh
 
 
 @dataclass(frozen=True)
-class PartitionedTopK(Traits):
+class PartitionedTopK:
     """Agree on about k indices, and average all ranks' values there: partitioned top-k.
 
     In every step a rank looks for large entries in one bin of `partition`, (rank +
@@ -65,8 +65,7 @@ class PartitionedTopK(Traits):
     partition: Partition = Even()  # noqa: RUF009  (frozen: cannot be shared by mistake)
     wire: Wire = None
 
-    searches_part = True
-    scans = True
+    traits = Traits(searches_part=True, scans=True)
 
     def __post_init__(self) -> None:
         check(self)

@@ -15,7 +15,7 @@ from gradtide.wire import Wire, codec_of
 
 
 @dataclass(frozen=True)
-class TiledTopK(Traits):
+class TiledTopK:
     """Gather every rank's largest entries of each tile, and add them up there.
 
     This is the exchange of SparseLoCo (Sarfi et al., 2025, arXiv:2508.15706), which
@@ -49,7 +49,7 @@ class TiledTopK(Traits):
     density: float = 1 / 64
     wire: Wire = None
 
-    depends_on = "size"
+    traits = Traits(depends_on="size")
 
     def __post_init__(self) -> None:
         check(self)

@@ -13,13 +13,23 @@ from gradtide.collectives.momentum_correction import (
     uses_optimizer_momentum,
 )
 from gradtide.core.ops import Flow, Group
-from gradtide.core.payload import Collective, Payload, Traits, layers, next_step, traits
+from gradtide.core.payload import (
+    Collective,
+    Payload,
+    Traits,
+    density_of,
+    inner,
+    layers,
+    next_step,
+    traits,
+    wire_of,
+)
 
 STEP = "warmup.step"
 
 
 @dataclass(frozen=True)
-class Warmup(Traits):
+class Warmup:
     """Use other densities of a collective for the first steps, such as dense ones.
 
     This is the warm-up of Deep Gradient Compression (Lin et al., ICLR 2018), whose
@@ -52,20 +62,20 @@ class Warmup(Traits):
     steps: int = 100
     densities: tuple[float, ...] = (1.0,)
 
-    transparent = True
+    traits = Traits(transparent=True)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"Warmup(steps={self.steps}): at least 1 for each density")
-        *_, inner = layers(self.collective)
+        *_, last = layers(self.collective)
         for density in self.densities:
             if not 0 < density <= 1:
                 raise ValueError(
                     f"Warmup(densities={self.densities}): above 0 and at most 1"
                 )
-            if density != 1 and not hasattr(inner, "density"):
+            if density != 1 and density_of(last) is None:
                 raise ValueError(
-                    f"Warmup({inner!r}): it has no density to begin with; use "
+                    f"Warmup({last!r}): it has no density to begin with; use "
                     "densities=(1.0,) for dense steps"
                 )
 
@@ -103,11 +113,12 @@ def _done(state: dict[str, Tensor]) -> int:
 
 
 def _with_density(collective: Any, density: float) -> Collective:
-    if hasattr(collective, "collective"):
-        inner = _with_density(collective.collective, density)
+    wrapped = inner(collective)
+    if wrapped is not None:
+        changed = _with_density(wrapped, density)
         if density == 1 and uses_optimizer_momentum(collective):
-            return inner
-        return replace(collective, collective=inner)  # type: ignore[no-any-return]
+            return changed
+        return replace(collective, collective=changed)  # type: ignore[no-any-return]
     if density == 1:
-        return Dense(getattr(collective, "wire", None))
+        return Dense(wire_of(collective))
     return replace(collective, density=density)  # type: ignore[no-any-return]

@@ -120,7 +120,7 @@ class Cut:
 class Handover:
     """What follows travels over another link: what comes next may have this one.
 
-    A flow that asks for it is launched as one that does (`Traits.hands_over`): inside
+    A flow that asks for it is launched as one that does (`payload.hands_over`): inside
     the host up to the first, between hosts up to the second, inside again to its end.
     There is no answer.
     """

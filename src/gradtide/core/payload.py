@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -165,72 +165,97 @@ class Collective(Protocol):
     where `mean` is the flow's result, bit-identical on all ranks, and `after_r` is what
     it left in `payload.flat`, the residual. A flow may return `payload.flat` itself, as
     the mean: the residual is empty then.
+
+    What planner, checkpoints and alarms have to know of it says its attribute `traits`,
+    if it has one: a `Traits`. A wrapper holds what it wraps in its field `collective`.
+    What depends on more it answers by methods of these names, if it has them:
+    `hands_over`, `pays_below`, `dense_next` and `dense_last`, see the functions.
     """
 
     def reduce(self, payload: Payload, group: Group) -> Flow: ...
 
 
+@dataclass(frozen=True)
 class Traits:
     """What a collective says of itself; nobody asks for its class.
 
-    These are the defaults. A wrapper holds what it wraps in its field `collective`.
+    The defaults hold for one that says nothing.
     """
 
-    dense = False  # everything travels in every step
-    transparent = False  # in the long run a wrapper asks for what is wrapped does
+    dense: bool = False  # everything travels in every step
+    rounds_off: bool = False  # though dense: what a wire takes off is kept
+    transparent: bool = False  # in the long run a wrapper asks for what is wrapped does
     # For rehearsals. What requests depend on: on the bucket's length in a straight
     # line, on its length in another way, on the shapes of its parts, or on numbers.
     depends_on: Literal["length", "size", "shapes", "numbers"] = "numbers"
-    alike = True  # what is gathered from others could be copies of what is sent
-    searches_part = False  # of a bucket, and not by its `select`
-    small = 0  # bytes up to which values travel in another way
-    divisible = True  # works on any slice of a bucket as well as on the whole
+    alike: bool = True  # what is gathered from others could be copies of what is sent
+    scans: bool = False  # entries are found by `selectors.kernels`
+    searches_part: bool = False  # of a bucket, and not by its `select`
+    small: int = 0  # bytes up to which values travel in another way
+    divisible: bool = True  # works on any slice of a bucket as well as on the whole
     per_entry: tuple[str, ...] = ()  # keys of its state that are like the residual
-
-    @property
-    def scans(self) -> bool:
-        """Whether entries are found by `selectors.kernels`."""
-        return False
-
-    def hands_over(self, size: int) -> bool:
-        """Whether its flows ask for a `Handover` among so many ranks."""
-        return False
+    uses_optimizer_momentum: bool = False  # `with_momentum(a, b)`: u = a u + b g
 
     @property
     def residual(self) -> bool:
         """Whether something may stay behind: not, where everything travels exactly."""
-        return not self.dense
-
-    @property
-    def uses_optimizer_momentum(self) -> bool:
-        """Whether `with_momentum(a, b)` computes the optimizer's: u = a u + b g."""
-        return False
-
-    def pays_below(self, size: int) -> float | None:
-        """The density below which fewer bytes travel than densely, if P decides it."""
-        return None
-
-    def dense_next(self, state: dict[str, Tensor]) -> bool:
-        """Whether, by a payload's state, the next exchange is a warm-up's dense one."""
-        return False
-
-    def dense_last(self, state: dict[str, Tensor]) -> bool:
-        """Whether the last exchange was one."""
-        return False
+        return self.rounds_off or not self.dense
 
 
 def traits(collective: object) -> Traits:
     """What a collective says of itself; the defaults, if it does not."""
-    return collective if isinstance(collective, Traits) else Traits()
+    said = getattr(collective, "traits", None)
+    return said if isinstance(said, Traits) else Traits()
+
+
+def _answer(collective: object, question: str, asked: object, otherwise: Any) -> Any:
+    """What a method says, if there is one."""
+    return getattr(collective, question, lambda _: otherwise)(asked)
+
+
+def hands_over(collective: object, size: int) -> bool:
+    """Whether its flows ask for a `Handover` among so many ranks."""
+    return bool(_answer(collective, "hands_over", size, False))
+
+
+def pays_below(collective: object, size: int) -> float | None:
+    """The density below which fewer bytes travel than densely, if P decides it."""
+    bound: float | None = _answer(collective, "pays_below", size, None)
+    return bound
+
+
+def dense_next(collective: object, state: Mapping[str, Tensor]) -> bool:
+    """Whether, by a payload's state, the next exchange is a warm-up's dense one."""
+    return any(_answer(c, "dense_next", state, False) for c in layers(collective))
+
+
+def dense_last(collective: object, state: Mapping[str, Tensor]) -> bool:
+    """Whether the last exchange was one."""
+    return any(_answer(c, "dense_last", state, False) for c in layers(collective))
 
 
 def layers(collective: object) -> Iterator[object]:
     """A collective and those that are wrapped, from the outside in."""
     while collective is not None:
         yield collective
-        collective = getattr(collective, "collective", None)
+        collective = inner(collective)
+
+
+def inner(collective: object) -> Any:
+    """What a wrapper wraps; None of what is no wrapper."""
+    return getattr(collective, "collective", None)
 
 
 def settled(collective: object) -> object:
     """What asks for something in the long run: what transparent wrappers wrap."""
     return next(c for c in layers(collective) if not traits(c).transparent)
+
+
+def density_of(collective: object) -> float | None:
+    """The share of entries that travels; None of one that does not select entries."""
+    return getattr(collective, "density", None)
+
+
+def wire_of(collective: object) -> Any:
+    """In what values travel, a `Wire`; None where that is their own type."""
+    return getattr(collective, "wire", None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from gradtide.collectives import Warmup
-from gradtide.core.payload import settled, traits
+from gradtide.core.payload import pays_below, settled, traits, wire_of
 from gradtide.fusion import BySize, Cuts, Fusion, MgWfbp
 from gradtide.planner.network import MOST, Network
 from gradtide.planner.trace import StepTrace
@@ -82,7 +82,7 @@ def kind(scheme: Scheme) -> Kind:
 
 def wire(collective: object) -> str | None:
     """The type on the wire, where it is not the gradients' own."""
-    found: str | None = getattr(settled(collective), "wire", None)
+    found: str | None = wire_of(settled(collective))
     return found
 
 
@@ -156,7 +156,7 @@ def refusal(
     if sent < (1 - SAVED) * dense:
         return ""
     words = f"sends {sent / 1e6:.3g} MB a step, a dense exchange {dense / 1e6:.3g} MB"
-    bound = own.pays_below(size)
+    bound = pays_below(settled(scheme.collective), size)
     if bound is not None:
         words += f": among {size} ranks it pays below a density of {bound:.2g}"
     return words

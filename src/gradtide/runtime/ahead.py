@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from gradtide import wire
-from gradtide.core.payload import layers, traits
+from gradtide.core.payload import layers, traits, wire_of
 from gradtide.scheme import Scheme, undecided
 from gradtide.selectors import kernels
 
@@ -30,7 +30,7 @@ def prepare(params: Iterable[Tensor], scheme: Scheme) -> None:
         for dtype, device in kinds:
             if rehearsing or traits(part).scans:
                 kernels.prepare(dtype, device)
-            wire.prepare(getattr(part, "wire", None), dtype, device)
+            wire.prepare(wire_of(part), dtype, device)
 
 
 def _load(scheme: Scheme) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from gradtide import collectives
 from gradtide.core.outer import OuterSGD
-from gradtide.core.payload import Collective, traits
+from gradtide.core.payload import Collective, density_of, traits
 from gradtide.core.schedule import DEAR, LOCAL, SEQUENTIAL, WFBP, Schedule
 from gradtide.fusion import BySize, Fusion
 from gradtide.kfac import DISTRIBUTIONS, KFAC
@@ -181,9 +181,9 @@ def prepared(
     collective = cast(Any, scheme.collective)
     if not isinstance(momentum_correction, bool):
         raise ValueError(f"momentum_correction={momentum_correction!r}: True or False")
-    if momentum_correction and not hasattr(collective, "density"):
+    if momentum_correction and density_of(collective) is None:
         raise ValueError(f"momentum_correction=True: {collective!r} selects nothing")
-    own = getattr(collective, "density", 1.0)
+    own = density_of(collective) or 1.0
     steps = scheme.schedule.launch == "step"
     ramp: tuple[float, ...] = ()
     if momentum_correction:

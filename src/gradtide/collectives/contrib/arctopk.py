@@ -18,7 +18,7 @@ SEED = 25100  # of the sketches, so that they are equal on all ranks
 
 
 @dataclass(frozen=True)
-class ARCTopK(Traits):
+class ARCTopK:
     """Sketch every row of a bucket, and average the rows whose summed sketch is long.
 
     This is ARC-Top-K (2025, arXiv:2510.26709), without its error feedback (EF21): here
@@ -60,7 +60,7 @@ class ARCTopK(Traits):
     rank: int = 4
     wire: Wire = None
 
-    depends_on = "size"
+    traits = Traits(depends_on="size")
 
     def __post_init__(self) -> None:
         check(self, columns="elements", rank="numbers")

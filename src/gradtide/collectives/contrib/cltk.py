@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +10,7 @@ from gradtide.collectives._entries import Selecting, Steps, kept
 from gradtide.collectives.contrib.gtopk import at_most
 from gradtide.collectives.dense import Dense, averaged
 from gradtide.core.ops import AllReduce, Broadcast, Flow, Group
-from gradtide.core.payload import Payload, next_step
+from gradtide.core.payload import Payload, Traits, next_step
 from gradtide.selectors.indices import index_dtype
 from gradtide.wire import Codec, codec_of
 
@@ -42,7 +42,9 @@ class CLTk(Selecting):
         ValueError: A field is outside its range.
     """
 
-    small = SMALL
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, small=SMALL)
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         n, k = len(payload.flat), kept(self.density, len(payload.flat))

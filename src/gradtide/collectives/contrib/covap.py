@@ -13,7 +13,7 @@ from gradtide.wire import Wire, codec_of
 
 
 @dataclass(frozen=True)
-class COVAP(Traits):
+class COVAP:
     """Average one part of a bucket in every step, the next one in the step after.
 
     This is COVAP (2023, arXiv:2311.04499), whose filter lets every bucket travel in one
@@ -43,7 +43,7 @@ class COVAP(Traits):
     interval: int = 4
     wire: Wire = None
 
-    depends_on = "size"
+    traits = Traits(depends_on="size")
 
     def __post_init__(self) -> None:
         check(self, interval="steps")

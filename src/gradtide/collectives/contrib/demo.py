@@ -20,7 +20,7 @@ from gradtide.wire import Wire, codec_of
 
 
 @dataclass(frozen=True)
-class DeMo(Traits):
+class DeMo:
     """Gather every rank's largest cosine coefficients of each tile; the mean is theirs.
 
     This is the exchange of DeMo (Peng et al., Decoupled momentum optimization, ICLR
@@ -58,7 +58,7 @@ class DeMo(Traits):
     kept: int = 32
     wire: Wire = None
 
-    depends_on = "size"
+    traits = Traits(depends_on="size")
 
     def __post_init__(self) -> None:
         check(self)

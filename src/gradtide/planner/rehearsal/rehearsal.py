@@ -25,7 +25,7 @@ from gradtide.collectives import Dense
 from gradtide.collectives.levels import by_levels
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Flow, Group
-from gradtide.core.payload import Payload, Traits, settled, traits
+from gradtide.core.payload import Payload, Traits, density_of, settled, traits
 from gradtide.fusion import Cost, Trace
 from gradtide.planner.clock.symbolic_requests import between
 from gradtide.planner.clock.transport import VirtualTransport
@@ -125,7 +125,7 @@ def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:
     first = FIRST * size
     if numel <= first:
         return numel, numel
-    density = float(getattr(collective, "density", 0.01))
+    density = density_of(collective) or 0.01
     room = MOST // min(size, LOCKSTEP)
     entries = max(FEWEST, min(ENTRIES, int(room * density / size)))
     small = 3 * traits(collective).small / (density * 4)
@@ -139,7 +139,7 @@ def _rungs(collective: Any, numel: int, size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Rehearsed(Traits):
+class Rehearsed:
     """The script of a collective, `settled`, in the place of the collective."""
 
     transport: VirtualTransport
@@ -148,8 +148,8 @@ class Rehearsed(Traits):
     step: Callable[[], int]
 
     @property
-    def divisible(self) -> bool:  # type: ignore[override]
-        return traits(self.collective).divisible
+    def traits(self) -> Traits:
+        return Traits(divisible=traits(self.collective).divisible)
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         flat, transport = payload.flat, self.transport

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradtide.core.devices import unlike
 from gradtide.core.outer import OuterSGD
-from gradtide.core.payload import traits
+from gradtide.core.payload import dense_last, dense_next
 from gradtide.core.torch_internals import foreach_copy_
 from gradtide.runtime.exchange import Surroundings
 from gradtide.runtime.guards.checksum import compare
@@ -68,7 +68,7 @@ class Consensus:
     def is_due(self) -> bool:
         """Whether a warm-up is over, so that steps can be exchanged."""
         first = self._placement.buckets[0]  # the others are as far
-        return not traits(first.collective).dense_next(first.payload.state)
+        return not dense_next(first.collective, first.payload.state)
 
     def begin(self) -> None:
         """From now on steps are exchanged, and buckets hold none of the gradients."""
@@ -87,7 +87,7 @@ class Consensus:
     def widen_once(self) -> None:
         """Have the optimizer expect a rank's own gradients, see [Note: gain]."""
         first = self._placement.buckets[0]
-        if not traits(first.collective).dense_last(first.payload.state):
+        if not dense_last(first.collective, first.payload.state):
             return
         for p in self._placement.places:
             known, memory = self.known(p)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.fields import refuse
-from gradtide.core.payload import traits
+from gradtide.core.payload import traits, wire_of
 from gradtide.core.schedule import Schedule
 from gradtide.core.torch_internals import accumulation_hooks, tables
 from gradtide.core.torch_internals.autograd import Hook
@@ -145,7 +145,7 @@ def validate_scheme(model: nn.Module, scheme: Scheme) -> None:
     """Raise ValueError, naming the remedy, for what a scheme cannot do with a model."""
     collective, schedule, named = scheme.collective, scheme.schedule, averaged(model)
     odd = next((name for name, p in named if p.is_complex()), None)
-    exact = traits(collective).dense and getattr(collective, "wire", None) is None
+    exact = traits(collective).dense and wire_of(collective) is None
     # Complex numbers have no order to select by, and what is cast, factorised or
     # weighed is real: they can only be added up.
     if odd is not None and not (exact and schedule.launch != "step"):

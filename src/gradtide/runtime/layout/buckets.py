@@ -36,7 +36,7 @@ from gradtide.collectives.momentum_correction import (
     with_momentum,
 )
 from gradtide.core.engine import Engine, InFlight
-from gradtide.core.payload import Collective, Payload, layers, traits
+from gradtide.core.payload import Collective, Payload, hands_over, layers, traits
 from gradtide.core.step import Bucket
 from gradtide.core.torch_internals import foreach_add_, foreach_copy_
 from gradtide.transport.shards import Spread, is_sharded, like, local, spread
@@ -351,7 +351,7 @@ class GradientBucket(Bucket):
     def launch(self, engine: Engine, hold: bool = False) -> None:
         """Send it on its way; the payload is the flow's until it is finished."""
         flow = self.collective.reduce(self.payload, engine.group)
-        over = traits(self.collective).hands_over(engine.group.size)
+        over = hands_over(self.collective, engine.group.size)
         self.flight = engine.launch(self.name, flow, hold, hands_over=over)
 
     def finish(self, engine: Engine) -> None:
