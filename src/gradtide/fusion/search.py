@@ -69,49 +69,7 @@ def search(
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """What searches for the size of buckets have in common."""
-
-    trials: int
-    steps: int = 5  # that are measured for a trial: more, less noise
-    smallest: float = 0.5  # MB
-    ends: float = 1.0  # MB, see BySize
-
-    def __post_init__(self) -> None:
-        if self.trials < 1 or self.steps < 1:
-            raise ValueError(f"{self}: at least one trial of at least one step")
-        if not (self.smallest > 0 and self.ends > 0):
-            raise ValueError(f"{self}: sizes of buckets are positive numbers")
-
-    def at(self, megabytes: float) -> BySize:
-        """Return the fusion that is tried with buckets of this size, in MB."""
-        return BySize(megabytes, ends=min(self.ends, megabytes), pieces=1)
-
-    def propose(self, whole: int, tried: Sequence[Trial]) -> float | None:
-        """Return the next size in MB for a model of `whole` bytes; None at the end."""
-        if len(tried) >= self.trials:
-            return None
-        # The sizes (MB) between which something changes.
-        high = max(whole / 1e6, 1e-6)
-        return self._next(min(self.smallest, high), high, tried)
-
-    def _next(self, low: float, high: float, tried: Sequence[Trial]) -> float | None:
-        raise NotImplementedError
-
-    def __call__(self, trace: Trace, cost: Cost) -> list[slice]:
-        """Cut by the best size of a formula; without times, by the first size."""
-        whole = sum(trace.nbytes)
-        tried: Sequence[Trial] = ()
-        if trace.backward is not None and cost(1) > 0:
-            tried = search(
-                self, whole, lambda sized: overlapped(trace, sized(trace, cost), cost)
-            )
-        size = best(tried).megabytes if tried else self.propose(whole, ())
-        return self.at(self.smallest if size is None else size)(trace)
-
-
-@dataclass(frozen=True)
-class BinarySearch(_Sizes):
+class BinarySearch:
     """Search for the size of buckets by halving an interval, during training.
 
     This is the search of TopKA2A (Li, ICPP 2024, algorithm 2), on a logarithmic scale.
@@ -138,10 +96,23 @@ class BinarySearch(_Sizes):
     """
 
     trials: int = 12
+    steps: int = 5  # that are measured for a trial: more, less noise
+    smallest: float = 0.5  # MB
+    ends: float = 1.0  # MB, see BySize
 
-    def _next(self, low: float, high: float, tried: Sequence[Trial]) -> float | None:
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def at(self, megabytes: float) -> BySize:
+        """Return the fusion that is tried with buckets of this size, in MB."""
+        return _sized(megabytes, self.ends)
+
+    def propose(self, whole: int, tried: Sequence[Trial]) -> float | None:
+        """Return the next size in MB for a model of `whole` bytes; None at the end."""
+        if len(tried) >= self.trials:
+            return None
         known = dict(tried)
-        a, b = math.log(low), math.log(high)
+        a, b = map(math.log, _range(self.smallest, whole))
         while True:
             middle, shift = (a + b) / 2, SHIFT * (b - a)
             left = _rounded(math.exp(middle - shift))
@@ -156,9 +127,13 @@ class BinarySearch(_Sizes):
             else:
                 a = middle
 
+    def __call__(self, trace: Trace, cost: Cost) -> list[slice]:
+        """Cut by the best size of a formula; without times, by the first size."""
+        return _cut(self, trace, cost)
+
 
 @dataclass(frozen=True)
-class Bayesian(_Sizes):
+class Bayesian:
     """Search for the size of buckets by Bayesian optimisation, during training.
 
     This is the search of DeAR (Zhang et al., ICDCS 2023). A Gaussian process is fitted
@@ -186,17 +161,28 @@ class Bayesian(_Sizes):
     """
 
     trials: int = 15
+    steps: int = 5  # that are measured for a trial: more, less noise
+    smallest: float = 0.5  # MB
+    ends: float = 1.0  # MB, see BySize
     seed: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        _check(self)
         if importlib.util.find_spec("bayes_opt") is None:  # before a training begins
             raise ValueError(
                 "Bayesian() needs the library bayesian-optimization: "
                 "pip install 'gradtide[tune]', or use BinarySearch()"
             )
 
-    def _next(self, low: float, high: float, tried: Sequence[Trial]) -> float | None:
+    def at(self, megabytes: float) -> BySize:
+        """Return the fusion that is tried with buckets of this size, in MB."""
+        return _sized(megabytes, self.ends)
+
+    def propose(self, whole: int, tried: Sequence[Trial]) -> float | None:
+        """Return the next size in MB for a model of `whole` bytes; None at the end."""
+        if len(tried) >= self.trials:
+            return None
+        low, high = _range(self.smallest, whole)
         first = _spread(low, high)
         if len(tried) < len(first):
             return first[len(tried)]
@@ -211,6 +197,38 @@ class Bayesian(_Sizes):
         widest = max(beside, key=lambda x: abs(math.log(x / known[here])), default=size)
         size = _rounded(math.sqrt(widest * known[here]))
         return None if size in known else size
+
+    def __call__(self, trace: Trace, cost: Cost) -> list[slice]:
+        """Cut by the best size of a formula; without times, by the first size."""
+        return _cut(self, trace, cost)
+
+
+def _check(fusion: BinarySearch | Bayesian) -> None:
+    if fusion.trials < 1 or fusion.steps < 1:
+        raise ValueError(f"{fusion}: at least one trial of at least one step")
+    if not (fusion.smallest > 0 and fusion.ends > 0):
+        raise ValueError(f"{fusion}: sizes of buckets are positive numbers")
+
+
+def _sized(megabytes: float, ends: float) -> BySize:
+    return BySize(megabytes, ends=min(ends, megabytes), pieces=1)
+
+
+def _range(smallest: float, whole: int) -> tuple[float, float]:
+    """The sizes (MB) between which something changes."""
+    high = max(whole / 1e6, 1e-6)
+    return min(smallest, high), high
+
+
+def _cut(fusion: Search, trace: Trace, cost: Cost) -> list[slice]:
+    whole = sum(trace.nbytes)
+    tried: Sequence[Trial] = ()
+    if trace.backward is not None and cost(1) > 0:
+        tried = search(
+            fusion, whole, lambda sized: overlapped(trace, sized(trace, cost), cost)
+        )
+    size = best(tried).megabytes if tried else fusion.propose(whole, ())
+    return fusion.at(fusion.smallest if size is None else size)(trace)
 
 
 def _spread(low: float, high: float) -> list[float]:
