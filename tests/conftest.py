@@ -36,6 +36,10 @@ def pytest_collectstart() -> None:
 
     # Forking a process that has an OpenMP pool may hang the child.
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        # torch's notes for each other device that it is to be seeded, and the stack:
+        # in some tests that took longer than the training.
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,7 +58,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("torch finds no CUDA device here")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("--whole"):
+        from tests import tried
+
+        tried.WHOLE.append(True)
     gc.freeze()
     gc.enable()
 

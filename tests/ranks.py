@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import importlib
 import multiprocessing as mp
 import os
+import pkgutil
 import tempfile
 import time
 import traceback
@@ -20,10 +22,14 @@ import torch
 import torch._dynamo  # (or every forked rank does, at length)
 import torch.distributed as dist
 
+from gradtide import runtime, transport
 from gradtide.selectors import kernels
 from gradtide.wire import codec_of
+from tests import tried
 
 TIMEOUT = 20.0  # seconds that a collective may take
+# What training loads when it begins, besides all of these packages of ours.
+LATER = "encodings.idna", "torch._subclasses.schema_check_mode", "torch.profiler"
 
 
 def run_ranks(
@@ -38,6 +44,7 @@ def run_ranks(
     Raises AssertionError with the traceback of the first rank that failed, also for a
     rank that ended without a word or outlived `limit` seconds.
     """
+    _load_modules()
     _load_kernels()
     _load_codec()
     # Where this process uses a CUDA device, forked ones could not.
@@ -60,6 +67,18 @@ def run_ranks(
             for process in ranks:
                 process.kill()
                 process.join()
+
+
+@cache
+def _load_modules() -> None:
+    """Load what training loads when it begins, or every forked rank does."""
+    ours = [
+        module.name
+        for package in (runtime, transport)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ]
+    for name in (*LATER, *ours):
+        importlib.import_module(name)
 
 
 @cache
@@ -109,6 +128,8 @@ def _collect(ranks: list[Any], pipes: list[Any], limit: float) -> list[Any]:
                 outcomes[rank] = "died", f"rank {rank} died without a word"
             kind, value = outcomes[rank]
             assert kind == "result", f"rank {rank}: {value}"
+            outcomes[rank] = kind, value[0]
+            tried.FOUND.update(value[1])
     return [outcomes[rank][1] for rank in range(len(ranks))]
 
 
@@ -129,9 +150,12 @@ def _rank(
             world_size=size,
             timeout=timedelta(seconds=TIMEOUT),
         )
+        known = set(tried.FOUND)
+        tried.remember()
         result = work(*args)
         dist.barrier()
-        pipe.send(("result", result))
+        found = {key: tried.FOUND[key] for key in tried.FOUND.keys() - known}
+        pipe.send(("result", (result, found)))
         pipe.close()
         os._exit(0)
     except BaseException:
