@@ -42,6 +42,24 @@ def pytest_collectstart() -> None:
         torch.manual_seed = torch.default_generator.manual_seed
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`pairs(a=..., b=..., c=...)`: parametrized so that every pair of values meets.
+
+    With `--whole`, by all combinations.
+    """
+    mark = metafunc.definition.get_closest_marker("pairs")
+    if mark is not None:
+        whole = metafunc.config.getoption("--whole")
+        axes = mark.kwargs.values()
+        cases = list(itertools.product(*axes)) if whole else pairwise(*axes)
+        ids = ["-".join(map(_name, case)) for case in cases]
+        metafunc.parametrize(list(mark.kwargs), cases, ids=ids)
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", str(value)).strip("_")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` may be told that what they run never ran on one."""
     told = "ignore:.* has run for minutes:UserWarning"
@@ -102,11 +120,12 @@ def pairwise(*axes: Iterable[Any], other: bool = False) -> list[tuple[Any, ...]]
     if other:
         chosen_first = pairwise(*axes)
         every = [case for case in every if case not in chosen_first]
-    missing = set().union(*map(_pairs, every))
+    pairs = [(_pairs(case), case) for case in every]
+    missing = set().union(*(met for met, _ in pairs))
     chosen: list[tuple[Any, ...]] = []
     while missing:
-        best = max(every, key=lambda case: len(_pairs(case) & missing))
-        missing -= _pairs(best)
+        met, best = max(pairs, key=lambda pair: len(pair[0] & missing))
+        missing -= met
         chosen.append(best)
     return chosen
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import Product
 from torch import Tensor
 
 from gradtide.collectives import (
@@ -106,49 +107,48 @@ def later(loads: list[Payload]) -> list[bool]:
     return [math.isnan(payload.nonfinite) for payload in loads]
 
 
+BAD = [(0, math.nan), (1, math.inf), (2, -math.inf)]  # on which rank, and what
+
+
 @pytest.mark.parametrize("wrap", [*WRAPPED, "weighed"])
 @pytest.mark.parametrize("inner", collectives(None), ids=repr)
-def test_what_is_not_finite(inner: Collective, wrap: str) -> None:
+def test_what_is_not_finite(inner: Collective, wrap: str, product: Product) -> None:
     weighed = wrap == "weighed"
     collective = inner if weighed else WRAPPED[wrap](inner)
-    for steps in (1, 2):
-        for owner, bad in enumerate((math.nan, math.inf, -math.inf)):
-            for place in (5, -5):
-                loads = prepared(collective, 3600, steps, weighed)
-                loads[owner].flat[place] = bad
-                _, alarms = step(collective, loads)
-                told = [rank == owner for rank in range(SIZE)]
-                assert alarms == told, "before the first request"
-                assert later(loads) == told, "and nobody after it"
+    for (owner, bad), steps, place in product(BAD, (1, 2), (5, -5)):
+        loads = prepared(collective, 3600, steps, weighed)
+        loads[owner].flat[place] = bad
+        _, alarms = step(collective, loads)
+        told = [rank == owner for rank in range(SIZE)]
+        assert alarms == told, "before the first request"
+        assert later(loads) == told, "and nobody after it"
 
 
 @pytest.mark.parametrize("wire", FORMATS)
-def test_what_is_not_finite_on_a_wire_of_few_bits(wire: Any) -> None:
+def test_what_is_not_finite_on_a_wire_of_few_bits(wire: Any, product: Product) -> None:
     """What it shares a block with arrives as NaN; buffers stay finite."""
-    for inner in (Dense(wire), *collectives(wire)):
-        for owner, bad in enumerate((math.nan, math.inf, -math.inf)):
-            for place in (5, 1800, -5):
-                loads = prepared(inner, 3600, 1)
-                loads[owner].flat[place] = bad
-                mean, alarms = step(inner, loads)
-                told = [rank == owner for rank in range(SIZE)]
-                assert alarms == told, f"{inner}: before the first request"
-                assert later(loads) == told, f"{inner}: and nobody after it"
-                if isinstance(inner, Dense):
-                    assert not mean[place].isfinite()
-                    assert mean.isfinite().sum() >= 3600 - 2 * BLOCK
-                    assert all(load.flat.isfinite().all() for load in loads)
+    every = [Dense(wire), *collectives(wire)]
+    for inner, (owner, bad), place in product(every, BAD, (5, 1800, -5)):
+        loads = prepared(inner, 3600, 1)
+        loads[owner].flat[place] = bad
+        mean, alarms = step(inner, loads)
+        told = [rank == owner for rank in range(SIZE)]
+        assert alarms == told, f"{inner}: before the first request"
+        assert later(loads) == told, f"{inner}: and nobody after it"
+        if isinstance(inner, Dense):
+            assert not mean[place].isfinite()
+            assert mean.isfinite().sum() >= 3600 - 2 * BLOCK
+            assert all(load.flat.isfinite().all() for load in loads)
 
 
-@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 @pytest.mark.parametrize("wire", TOO_LARGE)
-def test_what_the_wire_makes_infinite(wire: str, wrap: Any) -> None:
-    for inner in collectives(wire):
-        collective = wrap(inner)
-        for owner in range(SIZE):
-            loads = prepared(collective, LARGE, 1)
-            loads[owner].flat.clamp_(-1, 1).mul_(TOO_LARGE[wire])
-            _, alarms = step(collective, loads)
-            told = [rank == owner for rank in range(SIZE)]
-            assert alarms == told, f"{inner}: before the first request"
-            assert later(loads) == told, f"{inner}: and nobody after it"
+def test_what_the_wire_makes_infinite(wire: str, product: Product) -> None:
+    cases = product(collectives(wire), WRAPPED, range(SIZE))
+    for inner, wrap, owner in cases:
+        collective = WRAPPED[wrap](inner)
+        loads = prepared(collective, LARGE, 1)
+        loads[owner].flat.clamp_(-1, 1).mul_(TOO_LARGE[wire])
+        _, alarms = step(collective, loads)
+        told = [rank == owner for rank in range(SIZE)]
+        assert alarms == told, f"{inner}, {wrap}: before the first request"
+        assert later(loads) == told, f"{inner}, {wrap}: and nobody after it"

@@ -17,12 +17,18 @@ from gradtide.testing import check_law, lockstep
 from gradtide.wire import WIRES
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("wire", [None, *WIRES])
-def test_law_on_every_wire(wire: Any, size: int) -> None:
-    check_law(COVAP(3, wire), size, numel=333 * size, steps=7)
-    check_law(COVAP(7, wire), size, numel=3 * size, steps=8)  # more turns than parts
-    check_law(TwoLevel(COVAP(3, wire), 2), 2 * size, numel=400 * size, steps=4)
+@pytest.mark.pairs(
+    wire=[None, *WIRES],
+    size=[2, 3, 8],
+    case=["turns", "more turns than parts", "levels"],
+)
+def test_law_on_every_wire(wire: Any, size: int, case: str) -> None:
+    if case == "turns":
+        check_law(COVAP(3, wire), size, numel=333 * size, steps=7)
+    elif case == "levels":
+        check_law(TwoLevel(COVAP(3, wire), 2), 2 * size, numel=400 * size, steps=4)
+    else:
+        check_law(COVAP(7, wire), size, numel=3 * size, steps=8)
 
 
 @pytest.mark.parametrize("interval", [2, 3, 5])

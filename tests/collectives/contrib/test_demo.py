@@ -21,11 +21,12 @@ from gradtide.testing import check_law, lockstep
 from gradtide.wire import WIRES
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("wire", [None, *WIRES])
-def test_law_on_every_wire(wire: Any, size: int) -> None:
-    check_law(DeMo(64, wire), size, numel=3333 * size, steps=4)
-    check_law(TwoLevel(DeMo(64, wire), 2), 2 * size, numel=400 * size, steps=4)
+@pytest.mark.pairs(wire=[None, *WIRES], size=[2, 3, 8], levels=[False, True])
+def test_law_on_every_wire(wire: Any, size: int, levels: bool) -> None:
+    if levels:
+        check_law(TwoLevel(DeMo(64, wire), 2), 2 * size, numel=400 * size, steps=4)
+    else:
+        check_law(DeMo(64, wire), size, numel=3333 * size, steps=4)
 
 
 @pytest.mark.parametrize("size", [2, 3])
