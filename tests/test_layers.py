@@ -21,6 +21,8 @@ LAYERS = (
     {"scheme"},
     {"runtime"},
     {"optim", "planner"},
+    {"session"},
+    {"uneven"},
     {"replica"},
     {"parallel"},
     {"lab", "integrations", "startup"},

@@ -8,67 +8,31 @@ the public side; what hooks (`hooks`) tell of the program goes to `training`.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
-from gradtide.core.fields import refuse
-from gradtide.core.levels import levels_of
-from gradtide.core.payload import traits
-from gradtide.fusion import BySize, Search
-from gradtide.runtime import ahead, saving
-from gradtide.runtime.buffers import SharedBuffers
-from gradtide.runtime.checkpoint import Saved, StateDict
-from gradtide.runtime.deferred.partial_norms import squares
-from gradtide.runtime.exchange.gradients import momentum_of
-from gradtide.runtime.guards.scales import Scales
+from gradtide.runtime.checkpoint import StateDict
 from gradtide.runtime.guards.validation import (
-    SetupGuard,
-    Signature,
     check_kinds,
-    check_ranks_agree,
-    describe,
-    is_joinable,
-    validate,
-    validate_optimizer,
-    validate_scheme,
 )
-from gradtide.runtime.hooks import Hooks
-from gradtide.runtime.layout.broadcast import synchronize
-from gradtide.runtime.layout.buckets import FLAT
-from gradtide.runtime.layout.parameters import (
-    averaged,
-    shared_buffers,
-    shared_parameters,
-)
-from gradtide.runtime.optimizer.finder import Finder
+from gradtide.runtime.layout.parameters import shared_buffers, shared_parameters
+from gradtide.runtime.metrics import Metrics, residual_norms
 from gradtide.runtime.training import Training
 from gradtide.scheme import (
     Scheme,
-    as_scheme,
-    knows_optimizer,
-    start,
-    undecided,
-    with_levels,
 )
-from gradtide.transport import Mesh, ProcessGroup, connect, members
+from gradtide.session import Buffers, Session
+from gradtide.transport import Mesh, ProcessGroup
 
 if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
     from gradtide.kfac.preconditioner import Preconditioner
-    from gradtide.planner.auto.selector import AutoSelector
     from gradtide.planner.tuning.online import Tuner
-
-LOG = logging.getLogger("gradtide")
-
-Buffers: TypeAlias = Literal["broadcast", "local"]
 
 
 def replicate(
@@ -177,121 +141,46 @@ class Replica:
         alike: Sequence[Tensor],
         check_every: int = 100,
     ) -> None:
-        trained = averaged(model)
-        device = next((p.device for _, p in trained), torch.device("cpu"))
-        self._removed = False
-        self._comm_hook: tuple[object, Callable[..., Any]] | None = None
-        self.engine = Engine(transport := connect(process_group, device))
-        self.model, self._process_group = model, process_group
-
-        def prepare() -> tuple[Scheme, Signature]:
-            chosen = with_levels(as_scheme(scheme), transport.hosts)
-            validate(model, buffers, check_every, members(process_group))
-            refuse(
-                {
-                    f"{name} is on {p.device}, and others are on {device}: move the "
-                    "model to one device": p.device != device
-                    for name, p in trained
-                }
-            )
-            validate_scheme(model, chosen)
-            if optimizer is not None:
-                validate_optimizer(model, optimizer, chosen.schedule)
-                momentum_of(optimizer, chosen)
-            if chosen.preconditioner is not None:
-                from gradtide.kfac.costs import admitted
-
-                admitted(model, chosen.preconditioner)
-            ahead.prepare(dict(averaged(model)).values(), chosen)
-            return chosen, describe(model, chosen, check_every, buffers)
-
-        try:
-            self.scheme = check_ranks_agree(transport, prepare)
-        except Exception:
-            transport.close()
-            raise
-        self.engine.levels = levels_of(transport.group, self.scheme.levels)
-        synchronize(self.engine, alike)  # tensors that become rank 0's
-        self._shared_buffers = SharedBuffers(model, self.engine)
+        how = buffers, grad_scaler, alike, check_every
+        self._session = Session(self, model, optimizer, scheme, process_group, *how)
         self.wrapper: Callable[[], object] | None = None
-        self._buffers = buffers == "broadcast"
-        self.shares_buffers = self._buffers  # in training forwards, whoever begins them
-        self._check_every = check_every
-        self._scales = Scales(self.engine, grad_scaler)
-        params = [p for _, p in averaged(model)]
-        self._unknown = optimizer is None
-        found = params if self._unknown else []
-        self._finder = Finder(found, self._step_begins, self._step_ends)
-        # What stands for an optimizer that is not known never makes a step.
-        self._train_with(SGD(params) if optimizer is None else optimizer)
-        self._counted = self._totals()  # when metrics() was last called
-        self._density = 0.0
-        if transport.group.rank == 0:
-            LOG.info("%s is replicated: %s", type(model).__name__, self._words())
+        # In training forwards, whoever begins them.
+        self.shares_buffers = buffers == "broadcast"
+        self._metrics = Metrics(self.engine)
 
-    def _words(self) -> str:
-        """What was chosen, for the log."""
-        transport, scheme = self.engine.transport, self.scheme
-        averaging = "host by host" if self.engine.levels else "all ranks alike"
-        return (
-            f"{scheme!r}, {transport.group.size} ranks on {len(transport.hosts)} "
-            f"hosts, {averaging}, by {type(transport).__name__}"
-            + (", when its optimizer is known" if self.waiting else "")
-        )
+    @property
+    def model(self) -> nn.Module:
+        """The module that is trained. Local."""
+        return self._session.model
 
-    def _train_with(self, optimizer: Optimizer) -> None:
-        """Begin to train; with K-FAC, a collective call."""
-        model, now, self.optimizer = self.model, self._now(self.scheme), optimizer
-        self._admitted = SetupGuard(model, optimizer)
-        self._trained = Training(
-            model,
-            optimizer,
-            now,
-            self.engine,
-            self._scales,
-            self._check_every,
-            self._shared_buffers,
-        )
-        self._hooks = Hooks(
-            self._training,
-            self._buffers,
-            lambda: None if self.tuning is None else self.tuning.stepped(),
-            self,
-        )
-        self._hooks.follow()
-        self._training.check_setup = self._admitted.check
-        self._auto: AutoSelector | None = None
-        auto = undecided(self.scheme)
-        if auto is not None and not self.waiting:
-            from gradtide.planner.auto.selector import AutoSelector
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that was passed or found. Local."""
+        return self._session.optimizer
 
-            self._auto = AutoSelector(self, auto)
-        self.tuning = self._search()
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme in use, or the one that waits for the optimizer. Local."""
+        return self._session.scheme
 
-    def _now(self, scheme: Scheme) -> Scheme:
-        """What to train with until the optimizer is known, or `auto` has decided."""
-        waiting = self._unknown and knows_optimizer(scheme)
-        return Scheme(levels=scheme.levels) if waiting else start(scheme)
+    @property
+    def engine(self) -> Engine:
+        """What drives the exchanges. Local."""
+        return self._session.engine
+
+    @property
+    def tuning(self) -> Tuner | None:
+        """The search for a fusion; None without one. Local."""
+        return self._session.tuning
 
     @property
     def _training(self) -> Training:
-        """What carries out steps: all that a replica does is done by it.
-
-        Raises RuntimeError once `remove` was called. So every method does, but for
-        those that count what was (they ask `_trained`); what exchanges something past
-        this is refused by the queue.
-        """
-        if self._removed:
-            raise RuntimeError(
-                "sync.remove() was called, and the replica is of no use any more: call "
-                "replicate() again, on every rank"
-            )
-        return self._trained
+        return self._session.training
 
     @property
     def waiting(self) -> bool:
         """Whether the scheme begins when the optimizer has made a step. Local."""
-        return self._unknown and knows_optimizer(self.scheme)
+        return self._session.waiting
 
     @property
     def kfac(self) -> Preconditioner | None:
@@ -322,53 +211,7 @@ class Replica:
             ValueError: The optimizer cannot be used with the scheme. It is raised on
                 every rank.
         """
-        self._refuse_moment("attach")
-        self._apply_pending()
-        self._agree_on(optimizer)
-        self._change(optimizer)
-
-    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """An optimizer is about to step, perhaps one that was not passed."""
-        if optimizer is self.optimizer:
-            return None
-        self._admitted.check()
-        if knows_optimizer(self.scheme):
-            self.gather_gradients()
-            self._apply_pending()
-            self._agree_on(optimizer)
-        return self._hooks.stepping(args, kwargs)
-
-    def _step_ends(self, optimizer: Optimizer) -> None:
-        """It has stepped: a scheme that has waited for it begins."""
-        if optimizer is self.optimizer:
-            return
-        self._hooks.stepped(optimizer)
-        if knows_optimizer(self.scheme):
-            self._change(optimizer)
-
-    def _agree_on(self, optimizer: Optimizer) -> None:
-        """Raise ValueError, on every rank, if some rank cannot use the optimizer."""
-
-        def prepare() -> tuple[None, Signature]:
-            validate_optimizer(self.model, optimizer, self.scheme.schedule)
-            momentum_of(optimizer, self.scheme)
-            return None, {}
-
-        check_ranks_agree(self.engine.transport, prepare)
-
-    def _change(self, optimizer: Optimizer) -> None:
-        """Go on with another optimizer, when nothing is on its way."""
-        before = self._training
-        self._detach()
-        self._unknown = False
-        self._train_with(optimizer)
-        after = self._training
-        after.num_steps, after.num_skipped = before.num_steps, before.num_skipped
-        after.num_exchanges = before.num_exchanges
-        after.placement.compiled = before.placement.compiled
-        before.members.follow(after)
-        if self._comm_hook is not None:
-            self._exchange_by_hook(*self._comm_hook)
+        self._session.attach(optimizer)
 
     # - The user's side ----------------------------------------------------------------
 
@@ -443,76 +286,24 @@ class Replica:
         if not enable:
             yield
             return
-        throw, over_all = throw_on_early_termination, divide_by_initial_world_size
+        from gradtide.uneven import Trained, joined
 
-        replicas = (self, *also)
-        from gradtide.runtime.join import Join
-
-        def prepare() -> tuple[None, Signature]:
-            groups = {one.engine.group for one in replicas}
-            wrong = {
-                "a replica is inside join() already: name all that are trained there "
-                "in one call, as join(also=[...])": bool(Join.inside),
-                "join(also=...) is for replicas of the same ranks": len(groups) > 1,
-                "join(also=...): a replica is named twice": (
-                    len({*map(id, replicas)}) < len(replicas)
-                ),
-            }
-            refuse(wrong)
-            for one in replicas:
-                one._refuse_join(over_all)
-            return None, {
-                "join(also=)": repr([one.scheme for one in also]),
-                "join(throw_on_early_termination=)": str(throw),
-                "join(divide_by_initial_world_size=)": str(over_all),
-            }
-
-        remedy = "call join() with the same arguments on every rank"
-        check_ranks_agree(self.engine.transport, prepare, remedy)
-        words = self.engine
-        if also:
-            words = Engine(connect(self._process_group, torch.device("cpu")))
-        members = [(one._training, one.shares_buffers) for one in replicas]
-        joining = Join(words, members, throw, over_all)
-        try:
+        ones = [Trained(o._session, o.shares_buffers) for o in (self, *also)]
+        how = divide_by_initial_world_size, throw_on_early_termination
+        with joined(ones, *how):
             yield
-            for one in replicas:
-                one.flush()
-            joining.finish()
-        finally:
-            joining.leave()
-
-    def _refuse_join(self, over_all: bool) -> None:
-        """Raise ValueError where uneven inputs cannot be trained."""
-        searching = self.tuning is not None and not self.tuning.done
-        local = self.scheme.schedule.launch == "step"
-        exact = traits(self.scheme.collective).dense and not local
-        reasons = {
-            "divide_by_initial_world_size=False where a residual is kept: use a dense "
-            "scheme ('wfbp', 'dear'), or leave that out": not over_all and not exact,
-            "K-FAC, whose factors would miss the ranks that have joined: use a scheme "
-            "without it": self.kfac is not None,
-            "a scheme or a fusion that is still being searched for: adopt() a decided "
-            "one before": searching or undecided(self.scheme) is not None,
-            f"{type(self.optimizer).__name__}, which exchanges parameters inside its "
-            "step: use a plain optimizer": is_joinable(self.optimizer),
-            "another join()": self._training.members.inside,
-            "sharded parameters, whose parts other ranks wait for: give all ranks "
-            "inside as many batches": bool(self._training.placement.shards),
-        }
-        refuse({f"join() does not work with {why}": t for why, t in reasons.items()})
 
     def send_buffers(self) -> None:
         """Overwrite the module's buffers with rank 0's. A collective call.
 
         With `buffers="broadcast"` every training forward begins with it.
         """
-        self._hooks.send_buffers()
+        self._session.send_buffers()
 
     @property
     def num_exchanges(self) -> int:
         """How many backward passes exchanged their gradients. Local."""
-        return self._trained.num_exchanges
+        return self._session.trained.num_exchanges
 
     def clip_grad_norm_(
         self, max_norm: float, *, error_if_nonfinite: bool = False
@@ -541,8 +332,8 @@ class Replica:
             RuntimeError: The norm is not finite and `error_if_nonfinite` is True.
         """
         norm = self._training.gradient_info.clip(max_norm, error_if_nonfinite)
-        if self._auto is not None:
-            self._auto.inspector.note()
+        if self._session.auto is not None:
+            self._session.auto.inspector.note()
         return norm
 
     def exchange(self) -> None:
@@ -616,45 +407,8 @@ class Replica:
             RuntimeError: `residual` is True during backward, or between backward and
                 step under a deferred schedule.
         """
-        training, before = self._trained, self._counted
-        found = self._residual_norms() if residual else {}
-        self._counted = self._totals()
-        new = {name: total - before[name] for name, total in self._counted.items()}
-        selected, offered = new.pop("selected"), new.pop("offered")
-        if offered:
-            self._density = selected / offered
-        return {
-            "step": training.num_steps,
-            **new,
-            "density": self._density,
-            "skipped_steps": training.num_skipped,
-            **found,
-        }
-
-    def _totals(self) -> dict[str, float]:
-        """All that was counted so far, of which metrics() tells the differences."""
-        sent = self.engine.transport.payload_bytes
-        return {**self.engine.telemetry.totals(), "sent_bytes": sent}
-
-    @torch.no_grad()
-    def _residual_norms(self) -> dict[str, float]:
-        step = self._training.step
-        if step.open or step.held:
-            raise RuntimeError(
-                "metrics(residual=True) between backward and step, while gradients are "
-                "on their way: call it after optimizer.step()"
-            )
-        self.flush()
-        buckets = self._training.buckets
-        left = (b.payload.flat for b in buckets if not b.residual_empty)
-        aside = (p[FLAT] for b in buckets for p in b.waiting.values() if FLAT in p)
-        own, waiting = (
-            sum(float(squares([flat])) for flat in flats) for flats in (left, aside)
-        )
-        return {
-            "residual_norm": math.sqrt(own + waiting),
-            "waiting_norm": math.sqrt(waiting),
-        }
+        more = residual_norms(self._training) if residual else {}
+        return {**self._metrics.read(self._session.trained), **more}
 
     def flush(self) -> None:
         """Apply the updates that `step()` has deferred. Local.
@@ -666,8 +420,7 @@ class Replica:
         later, is waited for and stays to be applied then. Under other schedules nothing
         happens.
         """
-        self._training.flush()
-        self._training.arrive()
+        self._session.flush()
 
     def end_round(self) -> None:
         """Exchange now what the round has done so far, and begin another one.
@@ -685,7 +438,7 @@ class Replica:
         """
         training = self._training
         if self.scheme.schedule.rounds:
-            self._refuse_moment("end_round")
+            self._session.refuse_moment("end_round")
             training.end_round()
 
     @contextmanager
@@ -728,48 +481,7 @@ class Replica:
             ValueError: The scheme cannot be used here, or is not the same on all
                 ranks. It is raised on every rank, and the replica goes on as before.
         """
-        self._refuse_moment("adopt")
-        self.flush()
-
-        def prepare() -> tuple[Scheme, Signature]:
-            chosen = with_levels(as_scheme(scheme), self.engine.transport.hosts)
-            validate_scheme(self.model, chosen)
-            if self._unknown:
-                ahead.prepare(dict(averaged(self.model)).values(), chosen)
-                return chosen, {"scheme": repr(chosen)}
-            if undecided(chosen) is not None:
-                raise ValueError("adopt() takes a decided scheme: replicate with auto")
-            validate_optimizer(self.model, self.optimizer, chosen.schedule)
-            momentum_of(self.optimizer, chosen)
-            before, now = self.scheme.schedule.launch, chosen.schedule.launch
-            wrong = {
-                f"adopt({chosen!r}): the residual of gradients is no step, nor the "
-                "other way round; call remove() and replicate()": (
-                    (now == "step") != (before == "step")
-                ),
-                f"adopt({chosen!r}): the preconditioner stays as it is; call remove() "
-                "and replicate() for another one": (
-                    chosen.preconditioner != self.scheme.preconditioner
-                ),
-            }
-            refuse(wrong)
-            ahead.prepare(dict(averaged(self.model)).values(), chosen)
-            return chosen, {"scheme": repr(chosen)}
-
-        if self.tuning is not None:
-            self.tuning.drain()
-        chosen = check_ranks_agree(self.engine.transport, prepare)
-        self._training.end_round()
-        self._adopt(chosen)
-        self.tuning = self._search()
-
-    def _adopt(self, scheme: Scheme) -> None:
-        """`adopt` what all ranks have agreed on, when nothing is on its way."""
-        self.engine.levels = levels_of(self.engine.group, scheme.levels)
-        self._comm_hook = None
-        self._training.adopt(self._now(scheme))
-        self._hooks.follow()
-        self.scheme = scheme
+        self._session.adopt(scheme)
 
     def use_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let a communication hook for DistributedDataParallel exchange the gradients.
@@ -792,43 +504,7 @@ class Replica:
                 backward and step.
             ValueError: The scheme has K-FAC, exchanges steps, or is being chosen.
         """
-        if self._auto is not None:
-            raise ValueError("a communication hook takes the place of a decided scheme")
-        fusion = self.scheme.fusion
-        self.adopt(Scheme() if isinstance(fusion, Search) else Scheme(fusion=fusion))
-        self._exchange_by_hook(state, hook)
-
-    def _exchange_by_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        from gradtide.runtime.exchange.hook import HookExchange
-
-        self._comm_hook, training = (state, hook), self._training
-        around, gradients = training.around, training.gradients
-        training.use(HookExchange(around, gradients, state, hook))
-
-    def _search(self) -> Tuner | None:
-        """Begin to search for a fusion, if the scheme's is one that is searched for."""
-        fusion, undone = self.scheme.fusion, undecided(self.scheme) is not None
-        if not isinstance(fusion, Search) or undone or self.waiting:
-            return None
-        from gradtide.planner.tuning.online import Tuner
-
-        flats = [bucket.payload.flat for bucket in self._training.buckets]
-        whole = sum(flat.nbytes for flat in flats)
-        return Tuner(self.engine, fusion, whole, flats[0].device, self._recut)
-
-    def _recut(self, fusion: BySize) -> None:
-        """Go on with other buckets, between step() and the next backward."""
-        self.flush()
-        self._adopt(replace(self.scheme, fusion=fusion))
-
-    def _refuse_moment(self, call: str) -> None:
-        """Raise RuntimeError unless all that was exchanged has been made use of."""
-        moment = self._training.moment()
-        if moment is not None:
-            raise RuntimeError(
-                f"{call}() {moment}: call it after optimizer.step(), before the next "
-                "backward"
-            )
+        self._session.use_comm_hook(state, hook)
 
     def state_dict(
         self, *, world_size: int | None = None, shards: int | None = None
@@ -855,19 +531,7 @@ class Replica:
             RuntimeError: The call comes between backward and step under a deferred
                 schedule.
         """
-        self.flush()
-        if self._training.step.held:
-            raise RuntimeError(
-                "state_dict() between backward and step, while means are on their way: "
-                "call it after optimizer.step()"
-            )
-        return saving.save(
-            self._training, lambda: self.scheme, self._choosing(), world_size, shards
-        )
-
-    def _choosing(self) -> list[Saved]:
-        """What is saved by those that choose a scheme, or cut buckets anew."""
-        return [one for one in (self._auto, self.tuning) if one is not None]
+        return self._session.state_dict(world_size, shards)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict()` returned.
@@ -888,12 +552,7 @@ class Replica:
                 changes. Whatever else is raised on some rank is RuntimeError on the
                 others.
         """
-        if self.waiting:
-            raise RuntimeError(
-                f"load_state_dict() while {self.scheme!r} waits for the optimizer: "
-                "call attach(optimizer) before, on every rank"
-            )
-        saving.load(self._training, lambda: self.scheme, self._choosing(), saved)
+        self._session.load_state_dict(saved)
 
     def remove(self, *, end_round: bool = True) -> None:
         """Apply what is deferred, and detach from module and optimizer.
@@ -908,30 +567,7 @@ class Replica:
             end_round: Whether a round that is under way ends first, as by `end_round`.
                 With False every rank keeps parameters of its own, and nothing is sent.
         """
-        if self._removed:
+        if self._session.removed:
             return
-        self.gather_gradients()
-        self._apply_pending(end_round)
-        self._detach()
+        self._session.remove(end_round)
         self.wrapper = None
-        self._finder.rest()
-        self.engine.transport.close()
-        self._removed = True
-
-    def _apply_pending(self, end_round: bool = True) -> None:
-        """Apply what is deferred, and decide what waits to be decided."""
-        self.flush()
-        if end_round:
-            self._training.end_round()
-        if self.tuning is not None:
-            self.tuning.drain()
-
-    def _detach(self) -> None:
-        """Take the hooks from module and optimizer, when nothing is on its way."""
-        if self._auto is not None:
-            self._auto.remove()
-        if self.kfac is not None:
-            self.kfac.finish()
-            self.kfac.close()
-        self._admitted.remove()
-        self._hooks.remove()

@@ -1,0 +1,426 @@
+"""What trains a module: by which scheme, and with which optimizer, until it is removed.
+
+The public side is `replica`; here are set-up, optimizers that are found late, and
+schemes that take each other's place. What carries steps out is a `Training`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from gradtide.core.engine import Engine
+from gradtide.core.fields import refuse
+from gradtide.core.levels import levels_of
+from gradtide.core.payload import traits
+from gradtide.fusion import BySize, Search
+from gradtide.runtime import ahead, saving
+from gradtide.runtime.buffers import SharedBuffers
+from gradtide.runtime.checkpoint import Saved, StateDict
+from gradtide.runtime.exchange.gradients import momentum_of
+from gradtide.runtime.guards.scales import Scales
+from gradtide.runtime.guards.validation import (
+    SetupGuard,
+    Signature,
+    check_ranks_agree,
+    describe,
+    is_joinable,
+    validate,
+    validate_optimizer,
+    validate_scheme,
+)
+from gradtide.runtime.hooks import Hooks
+from gradtide.runtime.layout.broadcast import synchronize
+from gradtide.runtime.layout.parameters import (
+    averaged,
+)
+from gradtide.runtime.optimizer.finder import Finder
+from gradtide.runtime.training import Training
+from gradtide.scheme import (
+    Scheme,
+    as_scheme,
+    knows_optimizer,
+    start,
+    undecided,
+    with_levels,
+)
+from gradtide.transport import Mesh, ProcessGroup, connect, members
+
+if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
+    from gradtide.planner.auto.selector import AutoSelector
+    from gradtide.planner.tuning.online import Tuner
+
+LOG = logging.getLogger("gradtide")
+
+Buffers: TypeAlias = Literal["broadcast", "local"]
+
+
+class Session:
+    """A module in training; its constructor is a collective call.
+
+    Attributes:
+        model: The module.
+        optimizer: The optimizer that was passed or found; or one that never steps.
+        scheme: The one in use, or the one that waits for the optimizer.
+        tuning: The search for a fusion, if there is one.
+        auto: What chooses the scheme, if that is still to be done.
+        engine: What drives the exchanges.
+        trained: What carries steps out, also of a session that is over.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scheme: str | Scheme,
+        process_group: ProcessGroup | Mesh | None,
+        buffers: Buffers,
+        grad_scaler: torch.amp.GradScaler | None,
+        alike: Sequence[Tensor],
+        check_every: int,
+    ) -> None:
+        trained = averaged(model)
+        device = next((p.device for _, p in trained), torch.device("cpu"))
+        self.removed, self._owner = False, owner
+        self._comm_hook: tuple[object, Callable[..., Any]] | None = None
+        self.engine = Engine(transport := connect(process_group, device))
+        self.model, self.process_group = model, process_group
+
+        def prepare() -> tuple[Scheme, Signature]:
+            chosen = with_levels(as_scheme(scheme), transport.hosts)
+            validate(model, buffers, check_every, members(process_group))
+            refuse(
+                {
+                    f"{name} is on {p.device}, and others are on {device}: move the "
+                    "model to one device": p.device != device
+                    for name, p in trained
+                }
+            )
+            validate_scheme(model, chosen)
+            if optimizer is not None:
+                validate_optimizer(model, optimizer, chosen.schedule)
+                momentum_of(optimizer, chosen)
+            if chosen.preconditioner is not None:
+                from gradtide.kfac.costs import admitted
+
+                admitted(model, chosen.preconditioner)
+            ahead.prepare(dict(averaged(model)).values(), chosen)
+            return chosen, describe(model, chosen, check_every, buffers)
+
+        try:
+            self.scheme = check_ranks_agree(transport, prepare)
+        except Exception:
+            transport.close()
+            raise
+        self.engine.levels = levels_of(transport.group, self.scheme.levels)
+        synchronize(self.engine, alike)  # tensors that become rank 0's
+        self._shared_buffers = SharedBuffers(model, self.engine)
+        self._buffers = buffers == "broadcast"
+        self._check_every = check_every
+        self._scales = Scales(self.engine, grad_scaler)
+        params = [p for _, p in averaged(model)]
+        self._unknown = optimizer is None
+        found = params if self._unknown else []
+        self._finder = Finder(found, self._step_begins, self._step_ends)
+        # What stands for an optimizer that is not known never makes a step.
+        self._train_with(SGD(params) if optimizer is None else optimizer)
+        if transport.group.rank == 0:
+            LOG.info("%s is replicated: %s", type(model).__name__, self._words())
+
+    def _words(self) -> str:
+        """What was chosen, for the log."""
+        transport, scheme = self.engine.transport, self.scheme
+        averaging = "host by host" if self.engine.levels else "all ranks alike"
+        return (
+            f"{scheme!r}, {transport.group.size} ranks on {len(transport.hosts)} "
+            f"hosts, {averaging}, by {type(transport).__name__}"
+            + (", when its optimizer is known" if self.waiting else "")
+        )
+
+    def _train_with(self, optimizer: Optimizer) -> None:
+        """Begin to train; with K-FAC, a collective call."""
+        model, now, self.optimizer = self.model, self._now(self.scheme), optimizer
+        self._admitted = SetupGuard(model, optimizer)
+        self.trained = Training(
+            model,
+            optimizer,
+            now,
+            self.engine,
+            self._scales,
+            self._check_every,
+            self._shared_buffers,
+        )
+        self._hooks = Hooks(
+            self.training,
+            self._buffers,
+            lambda: None if self.tuning is None else self.tuning.stepped(),
+            self._owner,
+        )
+        self._hooks.follow()
+        self.training.check_setup = self._admitted.check
+        self.auto: AutoSelector | None = None
+        auto = undecided(self.scheme)
+        if auto is not None and not self.waiting:
+            from gradtide.planner.auto.selector import AutoSelector
+
+            self.auto = AutoSelector(self, auto)
+        self.tuning = self._search()
+
+    def _now(self, scheme: Scheme) -> Scheme:
+        """What to train with until the optimizer is known, or `auto` has decided."""
+        waiting = self._unknown and knows_optimizer(scheme)
+        return Scheme(levels=scheme.levels) if waiting else start(scheme)
+
+    @property
+    def training(self) -> Training:
+        """What carries out steps: all that a replica does is done by it.
+
+        Raises RuntimeError once `remove` was called. So every method does, but for
+        those that count what was (they ask `trained`); what exchanges something past
+        this is refused by the queue.
+        """
+        if self.removed:
+            raise RuntimeError(
+                "sync.remove() was called, and the replica is of no use any more: call "
+                "replicate() again, on every rank"
+            )
+        return self.trained
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the scheme begins when the optimizer has made a step."""
+        return self._unknown and knows_optimizer(self.scheme)
+
+    # - The optimizer ------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Go on with an optimizer that was not passed, or with another one."""
+        self.refuse_moment("attach")
+        self.apply_pending()
+        self._agree_on(optimizer)
+        self._change(optimizer)
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer is about to step, perhaps one that was not passed."""
+        if optimizer is self.optimizer:
+            return None
+        self._admitted.check()
+        if knows_optimizer(self.scheme):
+            self.training.gather()
+            self.apply_pending()
+            self._agree_on(optimizer)
+        return self._hooks.stepping(args, kwargs)
+
+    def _step_ends(self, optimizer: Optimizer) -> None:
+        """It has stepped: a scheme that has waited for it begins."""
+        if optimizer is self.optimizer:
+            return
+        self._hooks.stepped(optimizer)
+        if knows_optimizer(self.scheme):
+            self._change(optimizer)
+
+    def _agree_on(self, optimizer: Optimizer) -> None:
+        """Raise ValueError, on every rank, if some rank cannot use the optimizer."""
+
+        def prepare() -> tuple[None, Signature]:
+            validate_optimizer(self.model, optimizer, self.scheme.schedule)
+            momentum_of(optimizer, self.scheme)
+            return None, {}
+
+        check_ranks_agree(self.engine.transport, prepare)
+
+    def _change(self, optimizer: Optimizer) -> None:
+        """Go on with another optimizer, when nothing is on its way."""
+        before = self.training
+        self._detach()
+        self._unknown = False
+        self._train_with(optimizer)
+        after = self.training
+        after.num_steps, after.num_skipped = before.num_steps, before.num_skipped
+        after.num_exchanges = before.num_exchanges
+        after.placement.compiled = before.placement.compiled
+        before.members.follow(after)
+        if self._comm_hook is not None:
+            self._exchange_by_hook(*self._comm_hook)
+
+    # - The scheme ---------------------------------------------------------------------
+
+    def adopt(self, scheme: str | Scheme) -> None:
+        """Go on with another scheme; collective, as `Replica.adopt`."""
+        self.refuse_moment("adopt")
+        self.flush()
+
+        def prepare() -> tuple[Scheme, Signature]:
+            chosen = with_levels(as_scheme(scheme), self.engine.transport.hosts)
+            validate_scheme(self.model, chosen)
+            if self._unknown:
+                ahead.prepare(dict(averaged(self.model)).values(), chosen)
+                return chosen, {"scheme": repr(chosen)}
+            if undecided(chosen) is not None:
+                raise ValueError("adopt() takes a decided scheme: replicate with auto")
+            validate_optimizer(self.model, self.optimizer, chosen.schedule)
+            momentum_of(self.optimizer, chosen)
+            before, now = self.scheme.schedule.launch, chosen.schedule.launch
+            wrong = {
+                f"adopt({chosen!r}): the residual of gradients is no step, nor the "
+                "other way round; call remove() and replicate()": (
+                    (now == "step") != (before == "step")
+                ),
+                f"adopt({chosen!r}): the preconditioner stays as it is; call remove() "
+                "and replicate() for another one": (
+                    chosen.preconditioner != self.scheme.preconditioner
+                ),
+            }
+            refuse(wrong)
+            ahead.prepare(dict(averaged(self.model)).values(), chosen)
+            return chosen, {"scheme": repr(chosen)}
+
+        if self.tuning is not None:
+            self.tuning.drain()
+        chosen = check_ranks_agree(self.engine.transport, prepare)
+        self.training.end_round()
+        self._adopt(chosen)
+        self.tuning = self._search()
+
+    def _adopt(self, scheme: Scheme) -> None:
+        """`adopt` what all ranks have agreed on, when nothing is on its way."""
+        self.engine.levels = levels_of(self.engine.group, scheme.levels)
+        self._comm_hook = None
+        self.training.adopt(self._now(scheme))
+        self._hooks.follow()
+        self.scheme = scheme
+
+    def use_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let a hook exchange gradients; collective, as `Replica.use_comm_hook`."""
+        if self.auto is not None:
+            raise ValueError("a communication hook takes the place of a decided scheme")
+        fusion = self.scheme.fusion
+        self.adopt(Scheme() if isinstance(fusion, Search) else Scheme(fusion=fusion))
+        self._exchange_by_hook(state, hook)
+
+    def _exchange_by_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        from gradtide.runtime.exchange.hook import HookExchange
+
+        self._comm_hook, training = (state, hook), self.training
+        around, gradients = training.around, training.gradients
+        training.use(HookExchange(around, gradients, state, hook))
+
+    def _search(self) -> Tuner | None:
+        """Begin to search for a fusion, if the scheme's is one that is searched for."""
+        fusion, undone = self.scheme.fusion, undecided(self.scheme) is not None
+        if not isinstance(fusion, Search) or undone or self.waiting:
+            return None
+        from gradtide.planner.tuning.online import Tuner
+
+        flats = [bucket.payload.flat for bucket in self.training.buckets]
+        whole = sum(flat.nbytes for flat in flats)
+        return Tuner(self.engine, fusion, whole, flats[0].device, self._recut)
+
+    def _recut(self, fusion: BySize) -> None:
+        """Go on with other buckets, between step() and the next backward."""
+        self.flush()
+        self._adopt(replace(self.scheme, fusion=fusion))
+
+    # - Moments ------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Apply the updates that step() has deferred."""
+        self.training.flush()
+        self.training.arrive()
+
+    def refuse_moment(self, call: str) -> None:
+        """Raise RuntimeError unless all that was exchanged has been made use of."""
+        moment = self.training.moment()
+        if moment is not None:
+            raise RuntimeError(
+                f"{call}() {moment}: call it after optimizer.step(), before the next "
+                "backward"
+            )
+
+    def apply_pending(self, end_round: bool = True) -> None:
+        """Apply what is deferred, and decide what waits to be decided."""
+        self.flush()
+        if end_round:
+            self.training.end_round()
+        if self.tuning is not None:
+            self.tuning.drain()
+
+    # - What is saved ------------------------------------------------------------------
+
+    def state_dict(self, world_size: int | None, shards: int | None) -> StateDict:
+        """As `Replica.state_dict`."""
+        self.flush()
+        if self.training.step.held:
+            raise RuntimeError(
+                "state_dict() between backward and step, while means are on their way: "
+                "call it after optimizer.step()"
+            )
+        how = self.training, lambda: self.scheme, self._choosing()
+        return saving.save(*how, world_size, shards)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """As `Replica.load_state_dict`; collective."""
+        if self.waiting:
+            raise RuntimeError(
+                f"load_state_dict() while {self.scheme!r} waits for the optimizer: "
+                "call attach(optimizer) before, on every rank"
+            )
+        how = self.training, lambda: self.scheme, self._choosing()
+        saving.load(*how, saved)
+
+    def _choosing(self) -> list[Saved]:
+        """What is saved by those that choose a scheme, or cut buckets anew."""
+        return [one for one in (self.auto, self.tuning) if one is not None]
+
+    # - The end -----------------------------------------------------------------------
+
+    def refuse_join(self, over_all: bool) -> None:
+        """Raise ValueError where uneven inputs cannot be trained."""
+        searching = self.tuning is not None and not self.tuning.done
+        local = self.scheme.schedule.launch == "step"
+        exact = traits(self.scheme.collective).dense and not local
+        reasons = {
+            "divide_by_initial_world_size=False where a residual is kept: use a dense "
+            "scheme ('wfbp', 'dear'), or leave that out": not over_all and not exact,
+            "K-FAC, whose factors would miss the ranks that have joined: use a scheme "
+            "without it": self.training.preconditioning is not None,
+            "a scheme or a fusion that is still being searched for: adopt() a decided "
+            "one before": searching or undecided(self.scheme) is not None,
+            f"{type(self.optimizer).__name__}, which exchanges parameters inside its "
+            "step: use a plain optimizer": is_joinable(self.optimizer),
+            "another join()": self.training.members.inside,
+            "sharded parameters, whose parts other ranks wait for: give all ranks "
+            "inside as many batches": bool(self.training.placement.shards),
+        }
+        refuse({f"join() does not work with {why}": t for why, t in reasons.items()})
+
+    def send_buffers(self) -> None:
+        """Overwrite the module's buffers with rank 0's; collective."""
+        self._hooks.send_buffers()
+
+    def remove(self, end_round: bool) -> None:
+        """Apply what is deferred, and detach; collective."""
+        self.training.gather()
+        self.apply_pending(end_round)
+        self._detach()
+        self._finder.rest()
+        self.engine.transport.close()
+        self.removed = True
+
+    def _detach(self) -> None:
+        """Take the hooks from module and optimizer, when nothing is on its way."""
+        if self.auto is not None:
+            self.auto.remove()
+        stage = self.training.preconditioning
+        if stage is not None:
+            stage.kfac.finish()
+            stage.kfac.close()
+        self._admitted.remove()
+        self._hooks.remove()

@@ -1,0 +1,65 @@
+"""Uneven inputs: replicas that are trained together inside `join()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from gradtide.core.engine import Engine
+from gradtide.core.fields import refuse
+from gradtide.runtime.guards.validation import Signature, check_ranks_agree
+from gradtide.runtime.join import Join
+from gradtide.session import Session
+from gradtide.transport import connect
+
+REMEDY = "call join() with the same arguments on every rank"
+
+
+class Trained(NamedTuple):
+    """A session, and whether its training forwards begin with one rank's buffers."""
+
+    session: Session
+    shares_buffers: bool
+
+
+@contextmanager
+def joined(ones: Sequence[Trained], over_all: bool, throw: bool) -> Iterator[None]:
+    """As `Replica.join`, for the first of some replicas, and the others beside it."""
+    sessions = [one.session for one in ones]
+    first, *also = sessions
+
+    def prepare() -> tuple[None, Signature]:
+        groups = {one.engine.group for one in sessions}
+        wrong = {
+            "a replica is inside join() already: name all that are trained there "
+            "in one call, as join(also=[...])": bool(Join.inside),
+            "join(also=...) is for replicas of the same ranks": len(groups) > 1,
+            "join(also=...): a replica is named twice": (
+                len({*map(id, sessions)}) < len(sessions)
+            ),
+        }
+        refuse(wrong)
+        for one in sessions:
+            one.refuse_join(over_all)
+        return None, {
+            "join(also=)": repr([one.scheme for one in also]),
+            "join(throw_on_early_termination=)": str(throw),
+            "join(divide_by_initial_world_size=)": str(over_all),
+        }
+
+    check_ranks_agree(first.engine.transport, prepare, REMEDY)
+    words = first.engine
+    if also:
+        words = Engine(connect(first.process_group, torch.device("cpu")))
+    members = [(one.training, shares) for one, shares in ones]
+    joining = Join(words, members, throw, over_all)
+    try:
+        yield
+        for one in sessions:
+            one.flush()
+        joining.finish()
+    finally:
+        joining.leave()
