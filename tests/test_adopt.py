@@ -217,7 +217,7 @@ def _deferring() -> None:
         opt.step()
         opt.zero_grad()
         # Whoever reads a parameter that is due has it updated.
-        return all(b.stage is not Stage.DUE for b in sync._training.buckets)
+        return all(b.stage is not Stage.DUE for b in sync._training.placement.buckets)
 
     assert all([changed(0), changed(1)])
     hooks = [len(m._forward_pre_hooks) for m in model.modules()]

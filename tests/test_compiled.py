@@ -220,7 +220,7 @@ def overlapped() -> list[tuple[str, list[int]]]:
         seen: list[int] = []
 
         def look(*_: Any, sync: Any = sync, seen: list[int] = seen) -> None:
-            buckets = sync._training.buckets
+            buckets = sync._training.placement.buckets
             seen.append(sum(bucket.stage is Stage.DUE for bucket in buckets))
 
         for module in (*net.blocks, net.head):

@@ -234,7 +234,7 @@ def test_what_waits_does_not_travel() -> None:
         sent = []
         for _ in range(4):
             one.step(False, True)
-            (bucket,) = one.sync._training.buckets
+            (bucket,) = one.sync._training.placement.buckets
             assert bucket.mean is not None
             sent.append({s.name: bool(s.of(bucket.mean).any()) for s in bucket.slots})
         one.sync.remove()

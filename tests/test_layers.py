@@ -24,7 +24,9 @@ LAYERS = (
     {"session"},
     {"uneven"},
     {"replica"},
+    {"ddp_arguments"},
     {"parallel"},
+    {"installing"},
     {"lab", "integrations", "startup"},
     {"profile", "simulate"},
     {"doctor", "run"},
@@ -33,7 +35,7 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LATE = 72  # imports of ours that wait for a call
-FREE = LEVEL["parallel"]  # from here up, torch.distributed may be imported
+FREE = LEVEL["ddp_arguments"]  # from here up, torch.distributed may be imported
 
 
 @cache

@@ -479,9 +479,9 @@ def _visible() -> None:
 
     steps(3)
     # Or nothing was deferred, and this test shows nothing.
-    assert lazy_sync._training.buckets[0].stage is Stage.DUE
+    assert lazy_sync._training.placement.buckets[0].stage is Stage.DUE
     lazy_sync.flush()
-    assert lazy_sync._training.buckets[0].stage is Stage.IDLE
+    assert lazy_sync._training.placement.buckets[0].stage is Stage.IDLE
     assert equal()
     steps(2)
     x, _ = data(0)

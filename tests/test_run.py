@@ -160,7 +160,7 @@ def test_a_class_is_armed_once_and_says_where_gradtide_is_not(
             self.plain = True
 
     monkeypatch.setenv("GRADTIDE_SCHEME", "dear")
-    monkeypatch.setitem(sys.modules, "gradtide.parallel", None)
+    monkeypatch.setitem(sys.modules, "gradtide.installing", None)
     sitecustomize.arm(Torchs)
     for _ in range(2):  # never a plain one without a word
         with pytest.raises(RuntimeError, match="cannot be imported here"):

@@ -30,8 +30,9 @@ from gradtide.fusion import (
     MgWfbp,
     PerTensor,
 )
+from gradtide.installing import install
 from gradtide.kfac import KFAC
-from gradtide.parallel import DistributedDataParallel, install
+from gradtide.parallel import DistributedDataParallel
 from gradtide.replica import Replica, replicate
 from gradtide.scheme import Auto, Scheme, parse, recipe
 from gradtide.selectors import Exact, Threshold

@@ -6,16 +6,13 @@ recognised where programs ask for DDP. None of DDP's machinery is made.
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import cache
-from types import ModuleType, SimpleNamespace, new_class
+from types import SimpleNamespace, new_class
 from typing import Any, TypeAlias
 
 import torch
@@ -35,6 +32,7 @@ from gradtide.core.torch_internals.distributed import (
     check_default_group,
     log_and_throw,
 )
+from gradtide.ddp_arguments import Log, only_device, own_group
 from gradtide.replica import Replica
 from gradtide.runtime.guards.validation import check_kinds, owners
 from gradtide.runtime.layout.parameters import (
@@ -42,7 +40,7 @@ from gradtide.runtime.layout.parameters import (
     shared_buffers,
     shared_parameters,
 )
-from gradtide.scheme import Scheme, as_scheme
+from gradtide.scheme import Scheme
 from gradtide.transport import ProcessGroup
 
 Recipe: TypeAlias = "str | Scheme"
@@ -166,10 +164,10 @@ class DistributedDataParallel(Torchs):
         given = next((flag for flag in sync if flag is not None), True)
         self.module = module
         self.device_mesh = device_mesh
-        self.process_group: Any = _group(process_group, device_mesh)
+        self.process_group: Any = own_group(process_group, device_mesh)
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.device_type, self.dim = self.device.type, dim
-        self.device_ids = _only(device_ids, self.device_type)
+        self.device_ids = only_device(device_ids, self.device_type)
         self.output_device = output_device
         self.scheme = self.default_scheme if scheme is None else scheme
         self.broadcast_buffers = given  # a property of torch's, since 2.13
@@ -177,7 +175,7 @@ class DistributedDataParallel(Torchs):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.mixed_precision, self.logger = None, _Log()
+        self.mixed_precision, self.logger = None, Log()
         self.bucket_bytes_cap = int((bucket_cap_mb or 25) * 2**20)
         self.bucket_bytes_cap_list = [int(n * 2**20) for n in bucket_cap_mb_list or ()]
         self.broadcast_bucket_size = 250 * 2**20  # what torch's own functions ask for
@@ -479,55 +477,6 @@ class DistributedDataParallel(Torchs):
         }
 
 
-class _Log:
-    """The errors that DDP logs, and those who use it ask for."""
-
-    def __init__(self) -> None:
-        self.said: dict[str, Any] = {}
-
-    def set_error_and_log(self, message: str) -> None:
-        self.said = {"has_error": 1, "error": message}
-
-
-def _group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup | None:
-    """The ranks that train together; None if torch.distributed is not initialised."""
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(
-            f"process_group is a {type(group).__name__}: pass what "
-            "torch.distributed.new_group() returns, or None for all ranks"
-        )
-    if mesh is None:
-        return group or dist.group.WORLD
-    if group is not None:
-        raise RuntimeError(  # as DDP
-            "Cannot specify both process_group and device_mesh arguments."
-        )
-    if mesh.ndim != 1:
-        raise RuntimeError(  # as DDP
-            f"Only 1D device mesh is supported, but got {mesh}: pass mesh['dp']"
-        )
-    found: ProcessGroup = mesh.get_group(mesh_dim=0)
-    return found
-
-
-def _only(device_ids: Sequence[Any] | None, device_type: str) -> list[int] | None:
-    """The index of the one GPU, in a list; None without one."""
-    if isinstance(device_ids, str | Scheme | Optimizer):
-        raise TypeError(
-            f"device_ids is a {type(device_ids).__name__}: pass schemes and optimizers "
-            "by name, scheme='dear', optimizer=..."
-        )
-    if not device_ids:
-        return None
-    if device_type == "cpu" or len(device_ids) > 1:
-        raise ValueError(
-            f"device_ids={list(device_ids)} for a module on the {device_type}: one "
-            "GPU, or None for a module on the CPU"
-        )
-    (only,) = device_ids
-    return [only if isinstance(only, int) else torch.device(only).index]
-
-
 def _release(replica: Replica) -> None:
     """Detach what a wrapper had linked, if it has not been done.
 
@@ -569,59 +518,8 @@ def _forsaken(name: str, wrapper: Callable[[], object]) -> Callable[[Tensor], No
     return refuse
 
 
-def install(scheme: Recipe = "wfbp") -> ExitStack:
-    """Put gradtide's class in the place of torch's DistributedDataParallel.
-
-    It is for programs that name torch's class, or use frameworks that do: it is
-    replaced in torch and in all modules that have imported it, and what is made of
-    torch's own class by who has kept it is gradtide's, too. So are models of classes
-    that derive from it, whenever these were defined. `isinstance` holds with either
-    class. It takes effect at once, and lasts until what is returned is closed.
-
-    Models that were made before keep torch's exchange, and there is a warning. So does
-    what is made in other processes: see `gradtide run`.
-
-    Args:
-        scheme: What `DistributedDataParallel` uses where no `scheme` is passed.
-
-    Returns:
-        A context manager that puts everything back when it is left, or by `close()`.
-            Models that were made inside stay gradtide's.
-
-    Raises:
-        ValueError: There is no such scheme.
-    """
-    chosen = as_scheme(scheme)
-    made = [one for one in gc.get_objects() if issubclass(type(one), Torchs)]
-    before = [type(one).__name__ for one in made if "reducer" in vars(one)]
-    if before:
-        kinds = ", ".join(sorted({*before}))
-        warnings.warn(
-            f"{len(before)} models ({kinds}) were wrapped before gradtide.install(), "
-            "and keep torch's exchange: call it earlier",
-            stacklevel=2,
-        )
-    places = [
-        (DistributedDataParallel, "default_scheme", chosen),
-        (Torchs, "__init__", _becomes_ours),
-        *_places(),
-    ]
-    undo = ExitStack()
-    for place, name, value in places:
-        undo.callback(setattr, place, name, getattr(place, name))
-        setattr(place, name, value)
-    return undo
-
-
-def _becomes_ours(self: Any, *args: Any, **kwargs: Any) -> None:
-    """The constructor of torch's class, and of what derives from it, once installed."""
-    if not isinstance(self, DistributedDataParallel):
-        self.__class__ = _joined(type(self))  # type: ignore[arg-type]  # it is hashable
-    DistributedDataParallel.__init__(self, *args, **kwargs)
-
-
 @cache
-def _joined(kind: Any) -> Any:
+def joined_class(kind: Any) -> Any:
     """A class of torch's, or a program's own that derives from it, on top of ours.
 
     The program's own class stays as it is, for models that it has made already.
@@ -642,18 +540,5 @@ def _joined(kind: Any) -> Any:
 
 def _blank(kind: Any) -> Any:
     """An object of such a class, whose state is yet to come: for pickles."""
-    joined = _joined(kind)
+    joined = joined_class(kind)
     return joined.__new__(joined)
-
-
-def _places() -> Iterator[tuple[Any, str, Any]]:
-    """Where programs find torch's class; torch's other modules only ask for it."""
-    own = (__name__, "gradtide.runtime.guards.validation")
-    public = ("torch.nn.parallel", "torch.nn.parallel.distributed")
-    for module_name, module in list(sys.modules.items()):
-        asking = module_name.startswith("torch.") and module_name not in public
-        if asking or module_name in own or not isinstance(module, ModuleType):
-            continue
-        for name, value in list(vars(module).items()):
-            if value is Torchs:
-                yield module, name, DistributedDataParallel

@@ -119,15 +119,6 @@ class Replica:
 
     `replicate` makes it. Every method says whether it is a collective call, which all
     ranks have to make at the same point of their program, or a local one.
-
-    Attributes:
-        model: The module that is trained.
-        optimizer: The optimizer that was passed or found. As long as the scheme waits
-            for one, or if it can do without, it is one that never steps.
-        scheme: The `Scheme` in use, or the one that waits for the optimizer. A search
-            for a fusion, "auto" and `adopt` change it.
-        tuning: The search for a fusion, with `tried` and `best`; None without one.
-        engine: What drives the exchanges. Its `telemetry` has single requests.
     """
 
     def __init__(
@@ -155,22 +146,22 @@ class Replica:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that was passed or found. Local."""
+        """The optimizer that was passed or found, or one that never steps. Local."""
         return self._session.optimizer
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme in use, or the one that waits for the optimizer. Local."""
+        """The scheme in use, or that waits; "auto" and others change it. Local."""
         return self._session.scheme
 
     @property
     def engine(self) -> Engine:
-        """What drives the exchanges. Local."""
+        """What drives the exchanges; `telemetry` has single requests. Local."""
         return self._session.engine
 
     @property
     def tuning(self) -> Tuner | None:
-        """The search for a fusion; None without one. Local."""
+        """The search for a fusion, with `tried` and `best`, or None. Local."""
         return self._session.tuning
 
     @property
@@ -456,7 +447,7 @@ class Replica:
         """
         training = self._training
         training.flush()
-        with training.exchange.shared_parameters():
+        with training.actions.exchange.shared_parameters():
             yield
 
     def adopt(self, scheme: str | Scheme) -> None:

@@ -246,7 +246,7 @@ class Session:
         after.num_steps, after.num_skipped = before.num_steps, before.num_skipped
         after.num_exchanges = before.num_exchanges
         after.placement.compiled = before.placement.compiled
-        before.members.follow(after)
+        before.actions.members.follow(after)
         if self._comm_hook is not None:
             self._exchange_by_hook(*self._comm_hook)
 
@@ -308,9 +308,9 @@ class Session:
     def _exchange_by_hook(self, state: object, hook: Callable[..., Any]) -> None:
         from gradtide.runtime.exchange.hook import HookExchange
 
-        self._comm_hook, training = (state, hook), self.training
-        around, gradients = training.around, training.gradients
-        training.use(HookExchange(around, gradients, state, hook))
+        self._comm_hook, actions = (state, hook), self.training.actions
+        around, gradients = actions.around, actions.gradients
+        actions.use(HookExchange(around, gradients, state, hook))
 
     def _search(self) -> Tuner | None:
         """Begin to search for a fusion, if the scheme's is one that is searched for."""
@@ -319,7 +319,7 @@ class Session:
             return None
         from gradtide.planner.tuning.online import Tuner
 
-        flats = [bucket.payload.flat for bucket in self.training.buckets]
+        flats = [bucket.payload.flat for bucket in self.training.placement.buckets]
         whole = sum(flat.nbytes for flat in flats)
         return Tuner(self.engine, fusion, whole, flats[0].device, self._recut)
 
@@ -395,7 +395,7 @@ class Session:
             "one before": searching or undecided(self.scheme) is not None,
             f"{type(self.optimizer).__name__}, which exchanges parameters inside its "
             "step: use a plain optimizer": is_joinable(self.optimizer),
-            "another join()": self.training.members.inside,
+            "another join()": self.training.actions.members.inside,
             "sharded parameters, whose parts other ranks wait for: give all ranks "
             "inside as many batches": bool(self.training.placement.shards),
         }

@@ -166,7 +166,7 @@ def test_no_mass_is_lost(scheme: str) -> None:
                 opt.step()
                 opt.zero_grad()
         residual = torch.zeros_like(given)
-        for bucket in sync._training.buckets:
+        for bucket in sync._training.placement.buckets:
             if not bucket.residual_empty:
                 for slot in bucket.slots:
                     residual += slot.of(bucket.payload.flat)

@@ -239,7 +239,8 @@ def traced(scheme: str, tracer: str, alone: bool) -> Any:
             cross_entropy(net(inputs), labels).backward()
             opt.step()
             if step == 3 and alone and dist.get_rank() == 0:
-                due = sum(b.stage is Stage.DUE for b in sync._training.buckets)
+                buckets = sync._training.placement.buckets
+                due = sum(b.stage is Stage.DUE for b in buckets)
                 assert (due > 0) == ("DEAR" in scheme)
                 kept = [b.clone() for b in net.buffers()]
                 graph = TRACERS[tracer](net)

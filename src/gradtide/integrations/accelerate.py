@@ -11,9 +11,10 @@ from weakref import WeakKeyDictionary
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from gradtide import parallel
+from gradtide import installing
 from gradtide.integrations import states
 from gradtide.integrations.wrapping import introduce, scheme_or_default
+from gradtide.parallel import DistributedDataParallel
 from gradtide.replica import Replica
 from gradtide.scheme import Scheme
 
@@ -35,7 +36,7 @@ def install(scheme: str | Scheme | None = None) -> ExitStack:
             stay as they are.
     """
     installed, prepared = ExitStack(), _Prepared()
-    installed.enter_context(parallel.install(scheme_or_default(scheme)))
+    installed.enter_context(installing.install(scheme_or_default(scheme)))
     for name in ("prepare_model", "prepare", "save_state", "load_state"):
         patch(installed, Accelerator, name, getattr(prepared, name))
     return installed
@@ -51,7 +52,7 @@ class _Prepared:
         self, original: Any, accelerator: Any, *args: Any, **kw: Any
     ) -> Any:
         model = original(accelerator, *args, **kw)
-        if isinstance(model, parallel.DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel):
             known = self._of(accelerator)
             known += [] if model in known else [model]
         return model
@@ -86,7 +87,7 @@ class _Prepared:
 
 def replicas(models: Iterable[Any]) -> list[Replica]:
     """The replicas of those models that were wrapped."""
-    wrapped = parallel.DistributedDataParallel
+    wrapped = DistributedDataParallel
     return [model.replica for model in models if isinstance(model, wrapped)]
 
 

@@ -141,7 +141,7 @@ class Hooks:
         Hot path: models have hundreds of parameters, and Python is on backward's way.
         """
         training = self._training
-        placement = training.placement
+        placement, actions = training.placement, training.actions
         unexchanged = training.unexchanged
         place, due, sharded = placement.places[p], Stage.DUE, is_sharded(p)
         at_once = copied_at_once(p)
@@ -156,7 +156,7 @@ class Hooks:
             if not training.begun:  # it is the first
                 begin()
             slot, bucket = place.slot, place.bucket
-            if not training.eager:
+            if not actions.eager:
                 slot.arrived = True  # and it stays in `.grad`
                 return
             if slot.arrived:
@@ -238,7 +238,7 @@ class Hooks:
     def send_buffers(self) -> None:
         """Overwrite the buffers with rank 0's; of a round, before its first step."""
         training = self._training
-        if not training.exchange.take_buffers():
+        if not training.actions.exchange.take_buffers():
             return
         with training.turns:
             training.tally.learn()  # whether some rank has other buffers now
@@ -246,8 +246,8 @@ class Hooks:
             # Before anything is sent: on other ranks they may have been read already.
             with torch.no_grad():
                 training.gradient_info.deliver()
-            training.members.announce(Event.FORWARD)
-            training.buffers.send(training.members.source)
+            training.actions.members.announce(Event.FORWARD)
+            training.buffers.send(training.actions.members.source)
 
     def stepping(self, args: Any, kwargs: Any) -> Any:
         """An optimizer's step begins; `args` begin with the optimizer.
@@ -258,7 +258,7 @@ class Hooks:
         deferred = training.step.schedule.update == "forward"
         curved = training.preconditioning is not None
         # A closure has to run before such a step and not in it.
-        apart = training.chosen.apart or deferred or curved
+        apart = training.actions.chosen.apart or deferred or curved
         if apart and closes(args, kwargs):
             changed = _evaluated(args, kwargs)
         if deferred:

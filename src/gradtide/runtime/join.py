@@ -169,11 +169,11 @@ class Member:
 
     def follow(self, training: Training) -> None:
         """Go on with what takes the place of the training so far."""
-        self._training, training.members = training, self
+        self._training, training.actions.members = training, self
 
     def leave(self) -> None:
         """Train on outside."""
-        self._training.members = EVERYBODY
+        self._training.actions.members = EVERYBODY
 
     @property
     def gain(self) -> float:
@@ -207,7 +207,7 @@ class Member:
     def shadow(self, event: Event, told: float) -> None:
         """Do one's part of an event of others'."""
         training = self._training
-        if not training.eager:  # others are so far in their round
+        if not training.actions.eager:  # others are so far in their round
             training.step.position = int(told)
         match event:
             case Event.FORWARD:
@@ -253,7 +253,8 @@ class Member:
         buffers = training.buffers.tensors() if self._shares_buffers else []
         synchronize(engine, [*self._parameters(), *buffers], source)
         optimizer, piece = training.optimizer, b""
-        apart = training.chosen.apart  # every rank's optimizer has a state of its own
+        # Whether every rank's optimizer has a state of its own.
+        apart = training.actions.chosen.apart
         if not apart and engine.group.rank == source:
             scaler = training.scales.scaler
             scaling = None if scaler is None else scaler.state_dict()

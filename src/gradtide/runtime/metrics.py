@@ -53,8 +53,8 @@ def residual_norms(training: Training) -> dict[str, float]:
         )
     training.flush()
     training.arrive()
-    left = (b.payload.flat for b in training.buckets if not b.residual_empty)
-    waiting = (p for b in training.buckets for p in b.waiting.values())
+    left = (b.payload.flat for b in training.placement.buckets if not b.residual_empty)
+    waiting = (p for b in training.placement.buckets for p in b.waiting.values())
     aside = (parts[FLAT] for parts in waiting if FLAT in parts)
     own, aside_ = (sum(float(squares([x])) for x in xs) for xs in (left, aside))
     return {

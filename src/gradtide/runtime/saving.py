@@ -112,7 +112,7 @@ def load(
         training.flush()
         for part, own in zip(parts, found, strict=True):
             part.load(own)
-        training.turn_to(training.chosen.now())
+        training.actions.turn_to(training.actions.chosen.now())
         return None, {}
 
     # Nobody goes on, and waits, where another could not load what it has read.
@@ -122,4 +122,4 @@ def load(
 def _own(training: Training) -> list[Saved]:
     """What a training's own parts save, beside the residuals."""
     kfac = training.preconditioning
-    return [*([] if kfac is None else [kfac]), *training.chosen.saved]
+    return [*([] if kfac is None else [kfac]), *training.actions.chosen.saved]

@@ -6,7 +6,7 @@ say what the program does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,29 +17,18 @@ from torch.optim import Optimizer
 from gradtide.core.engine import Engine
 from gradtide.core.step import Event, Stage, Step
 from gradtide.core.torch_internals.autograd import after_backward, in_backward
+from gradtide.runtime.actions import Actions
 from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import RunState
-from gradtide.runtime.deferred.gradient_info import GradientInfo
 from gradtide.runtime.deferred.grads import DeferredGrad
-from gradtide.runtime.deferred.tally import Tally
 from gradtide.runtime.deferred.unexchanged import UNSEEN, Unexchanged
-from gradtide.runtime.deferred.updates import Updates
-from gradtide.runtime.exchange import Exchange, Surroundings
-from gradtide.runtime.exchange.gradients import GradientExchange
-from gradtide.runtime.exchange.unpreconditioned import Unpreconditioned
-from gradtide.runtime.guards.checksum import ParameterCheck
-from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.guards.scales import Scales
-from gradtide.runtime.layout.buckets import GradientBucket
-from gradtide.runtime.layout.placement import Placement
-from gradtide.runtime.members import EVERYBODY, Members
 from gradtide.runtime.turns import Turns
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, redistribute
 
 if TYPE_CHECKING:
-    from gradtide.runtime.exchange.consensus import Consensus
-    from gradtide.runtime.exchange.preconditioned import Launchable, Preconditioning
+    from gradtide.runtime.exchange.preconditioned import Preconditioning
     from gradtide.runtime.guards.undo import UndoGuard
 
 
@@ -66,7 +55,6 @@ class Training:
         self.rehook: Callable[[nn.Parameter], bool] = lambda _: False
         # RuntimeError, by name, for a parameter that no bucket has.
         self.check_setup: Callable[[], None] = lambda: None
-        self.members: Members = EVERYBODY
         self.no_sync_active = False  # inside no_sync()
         self.num_steps = 0  # steps of the optimizer
         self.begun = False  # a gradient of the backward under way is there
@@ -76,67 +64,30 @@ class Training:
         self._stepping = False  # inside the optimizer's step
         self._deferred = False  # the last step's update was
         self._unseen: str | None = None  # has a gradient that this step alone knows
-        self.placement = Placement(model, scheme, engine.group.size)
-        self.guard = NonFiniteGuard(self.placement, engine.transport)
-        self.check = ParameterCheck(
-            model, engine.transport, check_every, self.placement.shards
+        self.actions = actions = Actions(
+            model, optimizer, scheme, engine, scales, check_every, buffers
         )
-        told = self.guard, self.check, buffers, scales
-        self.tally = Tally(engine, self.placement, *told)
-        self.step = Step(self, scheme.schedule)
+        self.placement, self.tally = actions.placement, actions.tally
+        self.guard, self.check = actions.guard, actions.check
+        self.step = Step(actions, scheme.schedule)
         self.unexchanged = Unexchanged(self.placement)
         self.preconditioning: Preconditioning | None = None
         if scheme.preconditioner is not None:
             from gradtide.kfac.preconditioner import Preconditioner
-            from gradtide.runtime.exchange import preconditioned as preconditioning
+            from gradtide.runtime.exchange.preconditioned import Preconditioning
 
             told_of = self.begin, self.full, scales.given
             kfac = Preconditioner(model, scheme.preconditioner, engine, *told_of)
-            self.preconditioning = preconditioning.Preconditioning(self.placement, kfac)
-        self._second = self.preconditioning or Unpreconditioned(self.placement)
-        # Where K-FAC is, nobody may have gradients delivered to find them out.
-        self.tally.granted = self.preconditioning is not None
-        known = self.turns, self.step, self.placement, self.tally, self.guard
-        self.gradient_info = GradientInfo(*known, self.preconditioning)
-        self.updates = Updates(self.placement, self.gradient_info)
+            self.preconditioning = Preconditioning(self.placement, kfac)
+        self.gradient_info = actions.begin(self.turns, self.step, self.preconditioning)
+        self.updates = actions.updates
         self._undone: UndoGuard | None = None  # since parameters were loaded
-        self.around = Surroundings(
-            model, self.step, engine, self.placement, self.guard, buffers, optimizer
-        )
-        stages = self.updates, self._second, lambda: self.members.gain
-        self.gradients = GradientExchange(self.around, scheme, *stages)
-        self._consensus: Consensus | None = None  # of ranks that exchange steps
-        self.use(self._exchange_of(scheme))
+        actions.use(actions.exchange_of(scheme))
 
     def adopt(self, scheme: Scheme) -> None:
         """Go on with another scheme, when nothing is on its way."""
-        self._second.finish()
-        self.placement.adopt(scheme)
-        self.updates.reset()
+        self.actions.adopt(scheme)
         self.step.schedule = scheme.schedule
-        self.gradients.adopt(scheme)
-        self.use(self._exchange_of(scheme))
-
-    def use(self, exchange: Exchange) -> None:
-        """Have an exchange take the place of the present one, until `adopt`."""
-        self.chosen = exchange
-        self.turn_to(exchange.now())
-
-    def turn_to(self, exchange: Exchange) -> None:
-        """Have this step's exchange be another one."""
-        self.exchange, self.eager = exchange, exchange.eager
-
-    def _exchange_of(self, scheme: Scheme) -> Exchange:
-        """What a scheme exchanges, once its warm-up is over."""
-        if scheme.schedule.launch != "step":
-            return self.gradients
-        from gradtide.runtime.exchange.consensus import Consensus
-        from gradtide.runtime.exchange.rounds import RoundExchange
-        from gradtide.runtime.exchange.steps import StepExchange
-
-        self._consensus = self._consensus or Consensus(self.around)
-        kind = RoundExchange if scheme.schedule.rounds else StepExchange
-        return kind(self.around, scheme, self._consensus, self.gradients)
 
     # - What hooks tell ----------------------------------------------------------------
 
@@ -166,7 +117,7 @@ class Training:
         self.begun = True
         try:
             if not self.step.silent:
-                self._agree()
+                self.actions.hear()
         except BaseException:
             self.begun = self.step.open = False
             raise
@@ -214,7 +165,7 @@ class Training:
         if arrived:
             self.unexchanged.kept.clear()
         if arrived and not self.step.silent:
-            self.members.end()
+            self.actions.members.end()
         self.end(arrived)
         self.num_exchanges += arrived
         # What a step's closure evaluates is taken by that step.
@@ -238,7 +189,7 @@ class Training:
             for slot in self.placement.slots:
                 redistribute(slot.param)
                 slot.arrived = slot.grad is not None
-            if self.recording:  # nobody has seen an order: it stays what it is
+            if self.actions.recording:  # nobody has seen an order: it stays what it is
                 self.placement.record_all()
             self._close(arrived=True)
 
@@ -252,8 +203,8 @@ class Training:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        if self.guard.ranks or not (self.eager or self.step.silent):
-            self.members.announce(Event.STEP, self.step.position)
+        if self.guard.ranks or not (self.actions.eager or self.step.silent):
+            self.actions.members.announce(Event.STEP, self.step.position)
         self._deferred = self.step.step()
         self.turns.begin_step(alone=self._deferred)
         if self._deferred:
@@ -262,10 +213,10 @@ class Training:
 
     def _look_for_unexchanged(self, optimizer: Optimizer) -> None:
         self._unseen = self.unexchanged.find(optimizer, self.num_exchanges)
-        if self._unseen and not self.members.inside:
+        if self._unseen and not self.actions.members.inside:
             # No backward has decided: perhaps it is the step that counts.
-            self.turn_to(self.chosen.next())
-        if not self.eager:
+            self.actions.turn_to(self.actions.chosen.next())
+        if not self.actions.eager:
             self._unseen = None
         if self._unseen:
             for p in self.placement.places:
@@ -283,7 +234,7 @@ class Training:
 
     def _end_step(self) -> None:
         self._stepping = False
-        if self._unseen and not self.members.inside:
+        if self._unseen and not self.actions.members.inside:
             self._unseen = None
             self.check.compare_now(self.engine, UNSEEN)
         self.num_steps += 1
@@ -292,20 +243,21 @@ class Training:
         self.turns.end_step()
         self.engine.transport.progress.steps = self.num_steps
         self._leave()
-        if self.eager and self.chosen.apart:  # gradients have stood in for steps
-            self.members.send_parameters()
+        actions = self.actions
+        if actions.eager and actions.chosen.apart:  # gradients have stood in for steps
+            actions.members.send_parameters()
 
     def _leave(self) -> None:
         """The optimizer's step is over: what is to leave after it does."""
-        self.exchange.after_update()
+        self.actions.exchange.after_update()
         self.step.stepped()
-        self.exchange.left()
+        self.actions.exchange.left()
 
     def shadow_step(self) -> None:
         """A step that other ranks take, after `join()`: this rank's own is zero."""
         self.guard.refuse()
-        if not self.eager:
-            self.exchange.before_update(fresh=False)
+        if not self.actions.eager:
+            self.actions.exchange.before_update(fresh=False)
             self._leave()
 
     # - What a replica asks for --------------------------------------------------------
@@ -313,20 +265,20 @@ class Training:
     @torch.no_grad()
     def flush(self) -> None:
         """Apply all that is due."""
-        self.gradient_info.ensure_updated(self.buckets[::-1])
+        self.gradient_info.ensure_updated(self.placement.buckets[::-1])
 
     @torch.no_grad()
     def end_round(self) -> None:
         """End a round before its time; a collective call, between two steps."""
-        self.exchange.close(self.step.close)
+        self.actions.exchange.close(self.step.close)
 
     def arrive(self) -> None:
         """Wait for what steps have sent, and apply nothing of it."""
-        if self.eager or not self.turns.trains:
+        if self.actions.eager or not self.turns.trains:
             return
-        for bucket in self.buckets:
+        for bucket in self.placement.buckets:
             if bucket.stage is Stage.SENT:
-                self.exchange.finish(bucket)
+                self.actions.exchange.finish(bucket)
 
     def notes(self) -> dict[str, Any]:
         """What of how steps are made has to be known for the next one to be equal.
@@ -360,7 +312,7 @@ class Training:
         """Forget what steps have sent: another state is to be loaded."""
         self.undone().keep()
         self.arrive()
-        for bucket in self.buckets:
+        for bucket in self.placement.buckets:
             if bucket.stage is Stage.SENT:
                 bucket.move("deliver")
 
@@ -375,7 +327,7 @@ class Training:
         """Where a step stands; None between a step and the next backward."""
         if self.step.open or self.no_sync_active:
             return "during a backward pass or inside no_sync()"
-        if self.members.inside:
+        if self.actions.members.inside:
             return "inside join()"
         left = any(p.grad is not None for p in self.placement.places)
         if self.step.held or (self.step.fresh and left):
@@ -394,119 +346,3 @@ class Training:
             elif grad is not None and local(grad).any():
                 return True
         return False
-
-    # - What a step does ---------------------------------------------------------------
-
-    @property
-    def buckets(self) -> Sequence[GradientBucket]:
-        return self.placement.buckets
-
-    @property
-    def recording(self) -> bool:
-        return self.placement.recorded is not None
-
-    def plan(self) -> Sequence[Launchable]:
-        return self._second.plan()
-
-    def prepare(self, quiet: bool) -> None:
-        self.updates.withdraw()
-        self._second.release_inverses()
-        if not quiet:
-            self.updates.let_go()
-
-    def _agree(self) -> None:
-        number = bool(self.placement.recorded) if self.eager else self.step.position
-        ordering = self.members.announce(Event.BACKWARD, number) and self.eager
-        self.tally.learn()  # on every rank, whatever each has asked for since
-        self.check.refuse()
-        self.scales.refuse()
-        self.turn_to(self.chosen.next())
-        if ordering:
-            # All follow the order in which rank 0's gradients got ready; or the first
-            # rank's that has one, if rank 0 joined before it had any.
-            orders = self.engine.transport.gather_objects(self.placement.order())
-            self.placement.follow(next(filter(None, orders)))
-            self._second.follow()
-
-    def fill(self, bucket: Any) -> None:
-        if not bucket.keeps:
-            self._second.leave(bucket)
-        else:
-            self.exchange.fill(bucket)
-
-    def launch(self, bucket: Any, hold: bool) -> None:
-        if bucket.keeps:
-            self.exchange.launch(bucket, hold)
-        else:
-            bucket.launch(self.engine, hold)
-
-    def collect(self) -> None:
-        self.exchange.agree(self.step.schedule.leaving(self.step.position + 1))
-
-    def conclude(self, hold: bool) -> None:
-        """Ask which parameters got a gradient on some rank; let inverses follow."""
-        self.tally.ask(hold, abstain=self.members.shadowing)
-        self._second.invert(hold)
-        if hold:
-            self.updates.defer_gradients()
-
-    def receive(self, bucket: GradientBucket) -> None:
-        self.exchange.finish(bucket)
-
-    def deliver(self) -> None:
-        self.tally.learn()
-        self.guard.forget()
-        for bucket in self.buckets:
-            self.updates.deliver(bucket)
-
-    def update(self, fresh: bool) -> None:
-        """Refuse what would destroy the model; momentum and K-FAC before the step."""
-        self.guard.refuse()
-        self.scales.refuse()
-        self.updates.withdraw()
-        self.exchange.before_update(fresh)
-
-    def defer(self) -> None:
-        if self.preconditioning is not None:  # it reads means on the queue
-            self.updates.scale(self.engine)
-        self.updates.note(self.optimizer)
-        self._second.defer(self.optimizer)
-
-    def release(self, bucket: GradientBucket) -> None:
-        assert bucket.flight is not None
-        if bucket is self.buckets[-1]:  # the first of all
-            self.members.announce(Event.RELEASE)
-        self.engine.release(bucket.flight)
-        if bucket.stage is Stage.DUE:
-            self._second.release(bucket)
-
-    def refuse(self, bucket: GradientBucket) -> None:
-        for slot in bucket.slots:
-            if slot.arrived:
-                raise RuntimeError(
-                    f"{slot.name} was read past torch's functions (by compiled code, "
-                    "or an extension) before its deferred update: call sync.flush() "
-                    "before such a forward, or use a schedule that updates at step(), "
-                    "such as 'wfbp'"
-                )
-
-    def needs(self, bucket: GradientBucket) -> Iterable[GradientBucket]:
-        self.tally.learn()
-        if self.guard.ranks:
-            for other in self.buckets:  # to name the parameter
-                if other.stage is Stage.DUE:
-                    other.finish(self.engine)
-            self.members.announce(Event.STEP)
-            self.guard.refuse()
-        return self._second.needs(bucket)
-
-    def here(self, bucket: GradientBucket) -> bool:
-        # A step of the optimizer costs the host as much as a layer's forward, with
-        # which a device is done before it. In host memory updates stay apart: what one
-        # has brought into the processor's cache is read next.
-        if bucket.payload.flat.is_cpu:
-            return False
-        return bucket.flight is None or self.engine.here(bucket.flight)
-
-    def apply(self, buckets: Sequence[GradientBucket]) -> None:
-        self.exchange.apply(buckets)

@@ -66,7 +66,7 @@ def arm(torchs: Any) -> None:
 
 def _install(scheme: str) -> None:
     try:
-        from gradtide.parallel import install
+        from gradtide.installing import install
     except ImportError as error:
         raise RuntimeError(
             f"{SCHEME}={scheme!r} is set, and gradtide cannot be imported here "

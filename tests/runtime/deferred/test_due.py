@@ -57,7 +57,7 @@ def trained(scheme: str, read: Read, steps: int = 6) -> tuple[Any, int]:
         x, y = data(step)
         cross_entropy(net(x), y).backward()
         opt.step()
-        due = sum(b.stage is Stage.DUE for b in sync._training.buckets)
+        due = sum(b.stage is Stage.DUE for b in sync._training.placement.buckets)
         found.append(read(net, step))
         opt.zero_grad()
     sync.remove()
@@ -447,7 +447,7 @@ def _with_late_backwards(scheme: str, zeroed: bool) -> Any:
         with sync.no_sync():
             loss = (net(late) * late).sum()
             opt.step()
-            due = any(b.stage is Stage.DUE for b in sync._training.buckets)
+            due = any(b.stage is Stage.DUE for b in sync._training.placement.buckets)
             if zeroed:
                 opt.zero_grad()
             loss.backward()

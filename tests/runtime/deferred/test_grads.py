@@ -456,7 +456,7 @@ def _after() -> None:
             for step in range(7):
                 loop.backward(step)
                 loop.optimizer.step()
-                stages = {b.stage for b in loop.sync._training.buckets}
+                stages = {b.stage for b in loop.sync._training.placement.buckets}
                 deferred = scheme is DEAR and step
                 assert stages == {Stage.DUE if deferred else Stage.IDLE}
                 if mode == "read" or (mode == "read by one" and dist.get_rank()):

@@ -45,8 +45,8 @@ def _trained(schedule: str, passes: int) -> list[list[Any]]:
         draw = torch.Generator().manual_seed(1 + dist.get_rank())
         if ours:
             sync = gradtide.replicate(model, optimizer, schedule)
-            training = sync._training
-            training.use(Signs(training.gradients))
+            actions = sync._training.actions
+            actions.use(Signs(actions.gradients))
         for _ in range(4):
             for i in range(passes):
                 x = torch.randn(6, 5, generator=draw)

@@ -579,7 +579,7 @@ def _apart(scheme: str) -> tuple[int, str]:
     sync = gradtide.replicate(model, opt, scheme, check_every=0)
     for step in range(8):
         train_one(model, opt, dist.get_rank(), step)
-    shared = sync._training.chosen.consensus.shared  # type: ignore[attr-defined]
+    shared = sync._training.actions.chosen.consensus.shared  # type: ignore[attr-defined]
     if dist.get_rank() == 1:
         shared[model[2].weight].view(torch.int64)[0, 0] ^= 1
     with pytest.raises(RuntimeError) as caught:  # noqa: PT012  # told beside

@@ -57,7 +57,7 @@ def test_what_is_undone_leaves_no_residual(scheme: str) -> None:
                 assert sync.metrics(residual=True)["residual_norm"] > 0
                 sync.model.load_state_dict(start)
                 # What the collective remembers of buckets is its own.
-                for bucket in sync._training.buckets:
+                for bucket in sync._training.placement.buckets:
                     bucket.payload.state.clear()
             train(sync, 0, 1)
             found.append(weights(sync))

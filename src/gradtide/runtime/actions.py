@@ -1,0 +1,241 @@
+"""What each action of a step does to gradients and parameters: a `Step`'s driver.
+
+It has what actions work with. `Step` says when each comes, and `training` what the
+program does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradtide.core.engine import Engine
+from gradtide.core.step import Event, Stage, Step
+from gradtide.runtime.buffers import SharedBuffers
+from gradtide.runtime.deferred.gradient_info import GradientInfo
+from gradtide.runtime.deferred.tally import Tally
+from gradtide.runtime.deferred.updates import Updates
+from gradtide.runtime.exchange import Exchange, Surroundings
+from gradtide.runtime.exchange.gradients import GradientExchange
+from gradtide.runtime.exchange.unpreconditioned import Unpreconditioned
+from gradtide.runtime.guards.checksum import ParameterCheck
+from gradtide.runtime.guards.nonfinite import NonFiniteGuard
+from gradtide.runtime.guards.scales import Scales
+from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.layout.placement import Placement
+from gradtide.runtime.members import EVERYBODY, Members
+from gradtide.runtime.turns import Turns
+from gradtide.scheme import Scheme
+
+if TYPE_CHECKING:
+    from gradtide.runtime.exchange.consensus import Consensus
+    from gradtide.runtime.exchange.preconditioned import Launchable, Preconditioning
+
+
+class Actions:
+    """Carries actions out, on one rank.
+
+    Attributes:
+        placement: Where gradients go.
+        tally: The message at the end of backward.
+        guard, check: What refuses gradients, and parameters that have come apart.
+        members: The ranks that have batches.
+        exchange: What this step exchanges; `eager` is its own, for the hot path.
+        chosen: What the scheme exchanges, once its warm-up is over.
+        gradients: The exchange of gradients.
+        updates: Deferred updates.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheme: Scheme,
+        engine: Engine,
+        scales: Scales,
+        check_every: int,
+        buffers: SharedBuffers,
+    ) -> None:
+        self.engine, self._model, self._optimizer = engine, model, optimizer
+        self._buffers, self._scales, self._scheme = buffers, scales, scheme
+        self.placement = Placement(model, scheme, engine.group.size)
+        self.guard = NonFiniteGuard(self.placement, engine.transport)
+        shards = self.placement.shards
+        self.check = ParameterCheck(model, engine.transport, check_every, shards)
+        told = self.guard, self.check, buffers, scales
+        self.tally = Tally(engine, self.placement, *told)
+        self.members: Members = EVERYBODY
+        self._consensus: Consensus | None = None  # of ranks that exchange steps
+
+    def begin(
+        self, turns: Turns, step: Step, stage: Preconditioning | None
+    ) -> GradientInfo:
+        """Have a step to carry out, with K-FAC's stage; returns what it knows."""
+        self.step, self._stage = step, stage or Unpreconditioned(self.placement)
+        # Where K-FAC is, nobody may have gradients delivered to find them out.
+        self.tally.granted = stage is not None
+        known = turns, step, self.placement, self.tally, self.guard
+        info = GradientInfo(*known, stage)
+        self.updates = Updates(self.placement, info)
+        self.around = Surroundings(
+            self._model,
+            step,
+            self.engine,
+            self.placement,
+            self.guard,
+            self._buffers,
+            self._optimizer,
+        )
+        how = self.updates, self._stage, lambda: self.members.gain
+        self.gradients = GradientExchange(self.around, self._scheme, *how)
+        self._unscaled = stage is not None
+        return info
+
+    def adopt(self, scheme: Scheme) -> None:
+        """Go on with another scheme, when nothing is on its way."""
+        self._stage.finish()
+        self.placement.adopt(scheme)
+        self.updates.reset()
+        self.gradients.adopt(scheme)
+        self.use(self.exchange_of(scheme))
+
+    def use(self, exchange: Exchange) -> None:
+        """Have an exchange take the place of the present one, until `adopt`."""
+        self.chosen = exchange
+        self.turn_to(exchange.now())
+
+    def turn_to(self, exchange: Exchange) -> None:
+        """Have this step's exchange be another one."""
+        self.exchange, self.eager = exchange, exchange.eager
+
+    def exchange_of(self, scheme: Scheme) -> Exchange:
+        """What a scheme exchanges, once its warm-up is over."""
+        if scheme.schedule.launch != "step":
+            return self.gradients
+        from gradtide.runtime.exchange.consensus import Consensus
+        from gradtide.runtime.exchange.rounds import RoundExchange
+        from gradtide.runtime.exchange.steps import StepExchange
+
+        self._consensus = self._consensus or Consensus(self.around)
+        kind = RoundExchange if scheme.schedule.rounds else StepExchange
+        return kind(self.around, scheme, self._consensus, self.gradients)
+
+    # - What a step does ---------------------------------------------------------------
+
+    @property
+    def buckets(self) -> Sequence[GradientBucket]:
+        return self.placement.buckets
+
+    @property
+    def recording(self) -> bool:
+        return self.placement.recorded is not None
+
+    def plan(self) -> Sequence[Launchable]:
+        return self._stage.plan()
+
+    def prepare(self, quiet: bool) -> None:
+        self.updates.withdraw()
+        self._stage.release_inverses()
+        if not quiet:
+            self.updates.let_go()
+
+    def hear(self) -> None:
+        """All ranks have begun a backward: hear what was asked, and who exchanges."""
+        number = bool(self.placement.recorded) if self.eager else self.step.position
+        ordering = self.members.announce(Event.BACKWARD, number) and self.eager
+        self.tally.learn()  # on every rank, whatever each has asked for since
+        self.check.refuse()
+        self._scales.refuse()
+        self.turn_to(self.chosen.next())
+        if ordering:
+            # All follow the order in which rank 0's gradients got ready; or the first
+            # rank's that has one, if rank 0 joined before it had any.
+            orders = self.engine.transport.gather_objects(self.placement.order())
+            self.placement.follow(next(filter(None, orders)))
+            self._stage.follow()
+
+    def fill(self, bucket: Any) -> None:
+        if not bucket.keeps:
+            self._stage.leave(bucket)
+        else:
+            self.exchange.fill(bucket)
+
+    def launch(self, bucket: Any, hold: bool) -> None:
+        if bucket.keeps:
+            self.exchange.launch(bucket, hold)
+        else:
+            bucket.launch(self.engine, hold)
+
+    def collect(self) -> None:
+        self.exchange.agree(self.step.schedule.leaving(self.step.position + 1))
+
+    def conclude(self, hold: bool) -> None:
+        """Ask which parameters got a gradient on some rank; let inverses follow."""
+        self.tally.ask(hold, abstain=self.members.shadowing)
+        self._stage.invert(hold)
+        if hold:
+            self.updates.defer_gradients()
+
+    def receive(self, bucket: GradientBucket) -> None:
+        self.exchange.finish(bucket)
+
+    def deliver(self) -> None:
+        self.tally.learn()
+        self.guard.forget()
+        for bucket in self.buckets:
+            self.updates.deliver(bucket)
+
+    def update(self, fresh: bool) -> None:
+        """Refuse what would destroy the model; momentum and K-FAC before the step."""
+        self.guard.refuse()
+        self._scales.refuse()
+        self.updates.withdraw()
+        self.exchange.before_update(fresh)
+
+    def defer(self) -> None:
+        if self._unscaled:  # K-FAC reads means on the queue
+            self.updates.scale(self.engine)
+        self.updates.note(self._optimizer)
+        self._stage.defer(self._optimizer)
+
+    def release(self, bucket: GradientBucket) -> None:
+        assert bucket.flight is not None
+        if bucket is self.buckets[-1]:  # the first of all
+            self.members.announce(Event.RELEASE)
+        self.engine.release(bucket.flight)
+        if bucket.stage is Stage.DUE:
+            self._stage.release(bucket)
+
+    def refuse(self, bucket: GradientBucket) -> None:
+        for slot in bucket.slots:
+            if slot.arrived:
+                raise RuntimeError(
+                    f"{slot.name} was read past torch's functions (by compiled code, "
+                    "or an extension) before its deferred update: call sync.flush() "
+                    "before such a forward, or use a schedule that updates at step(), "
+                    "such as 'wfbp'"
+                )
+
+    def needs(self, bucket: GradientBucket) -> Iterable[GradientBucket]:
+        self.tally.learn()
+        if self.guard.ranks:
+            for other in self.buckets:  # to name the parameter
+                if other.stage is Stage.DUE:
+                    other.finish(self.engine)
+            self.members.announce(Event.STEP)
+            self.guard.refuse()
+        return self._stage.needs(bucket)
+
+    def here(self, bucket: GradientBucket) -> bool:
+        # A step of the optimizer costs the host as much as a layer's forward, with
+        # which a device is done before it. In host memory updates stay apart: what one
+        # has brought into the processor's cache is read next.
+        if bucket.payload.flat.is_cpu:
+            return False
+        return bucket.flight is None or self.engine.here(bucket.flight)
+
+    def apply(self, buckets: Sequence[GradientBucket]) -> None:
+        self.exchange.apply(buckets)
