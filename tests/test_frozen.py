@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.collectives import TopK
+from gradtide.fusion import BySize
 from gradtide.selectors import Exact
 from tests.ranks import run_ranks
 
@@ -245,7 +247,7 @@ def test_what_waits_does_not_travel() -> None:
         assert others == [{"layers.1": False, "layers.0": True}] * 3
 
 
-@pytest.mark.parametrize("name", ["topk", "momentum", "sign", "diloco"])
+@pytest.mark.parametrize("name", ["topk", "momentum", "sign", "local", "diloco"])
 def test_a_state_saves_what_waits(name: str) -> None:
     def work() -> Any:
         ends = []
@@ -270,6 +272,25 @@ def test_a_state_saves_what_waits(name: str) -> None:
 
     for through, resumed in run_ranks(2, work):
         assert resumed == through
+
+
+@pytest.mark.parametrize("name", ["topk", "local"])
+def test_what_waits_waits_under_another_scheme(name: str) -> None:
+    """Buckets that are cut anew keep the residual of what is not trained."""
+
+    def work() -> Any:
+        one = Run(EXACT_AFTERWARDS[name], optimizer_of(name))
+        for step in range(9):
+            one.step(step < 6)
+        before = one.sync.metrics(residual=True)["waiting_norm"]
+        one.sync.adopt(replace(one.sync.scheme, fusion=BySize(1e-4)))
+        one.step(False)
+        after = one.sync.metrics(residual=True)["waiting_norm"]
+        one.sync.remove()
+        return before, after
+
+    for before, after in run_ranks(2, work):
+        assert 0 < before == after
 
 
 def test_a_deferred_norm_counts_what_is_trained() -> None:
