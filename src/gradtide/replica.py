@@ -135,8 +135,7 @@ class Replica:
         how = buffers, grad_scaler, alike, check_every
         self._session = Session(self, model, optimizer, scheme, process_group, *how)
         self.wrapper: Callable[[], object] | None = None
-        # In training forwards, whoever begins them.
-        self.shares_buffers = buffers == "broadcast"
+        self.shares_buffers = buffers == "broadcast"  # whoever begins forwards
         self._metrics = Metrics(self.engine)
 
     @property
@@ -176,8 +175,7 @@ class Replica:
     @property
     def kfac(self) -> Preconditioner | None:
         """The K-FAC preconditioner; None if the scheme has none. Local."""
-        second = self._training.preconditioning
-        return None if second is None else second.kfac
+        return self._session.kfac
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what is loaded from a pickle, has no link to the other ranks."""
@@ -216,12 +214,8 @@ class Replica:
         Returns:
             A context manager.
         """
-        quiet = self._training.no_sync_active
-        self.be_quiet(True)
-        try:
+        with self._session.no_sync():
             yield
-        finally:
-            self.be_quiet(quiet)
 
     def be_quiet(self, quiet: bool) -> None:
         """Exchange nothing from now on, or exchange again; as `no_sync` does. Local.
@@ -229,9 +223,7 @@ class Replica:
         Args:
             quiet: Whether to accumulate only.
         """
-        self._training.no_sync_active = quiet
-        if self.kfac is not None:
-            self.kfac.statistics.quiet = quiet
+        self._session.be_quiet(quiet)
 
     @contextmanager
     def join(
@@ -322,10 +314,7 @@ class Replica:
         Raises:
             RuntimeError: The norm is not finite and `error_if_nonfinite` is True.
         """
-        norm = self._training.gradient_info.clip(max_norm, error_if_nonfinite)
-        if self._session.auto is not None:
-            self._session.auto.inspector.note()
-        return norm
+        return self._session.clip(max_norm, error_if_nonfinite)
 
     def exchange(self) -> None:
         """Exchange the gradients that are in `.grad` now.
@@ -427,10 +416,7 @@ class Replica:
             RuntimeError: The call comes during backward, inside `no_sync` or `join`; or
                 some rank's parameters are infinite or NaN. It is raised on every rank.
         """
-        training = self._training
-        if self.scheme.schedule.rounds:
-            self._session.refuse_moment("end_round")
-            training.end_round()
+        self._session.end_round()
 
     @contextmanager
     def shared_parameters(self) -> Iterator[None]:
@@ -445,9 +431,7 @@ class Replica:
         Returns:
             A context manager.
         """
-        training = self._training
-        training.flush()
-        with training.actions.exchange.shared_parameters():
+        with self._session.shared_parameters():
             yield
 
     def adopt(self, scheme: str | Scheme) -> None:
@@ -558,7 +542,5 @@ class Replica:
             end_round: Whether a round that is under way ends first, as by `end_round`.
                 With False every rank keeps parameters of its own, and nothing is sent.
         """
-        if self._session.removed:
-            return
         self._session.remove(end_round)
         self.wrapper = None

@@ -7,7 +7,8 @@ schemes that take each other's place. What carries steps out is a `Training`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -53,6 +54,7 @@ from gradtide.scheme import (
 from gradtide.transport import Mesh, ProcessGroup, connect, members
 
 if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
+    from gradtide.kfac.preconditioner import Preconditioner
     from gradtide.planner.auto.selector import AutoSelector
     from gradtide.planner.tuning.online import Tuner
 
@@ -194,6 +196,12 @@ class Session:
         return self.trained
 
     @property
+    def kfac(self) -> Preconditioner | None:
+        """The K-FAC preconditioner; None if the scheme has none."""
+        stage = self.training.preconditioning
+        return None if stage is None else stage.kfac
+
+    @property
     def waiting(self) -> bool:
         """Whether the scheme begins when the optimizer has made a step."""
         return self._unknown and knows_optimizer(self.scheme)
@@ -247,7 +255,7 @@ class Session:
         after.num_exchanges = before.num_exchanges
         after.placement.compiled = before.placement.compiled
         before.actions.members.follow(after)
-        if self._comm_hook is not None:
+        if self._comm_hook:
             self._exchange_by_hook(*self._comm_hook)
 
     # - The scheme ---------------------------------------------------------------------
@@ -352,6 +360,43 @@ class Session:
         if self.tuning is not None:
             self.tuning.drain()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without exchanging them."""
+        quiet = self.training.no_sync_active
+        self.be_quiet(True)
+        try:
+            yield
+        finally:
+            self.be_quiet(quiet)
+
+    def be_quiet(self, quiet: bool) -> None:
+        """Exchange nothing from now on, or exchange again."""
+        self.training.no_sync_active = quiet
+        if self.kfac is not None:
+            self.kfac.statistics.quiet = quiet
+
+    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        """As `Replica.clip_grad_norm_`."""
+        norm = self.training.gradient_info.clip(max_norm, error_if_nonfinite)
+        if self.auto is not None:
+            self.auto.inspector.note()
+        return norm
+
+    @contextmanager
+    def shared_parameters(self) -> Iterator[None]:
+        """As `Replica.shared_parameters`."""
+        self.training.flush()
+        with self.training.actions.exchange.shared_parameters():
+            yield
+
+    def end_round(self) -> None:
+        """As `Replica.end_round`; collective."""
+        training = self.training
+        if self.scheme.schedule.rounds:
+            self.refuse_moment("end_round")
+            training.end_round()
+
     # - What is saved ------------------------------------------------------------------
 
     def state_dict(self, world_size: int | None, shards: int | None) -> StateDict:
@@ -406,7 +451,9 @@ class Session:
         self._hooks.send_buffers()
 
     def remove(self, end_round: bool) -> None:
-        """Apply what is deferred, and detach; collective."""
+        """Apply what is deferred, and detach; collective, and nothing a second time."""
+        if self.removed:
+            return
         self.training.gather()
         self.apply_pending(end_round)
         self._detach()
@@ -418,9 +465,8 @@ class Session:
         """Take the hooks from module and optimizer, when nothing is on its way."""
         if self.auto is not None:
             self.auto.remove()
-        stage = self.training.preconditioning
-        if stage is not None:
-            stage.kfac.finish()
-            stage.kfac.close()
+        if self.kfac is not None:
+            self.kfac.finish()
+            self.kfac.close()
         self._admitted.remove()
         self._hooks.remove()
