@@ -19,7 +19,7 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check gpu docs dist format clean
+.PHONY: help setup demo test versions check gpu docs dist format clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -53,6 +53,9 @@ test: $(READY) ## run all tests
 	    -m 'not alone and not waits' $(ARGS); \
 	few $(BIN)/python -m pytest -n 4 --dist worksteal -m waits $$(marked waits) $(ARGS); \
 	few $(BIN)/python -m pytest -m alone $$(marked alone) $(ARGS)
+
+versions: $(READY) ## the main tests with other versions of torch and Python
+	@$(BIN)/python benchmarks/versions.py $(ARGS)
 
 check: $(READY) ## formatting, lint, types, layers
 	@$(BIN)/ruff format --check .
