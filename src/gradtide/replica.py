@@ -269,11 +269,11 @@ class Replica:
         if not enable:
             yield
             return
-        from gradtide.uneven import Trained, joined
+        from gradtide.uneven import Trained, join
 
         ones = [Trained(o._session, o.shares_buffers) for o in (self, *also)]
         how = divide_by_initial_world_size, throw_on_early_termination
-        with joined(ones, *how):
+        with join(ones, *how):
             yield
 
     def send_buffers(self) -> None:

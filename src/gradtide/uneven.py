@@ -26,7 +26,7 @@ class Trained(NamedTuple):
 
 
 @contextmanager
-def joined(ones: Sequence[Trained], over_all: bool, throw: bool) -> Iterator[None]:
+def join(ones: Sequence[Trained], over_all: bool, throw: bool) -> Iterator[None]:
     """As `Replica.join`, for the first of some replicas, and the others beside it."""
     sessions = [one.session for one in ones]
     first, *also = sessions

@@ -15,7 +15,7 @@ from torch import nn
 
 import gradtide
 from gradtide.replica import Replica
-from gradtide.runtime.training import Training
+from gradtide.runtime.actions import Actions
 from gradtide.transport import connect
 from gradtide.transport.nccl import NcclTransport
 
@@ -50,7 +50,7 @@ def in_training(scheme: str, layers: int) -> tuple[Callable[[], None], Replica]:
 def optimizer_steps(here: bool) -> tuple[int, list[Any]]:
     """How often a step steps the optimizer; `here`: whether means are at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Training, "here", lambda *_: here)
+        patch.setattr(Actions, "here", lambda *_: here)
         step, sync = in_training("Scheme(Dense(), Cuts((1, 3, 5, 7, 8)), DEAR)", 4)
         own, count = torch.optim.AdamW._init_group, []
 
@@ -105,8 +105,8 @@ def over_nccl() -> dict[str, tuple[float, float]]:
         return NcclTransport(dist.new_group([0]), links, torch.device("cpu"))
 
     with as_nccl(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradtide.replica, "connect", on_device)
-        patch.setattr(Training, "here", lambda *_: True)
+        patch.setattr(gradtide.session, "connect", on_device)
+        patch.setattr(Actions, "here", lambda *_: True)
         found = {}
         for schedule in CALLS:
             few, more, apart = (

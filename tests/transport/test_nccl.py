@@ -123,7 +123,7 @@ def test_recipes_ask_for_nothing_else(levels: int | None) -> None:
 def train(levels: int | None, made: Callable[[torch.device], Any]) -> None:
     """Over NCCL as it is on CPUs, all ranks come to the same weights."""
     with as_nccl(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradtide.replica, "connect", lambda pg, device: made(CPU))
+        patch.setattr(gradtide.session, "connect", lambda pg, device: made(CPU))
         for recipe in RECIPES:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 40))

@@ -7,7 +7,7 @@ program does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,7 +26,7 @@ from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.guards.scales import Scales
 from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.runtime.layout.placement import Placement
-from gradtide.runtime.members import EVERYBODY, Members
+from gradtide.runtime.members import Members
 from gradtide.runtime.turns import Turns
 from gradtide.scheme import Scheme
 
@@ -42,7 +42,6 @@ class Actions:
         placement: Where gradients go.
         tally: The message at the end of backward.
         guard, check: What refuses gradients, and parameters that have come apart.
-        members: The ranks that have batches.
         exchange: What this step exchanges; `eager` is its own, for the hot path.
         chosen: What the scheme exchanges, once its warm-up is over.
         gradients: The exchange of gradients.
@@ -67,7 +66,6 @@ class Actions:
         self.check = ParameterCheck(model, engine.transport, check_every, shards)
         told = self.guard, self.check, buffers, scales
         self.tally = Tally(engine, self.placement, *told)
-        self.members: Members = EVERYBODY
         self._consensus: Consensus | None = None  # of ranks that exchange steps
 
     def begin(
@@ -89,10 +87,19 @@ class Actions:
             self._buffers,
             self._optimizer,
         )
-        how = self.updates, self._stage, lambda: self.members.gain
+        how = self.updates, self._stage
         self.gradients = GradientExchange(self.around, self._scheme, *how)
         self._unscaled = stage is not None
         return info
+
+    @property
+    def members(self) -> Members:
+        """The ranks that have batches."""
+        return self.gradients.members
+
+    @members.setter
+    def members(self, members: Members) -> None:
+        self.gradients.members = members
 
     def adopt(self, scheme: Scheme) -> None:
         """Go on with another scheme, when nothing is on its way."""
@@ -110,6 +117,9 @@ class Actions:
     def turn_to(self, exchange: Exchange) -> None:
         """Have this step's exchange be another one."""
         self.exchange, self.eager = exchange, exchange.eager
+        # Hot: what a step asks of every bucket it asks the exchange itself.
+        self.fill, self.launch = exchange.fill, exchange.launch
+        self.receive, self.apply = exchange.finish, exchange.apply
 
     def exchange_of(self, scheme: Scheme) -> Exchange:
         """What a scheme exchanges, once its warm-up is over."""
@@ -157,18 +167,6 @@ class Actions:
             self.placement.follow(next(filter(None, orders)))
             self._stage.follow()
 
-    def fill(self, bucket: Any) -> None:
-        if not bucket.keeps:
-            self._stage.leave(bucket)
-        else:
-            self.exchange.fill(bucket)
-
-    def launch(self, bucket: Any, hold: bool) -> None:
-        if bucket.keeps:
-            self.exchange.launch(bucket, hold)
-        else:
-            bucket.launch(self.engine, hold)
-
     def collect(self) -> None:
         self.exchange.agree(self.step.schedule.leaving(self.step.position + 1))
 
@@ -178,9 +176,6 @@ class Actions:
         self._stage.invert(hold)
         if hold:
             self.updates.defer_gradients()
-
-    def receive(self, bucket: GradientBucket) -> None:
-        self.exchange.finish(bucket)
 
     def deliver(self) -> None:
         self.tally.learn()
@@ -236,6 +231,3 @@ class Actions:
         if bucket.payload.flat.is_cpu:
             return False
         return bucket.flight is None or self.engine.here(bucket.flight)
-
-    def apply(self, buckets: Sequence[GradientBucket]) -> None:
-        self.exchange.apply(buckets)

@@ -38,7 +38,7 @@ def _load(scheme: Scheme) -> None:
     schedule = scheme.schedule
     local, deferred = schedule.launch == "step", schedule.update == "forward"
     if local:
-        from gradtide.runtime.exchange import steps  # noqa: F401
+        from gradtide.runtime.exchange import rounds, steps  # noqa: F401
     if local or deferred:
         from gradtide.runtime.optimizer import probing  # noqa: F401
     if scheme.preconditioner is not None:

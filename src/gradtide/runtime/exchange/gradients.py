@@ -14,6 +14,7 @@ from gradtide.runtime.deferred.updates import Updates
 from gradtide.runtime.exchange import Surroundings
 from gradtide.runtime.exchange.unpreconditioned import Unpreconditioned
 from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.members import EVERYBODY, Members
 from gradtide.runtime.optimizer.momentum import Momentum
 from gradtide.scheme import Scheme, takes_momentum_over
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # loads K-FAC
 
 
 class GradientExchange:
-    """The exchange of gradients; `gain` is by what those of this step count.
+    """The exchange of gradients, which count by the gain of the `members` that train.
 
     With K-FAC (`stage`) means are preconditioned before the optimizer has them.
     """
@@ -36,11 +37,11 @@ class GradientExchange:
         scheme: Scheme,
         updates: Updates,
         stage: Preconditioning | Unpreconditioned,
-        gain: Callable[[], float],
     ) -> None:
         self._engine, self._placement = around.engine, around.placement
         self._optimizer, self._updates = around.optimizer, updates
-        self._stage, self._gain = stage, gain
+        self._stage = stage
+        self.members: Members = EVERYBODY
         self._momentum = momentum_of(around.optimizer, scheme)
 
     def adopt(self, scheme: Scheme) -> None:
@@ -54,13 +55,16 @@ class GradientExchange:
         return self
 
     def fill(self, bucket: GradientBucket) -> None:
+        if not bucket.keeps:  # a factor's
+            self._stage.leave(bucket)  # type: ignore[arg-type]  # its stage made it
+            return
         bucket.momentum_applied = False
         if self._momentum is not None:
             # Alone nothing is selected, and the optimizer can do it itself.
             alone = self._engine.group.size == 1
             bucket.use_momentum(*((0.0, 1.0) if alone else self._momentum.now()))
         bucket.copy_in()
-        gain = self._gain()
+        gain = self.members.gain
         if gain != 1:
             bucket.payload.flat.mul_(gain)
 
