@@ -7,14 +7,15 @@ out, as are all with `pytest --whole`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradtide.runtime.exchange import steps
 from gradtide.runtime.optimizer import probing
 from gradtide.runtime.optimizer.deferred_step import own_step
 from gradtide.runtime.optimizer.optimizer_copy import BLOCK
@@ -41,8 +42,12 @@ def remember() -> None:
 
         return dict(zip(params, _once("traits", optimizer, find), strict=True))
 
-    probing.check_deferrable, probing.probe = deferrable, traits
-    steps.probe = traits
+    instead = {check_deferrable: deferrable, probe: traits}
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("gradtide."):
+            for own, value in [*vars(module).items()]:
+                if isinstance(value, FunctionType) and value in instead:
+                    setattr(module, own, instead[value])
 
 
 def _once(what: str, optimizer: Optimizer, find: Callable[[], Any]) -> Any:
