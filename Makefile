@@ -8,6 +8,7 @@ DEMO_LOCAL ?= schedule='local', warmup=60, wire='e3m0'# as recommended; a warm-u
 DEMO_OUT ?= out/demo
 EXTRAS ?= lab,fast,tune,optimizers,dev# of pyproject.toml; gpu adds Triton (1 GB), to test its kernels
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
+LEFT_OUT ?= and not slow# of the tests; nothing, by make test-all
 ARGS ?=# for pytest: make test ARGS='-k law'; for make gpu: ARGS='--sections facts'
 GPU_MINUTES ?= 8
 GPU_OUT ?= out/gpu# a second run goes on with what is missing there
@@ -19,11 +20,11 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test versions check gpu docs dist format clean
+.PHONY: help setup demo test test-all versions check gpu docs dist format clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY) ## install everything into .venv (the other targets do so themselves)
 
@@ -45,14 +46,17 @@ demo: $(READY) ## race schemes to a loss on four emulated hosts at 50 Mb/s (minu
 	@echo "  $(DEMO_OUT)/table.txt    the table above"
 	@echo "  $(DEMO_OUT)/record.json  all numbers, with versions, machine and commit"
 
-test: $(READY) ## run all tests
+test: $(READY) ## run the tests, without those that are slow
 	@set -e; \
 	few() { "$$@" || test $$? -eq 5; }; \
 	marked() { grep -rl --include='test_*.py' "mark\.$$1" tests; }; \
 	few $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-	    -m 'not alone and not waits' $(ARGS); \
-	few $(BIN)/python -m pytest -n 4 --dist worksteal -m waits $$(marked waits) $(ARGS); \
-	few $(BIN)/python -m pytest -m alone $$(marked alone) $(ARGS)
+	    -m 'not alone and not waits $(LEFT_OUT)' $(ARGS); \
+	few $(BIN)/python -m pytest -n 4 --dist worksteal -m 'waits $(LEFT_OUT)' $$(marked waits) $(ARGS); \
+	few $(BIN)/python -m pytest -m 'alone $(LEFT_OUT)' $$(marked alone) $(ARGS)
+
+test-all: ## run all tests, as .ci/run does: also other programs, frameworks, inductor
+	@$(MAKE) --no-print-directory test LEFT_OUT=
 
 versions: $(READY) ## the main tests with other versions of torch and Python
 	@$(BIN)/python benchmarks/versions.py $(ARGS)

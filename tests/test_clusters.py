@@ -83,6 +83,7 @@ def agents(*command: str) -> list[tuple[list[str], dict[str, str]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_torchruns_train_one_model(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -90,6 +91,7 @@ def test_two_torchruns_train_one_model(tmp_path: Path) -> None:
     trained(at_once(*agents(str(script))))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_torchruns_are_examined(tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
@@ -102,6 +104,7 @@ def test_two_torchruns_are_examined(tmp_path: Path) -> None:
     assert {(link["from"], link["to"]) for link in found["links"]} == {(0, 1), (1, 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_line_for_srun_trains(tmp_path: Path) -> None:
     """That of the page, run as srun would run it twice."""
@@ -181,6 +184,7 @@ def test_the_objects_for_kubernetes_fit_together() -> None:
     subprocess.run(["sh", "-n", "-c", script], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")

@@ -273,7 +273,10 @@ def compiled_steps(scheme: str) -> tuple[bool, list[str]]:
     return same, [file for file in files if "gradtide/runtime" in file]
 
 
-@pytest.mark.parametrize("scheme", ["wfbp", "dear", "topka2a(0.1)"])
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("wfbp", "topka2a(0.1)")]
+
+
+@pytest.mark.parametrize("scheme", ["dear", *LONG])
 def test_no_code_of_ours_is_compiled_with_a_whole_step(scheme: str) -> None:
     for same, files in run_ranks(2, compiled_steps, scheme):
         assert same
@@ -309,6 +312,7 @@ def by_inductor() -> dict[str, list[float]]:
     return {name: found.tolist() for name, found in out.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler for inductor")
 def test_inductor_equals_itself_without_overlap_and_ddp() -> None:
     lists, others = run_ranks(2, by_inductor, limit=400)

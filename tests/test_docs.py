@@ -163,7 +163,7 @@ def check_command(words: list[str]) -> None:
         if re.fullmatch(r"(examples|benchmarks|tests)/\S+", word):
             assert (ROOT / word).exists(), f"{word} is not there"
     if words[0] == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert words[1] in targets, f"make has no {words[1]}"
     if words[0] == "gradtide":
         _check_options(words[1:])

@@ -67,7 +67,13 @@ def started(*command: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("how", ["outside", "inside", "spawn"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "outside",
+        *(pytest.param(h, marks=pytest.mark.slow) for h in ("inside", "spawn")),
+    ],
+)
 def test_a_program_is_reached_whoever_starts_its_ranks(program: str, how: str) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ours = ["gradtide", "run", "--scheme", "dear", "--"]

@@ -24,7 +24,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from gradtide.integrations.accelerate import install
 from gradtide.integrations.metrics import Meter, line
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Accelerate has some to give
+# Accelerate has warnings to give.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

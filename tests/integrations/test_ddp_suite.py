@@ -16,6 +16,7 @@ SUITE = Path(__file__).parents[2] / "benchmarks" / "ddp_suite.py"
 FEW = "test_DistributedDataParallelCPU", "test_grads_same_across_ranks_with_no_sync"
 
 
+@pytest.mark.slow
 def test_a_few() -> None:
     pytest.importorskip("expecttest")
     command = [sys.executable, str(SUITE), "--ranks", "2", "--schemes", "dear"]

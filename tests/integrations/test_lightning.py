@@ -29,7 +29,8 @@ from gradtide.integrations.lightning import (
     GradtideStrategy,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning has many to give
+# Lightning has many warnings to give.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 

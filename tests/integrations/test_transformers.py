@@ -25,7 +25,8 @@ from transformers.utils import logging
 
 from gradtide.integrations.transformers import install
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers has some to give
+# transformers has warnings to give.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 

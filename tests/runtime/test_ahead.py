@@ -80,6 +80,7 @@ def first_in_steps(*schemes: str, **environment: str) -> dict[str, list[str]]:
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_steps_of_recipes_load_and_compile_nothing() -> None:
     pytest.importorskip("numba")
@@ -104,6 +105,7 @@ def test_steps_of_recipes_load_and_compile_nothing() -> None:
     assert ours == {scheme: [] for scheme in schemes}
 
 
+@pytest.mark.slow
 @pytest.mark.alone  # compiles for longer than all other tests of this file take
 @pytest.mark.timeout(300)
 def test_with_an_empty_cache_steps_compile_nothing(tmp_path: Path) -> None:
