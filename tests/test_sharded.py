@@ -198,7 +198,7 @@ def test_accumulation_precision_clipping_and_unused_parameters() -> None:
 
 def losses(scheme: str) -> float:
     model, optimizer, sync, batch = start(scheme)
-    for i in range(30):
+    for i in range(15):
         step(model, optimizer, *batch(i % 3))
     model.reshard()
     with torch.no_grad():

@@ -52,6 +52,7 @@ def requests(rank: int, size: int) -> list[Op]:
     begin = sum(uneven[:rank])
     lonely = [300_000 if r == size // 2 else 3 for r in range(size)]
     send = [(rank + r) % 3 for r in range(size)]
+    long = 400_000 if size < 5 else 50_000  # of a part: several segments, for some
     into = torch.zeros(7 * size)
     into[7 * rank : 7 * rank + 7] = row(rank, 7)
     return [
@@ -62,9 +63,9 @@ def requests(rank: int, size: int) -> list[Op]:
         ReduceScatter(row(rank, 4 * size)),
         ReduceScatter(row(rank, sum(uneven)), uneven),
         ReduceScatter(row(rank, 4 * size), mean=True),
-        ReduceScatter(row(rank, 400_000 * size), mean=True),
+        ReduceScatter(row(rank, long * size), mean=True),
         ReduceScatter(row(rank, 4 * size, torch.bfloat16)),
-        ReduceScatter(row(rank, 400_000 * size // size * size)),  # several segments
+        ReduceScatter(row(rank, long * size)),
         ReduceScatter(row(rank, sum(lonely)), lonely),
         AllGather(row(rank, lonely[rank]), lonely),
         AllGather(row(rank, 6).view(2, 3)),
@@ -72,10 +73,10 @@ def requests(rank: int, size: int) -> list[Op]:
         AllGather(into[7 * rank : 7 * rank + 7], into=into),
         AllGather(row(rank, 2), into=torch.zeros(2 * size)),
         AllGather(row(rank, sum(uneven))[begin : begin + uneven[rank]], uneven),
-        AllGather(row(rank, 300_000, torch.int64)),
+        AllGather(row(rank, long, torch.int64)),
         AllToAll(row(rank, 2 * sum(send)).view(-1, 2), send, send),
         AllToAll(row(rank, size, torch.bfloat16), [1] * size, [1] * size),
-        AllToAll(row(rank, 300_000 * size).view(size, -1), [1] * size, [1] * size),
+        AllToAll(row(rank, long * size).view(size, -1), [1] * size, [1] * size),
         Swap(row(rank, 5), size - 1 - rank),
         Broadcast(row(rank, 5), size - 1),
         ToHost(row(rank, 3)),

@@ -84,6 +84,7 @@ def trace(net: nn.Module, _: gradtide.Replica) -> None:
     torch.jit.trace(net, x(), check_trace=False)
 
 
+STEPS = 12
 READS = [evaluate, infer, act, save, read_grads, flush, trace]
 
 
@@ -114,7 +115,7 @@ def trained(scheme: str, read: Read | None, norm: bool = False) -> Any:
     steps(net, opt, 0, alone)
     reader.start()
     try:
-        steps(net, opt, alone, 25)
+        steps(net, opt, alone, STEPS)
     finally:
         done.set()
         reader.join()

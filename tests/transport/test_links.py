@@ -74,9 +74,11 @@ def shapes(size: int) -> list[list[int]]:
     return [[4] * size, uneven, [0] * (size - 1) + [9], lonely, [70_001] * size]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.pairs(
+    inside=[True, False],
+    size=SIZES,
+    dtype=[torch.float32, torch.bfloat16, torch.int64],
+)
 def test_rings_and_single_hops_sum_and_gather_everything(
     inside: bool, size: int, dtype: torch.dtype
 ) -> None:

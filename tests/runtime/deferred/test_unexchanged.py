@@ -110,9 +110,12 @@ def train(scheme: str, optimizer: str, how: str) -> str:
 def test_exchange_does_what_the_end_of_a_backward_does(
     size: int, product: Product
 ) -> None:
+    every = product(SCHEMES, OPTIMIZERS, (1, 2, 3))
+    cases = [(scheme, optimizer) for scheme, optimizer, p in every if p == size]
+
     def run() -> list[Any]:
         found = []
-        for scheme, optimizer in product(SCHEMES, OPTIMIZERS):
+        for scheme, optimizer in cases:
             whole = train(scheme, optimizer, "backward")
             windows = train(scheme, optimizer, "windows")
             hand = train(scheme, optimizer, "hand")
