@@ -52,7 +52,8 @@ test: $(READY) ## run the tests, without those that are slow
 	marked() { grep -rl --include='test_*.py' "mark\.$$1" tests; }; \
 	few $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	    -m 'not alone and not waits $(LEFT_OUT)' $(ARGS); \
-	few $(BIN)/python -m pytest -n 4 --dist worksteal -m 'waits $(LEFT_OUT)' $$(marked waits) $(ARGS); \
+	few $(BIN)/python -m pytest -n 4 --dist worksteal -m 'waits $(LEFT_OUT)' \
+	    $$(marked waits) $(ARGS); \
 	few $(BIN)/python -m pytest -m 'alone $(LEFT_OUT)' $$(marked alone) $(ARGS)
 
 test-all: ## run all tests, as .ci/run does: also other programs, frameworks, inductor

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,15 @@ def pytest_collectstart() -> None:
         # torch's notes for each other device that it is to be seeded, and the stack:
         # in some tests that took longer than the training.
         torch.manual_seed = torch.default_generator.manual_seed
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Frameworks are not loaded where all tests of a file are slow, and left out."""
+    if "not slow" in config.option.markexpr and collection_path.suffix == ".py":
+        text = collection_path.read_text(encoding="utf-8")
+        if "pytestmark = [pytest.mark.slow" in text:
+            return True
+    return None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -36,6 +36,7 @@ def walk(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "record.json").read_text()), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_sections_are_walked_through_and_gone_on_with(tmp_path: Path) -> None:
     first, told = walk(tmp_path, "--sections", "selection,curvature")

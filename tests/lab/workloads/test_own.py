@@ -120,7 +120,9 @@ def test_a_loss_that_calls_the_model_is_averaged_by_ddp() -> None:
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("name", ["build", "scored"])
+@pytest.mark.parametrize(
+    "name", ["build", pytest.param("scored", marks=pytest.mark.slow)]
+)
 def test_a_race(program: str, name: str, tmp_path: Path) -> None:
     spec = RaceSpec(
         ("ddp", "dear"), f"{program}:{name}", 2, 1, None, 0.3, every=5, seed=3
