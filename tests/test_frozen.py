@@ -293,6 +293,29 @@ def test_what_waits_waits_under_another_scheme(name: str) -> None:
         assert 0 < before == after
 
 
+def test_steps_that_wait_are_no_gradients_of_another_warm_up() -> None:
+    """Where steps are exchanged already, a warm-up sends all of these."""
+
+    def work() -> Any:
+        ends = []
+        for warm in (False, True):
+            one = Run(f"Scheme({TOPK}, {ALONE}, schedule=LOCAL)")
+            for _ in range(5):
+                one.step(True)
+            own = f"Warmup({TOPK}, 2)" if warm else TOPK
+            one.sync.adopt(f"Scheme({own}, {ALONE}, schedule=LOCAL)")
+            for _ in range(5):
+                one.step(True)
+            one.sync.adopt(f"Scheme(Dense(), {ALONE}, schedule=LOCAL)")
+            one.step(True)
+            ends.append([p.tolist() for p in one.model.parameters()])
+            one.sync.remove()
+        return ends
+
+    for plain, warmed in run_ranks(2, work):
+        assert plain == warmed
+
+
 def test_a_deferred_norm_counts_what_is_trained() -> None:
     def work(scheme: str) -> Any:
         one, norms = Run(scheme), []

@@ -88,9 +88,8 @@ class StepExchange:
         return self if self.consensus.begun else self._before
 
     def next(self) -> Exchange:
-        if not self.consensus.is_due:
-            self.consensus.begun = False
-        elif not self.consensus.begun:
+        """For good: what buckets hold from then on are steps, and no gradients."""
+        if not self.consensus.begun and self.consensus.is_due:
             self.consensus.begin()
         return self.now()
 
