@@ -34,7 +34,7 @@ LAYERS = (
     {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LATE = 72  # imports of ours that wait for a call
+LATE = 64  # imports of ours that wait for a call
 FREE = LEVEL["ddp_arguments"]  # from here up, torch.distributed may be imported
 
 

@@ -22,6 +22,7 @@ from gradtide.core.levels import levels_of
 from gradtide.core.payload import traits
 from gradtide.fusion import BySize, Search
 from gradtide.runtime import ahead, saving
+from gradtide.runtime.actions import Setup
 from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import Saved, StateDict
 from gradtide.runtime.exchange.gradients import momentum_of
@@ -38,9 +39,7 @@ from gradtide.runtime.guards.validation import (
 )
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.layout.broadcast import synchronize
-from gradtide.runtime.layout.parameters import (
-    averaged,
-)
+from gradtide.runtime.layout.parameters import averaged
 from gradtide.runtime.optimizer.finder import Finder
 from gradtide.runtime.training import Training
 from gradtide.scheme import (
@@ -150,15 +149,8 @@ class Session:
         """Begin to train; with K-FAC, a collective call."""
         model, now, self.optimizer = self.model, self._now(self.scheme), optimizer
         self._admitted = SetupGuard(model, optimizer)
-        self.trained = Training(
-            model,
-            optimizer,
-            now,
-            self.engine,
-            self._scales,
-            self._check_every,
-            self._shared_buffers,
-        )
+        known = self.engine, self._scales, self._check_every, self._shared_buffers
+        self.trained = Training(Setup(model, optimizer, now, *known))
         self._hooks = Hooks(
             self.training,
             self._buffers,
@@ -301,7 +293,7 @@ class Session:
         """`adopt` what all ranks have agreed on, when nothing is on its way."""
         self.engine.levels = levels_of(self.engine.group, scheme.levels)
         self._comm_hook = None
-        self.training.adopt(self._now(scheme))
+        self.training.actions.adopt(self._now(scheme))
         self._hooks.follow()
         self.scheme = scheme
 
@@ -397,6 +389,26 @@ class Session:
             self.refuse_moment("end_round")
             training.end_round()
 
+    def refuse_join(self, over_all: bool) -> None:
+        """Raise ValueError where uneven inputs cannot be trained."""
+        searching = self.tuning is not None and not self.tuning.done
+        local = self.scheme.schedule.launch == "step"
+        exact = traits(self.scheme.collective).dense and not local
+        reasons = {
+            "divide_by_initial_world_size=False where a residual is kept: use a dense "
+            "scheme ('wfbp', 'dear'), or leave that out": not over_all and not exact,
+            "K-FAC, whose factors would miss the ranks that have joined: use a scheme "
+            "without it": self.training.preconditioning is not None,
+            "a scheme or a fusion that is still being searched for: adopt() a decided "
+            "one before": searching or undecided(self.scheme) is not None,
+            f"{type(self.optimizer).__name__}, which exchanges parameters inside its "
+            "step: use a plain optimizer": is_joinable(self.optimizer),
+            "another join()": self.training.actions.members.inside,
+            "sharded parameters, whose parts other ranks wait for: give all ranks "
+            "inside as many batches": bool(self.training.placement.shards),
+        }
+        refuse({f"join() does not work with {why}": t for why, t in reasons.items()})
+
     # - What is saved ------------------------------------------------------------------
 
     def state_dict(self, world_size: int | None, shards: int | None) -> StateDict:
@@ -424,27 +436,7 @@ class Session:
         """What is saved by those that choose a scheme, or cut buckets anew."""
         return [one for one in (self.auto, self.tuning) if one is not None]
 
-    # - The end -----------------------------------------------------------------------
-
-    def refuse_join(self, over_all: bool) -> None:
-        """Raise ValueError where uneven inputs cannot be trained."""
-        searching = self.tuning is not None and not self.tuning.done
-        local = self.scheme.schedule.launch == "step"
-        exact = traits(self.scheme.collective).dense and not local
-        reasons = {
-            "divide_by_initial_world_size=False where a residual is kept: use a dense "
-            "scheme ('wfbp', 'dear'), or leave that out": not over_all and not exact,
-            "K-FAC, whose factors would miss the ranks that have joined: use a scheme "
-            "without it": self.training.preconditioning is not None,
-            "a scheme or a fusion that is still being searched for: adopt() a decided "
-            "one before": searching or undecided(self.scheme) is not None,
-            f"{type(self.optimizer).__name__}, which exchanges parameters inside its "
-            "step: use a plain optimizer": is_joinable(self.optimizer),
-            "another join()": self.training.actions.members.inside,
-            "sharded parameters, whose parts other ranks wait for: give all ranks "
-            "inside as many batches": bool(self.training.placement.shards),
-        }
-        refuse({f"join() does not work with {why}": t for why, t in reasons.items()})
+    # - The end ------------------------------------------------------------------------
 
     def send_buffers(self) -> None:
         """Overwrite the module's buffers with rank 0's; collective."""

@@ -6,7 +6,8 @@ program does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -35,62 +36,70 @@ if TYPE_CHECKING:
     from gradtide.runtime.exchange.preconditioned import Launchable, Preconditioning
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a training is made of; `scales` knows the GradScaler, if there is one."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheme: Scheme
+    engine: Engine
+    scales: Scales
+    check_every: int
+    buffers: SharedBuffers
+
+
 class Actions:
-    """Carries actions out, on one rank.
+    """Carries actions out, on one rank; `stage` makes K-FAC's, if the scheme has it.
 
     Attributes:
+        step: The order of a step.
         placement: Where gradients go.
         tally: The message at the end of backward.
         guard, check: What refuses gradients, and parameters that have come apart.
         exchange: What this step exchanges; `eager` is its own, for the hot path.
         chosen: What the scheme exchanges, once its warm-up is over.
         gradients: The exchange of gradients.
-        updates: Deferred updates.
+        gradient_info, updates: What is known of gradients; deferred updates.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheme: Scheme,
-        engine: Engine,
-        scales: Scales,
-        check_every: int,
-        buffers: SharedBuffers,
+        setup: Setup,
+        turns: Turns,
+        stage: Callable[[Placement], Preconditioning | None],
     ) -> None:
-        self.engine, self._model, self._optimizer = engine, model, optimizer
-        self._buffers, self._scales, self._scheme = buffers, scales, scheme
-        self.placement = Placement(model, scheme, engine.group.size)
-        self.guard = NonFiniteGuard(self.placement, engine.transport)
-        shards = self.placement.shards
-        self.check = ParameterCheck(model, engine.transport, check_every, shards)
-        told = self.guard, self.check, buffers, scales
-        self.tally = Tally(engine, self.placement, *told)
-        self._consensus: Consensus | None = None  # of ranks that exchange steps
-
-    def begin(
-        self, turns: Turns, step: Step, stage: Preconditioning | None
-    ) -> GradientInfo:
-        """Have a step to carry out, with K-FAC's stage; returns what it knows."""
-        self.step, self._stage = step, stage or Unpreconditioned(self.placement)
+        model, engine = setup.model, setup.engine
+        self.engine, self._optimizer = engine, setup.optimizer
+        self._scales = setup.scales
+        self.step = Step(self, setup.scheme.schedule)
+        self.placement = placement = Placement(model, setup.scheme, engine.group.size)
+        self.guard = NonFiniteGuard(placement, engine.transport)
+        every, shards = setup.check_every, placement.shards
+        self.check = ParameterCheck(model, engine.transport, every, shards)
+        told = self.guard, self.check, setup.buffers, setup.scales
+        self.tally = Tally(engine, placement, *told)
+        self.preconditioning = stage(placement)
+        self._stage = self.preconditioning or Unpreconditioned(placement)
         # Where K-FAC is, nobody may have gradients delivered to find them out.
-        self.tally.granted = stage is not None
-        known = turns, step, self.placement, self.tally, self.guard
-        info = GradientInfo(*known, stage)
-        self.updates = Updates(self.placement, info)
+        self.tally.granted = self.preconditioning is not None
+        known = turns, self.step, placement, self.tally, self.guard
+        self.gradient_info = GradientInfo(*known, self.preconditioning)
+        self.updates = Updates(placement, self.gradient_info)
         self.around = Surroundings(
-            self._model,
-            step,
-            self.engine,
-            self.placement,
+            model,
+            self.step,
+            engine,
+            placement,
             self.guard,
-            self._buffers,
-            self._optimizer,
+            setup.buffers,
+            setup.optimizer,
         )
-        how = self.updates, self._stage
-        self.gradients = GradientExchange(self.around, self._scheme, *how)
-        self._unscaled = stage is not None
-        return info
+        self.gradients = GradientExchange(
+            self.around, setup.scheme, self.updates, self._stage
+        )
+        self._consensus: Consensus | None = None  # of ranks that exchange steps
+        self.use(self._exchange_of(setup.scheme))
 
     @property
     def members(self) -> Members:
@@ -107,7 +116,8 @@ class Actions:
         self.placement.adopt(scheme)
         self.updates.reset()
         self.gradients.adopt(scheme)
-        self.use(self.exchange_of(scheme))
+        self.step.schedule = scheme.schedule
+        self.use(self._exchange_of(scheme))
 
     def use(self, exchange: Exchange) -> None:
         """Have an exchange take the place of the present one, until `adopt`."""
@@ -121,7 +131,7 @@ class Actions:
         self.fill, self.launch = exchange.fill, exchange.launch
         self.receive, self.apply = exchange.finish, exchange.apply
 
-    def exchange_of(self, scheme: Scheme) -> Exchange:
+    def _exchange_of(self, scheme: Scheme) -> Exchange:
         """What a scheme exchanges, once its warm-up is over."""
         if scheme.schedule.launch != "step":
             return self.gradients
@@ -191,7 +201,7 @@ class Actions:
         self.exchange.before_update(fresh)
 
     def defer(self) -> None:
-        if self._unscaled:  # K-FAC reads means on the queue
+        if self.preconditioning is not None:  # it reads means on the queue
             self.updates.scale(self.engine)
         self.updates.note(self._optimizer)
         self._stage.defer(self._optimizer)

@@ -53,11 +53,11 @@ def residual_norms(training: Training) -> dict[str, float]:
         )
     training.flush()
     training.arrive()
-    left = (b.payload.flat for b in training.placement.buckets if not b.residual_empty)
-    waiting = (p for b in training.placement.buckets for p in b.waiting.values())
-    aside = (parts[FLAT] for parts in waiting if FLAT in parts)
-    own, aside_ = (sum(float(squares([x])) for x in xs) for xs in (left, aside))
+    buckets = training.placement.buckets
+    left = (b.payload.flat for b in buckets if not b.residual_empty)
+    aside = (p[FLAT] for b in buckets for p in b.waiting.values() if FLAT in p)
+    own, waiting = (sum(float(squares([x])) for x in xs) for xs in (left, aside))
     return {
-        "residual_norm": math.sqrt(own + aside_),
-        "waiting_norm": math.sqrt(aside_),
+        "residual_norm": math.sqrt(own + waiting),
+        "waiting_norm": math.sqrt(waiting),
     }

@@ -1,30 +1,28 @@
-"""A replica's training: what each action of a step does to gradients and parameters.
+"""A replica's training: what the program does, as a step's beginnings and ends.
 
-`Step` says what happens when; the hooks on the user's module and optimizer (`hooks`)
-say what the program does.
+The hooks on the user's module and optimizer (`hooks`) tell it. `Step` says what happens
+when, and `actions` what that does to gradients and parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.core.engine import Engine
-from gradtide.core.step import Event, Stage, Step
+from gradtide.core.step import Event, Stage
 from gradtide.core.torch_internals.autograd import after_backward, in_backward
-from gradtide.runtime.actions import Actions
-from gradtide.runtime.buffers import SharedBuffers
+from gradtide.runtime.actions import Actions, Setup
 from gradtide.runtime.checkpoint import RunState
 from gradtide.runtime.deferred.grads import DeferredGrad
 from gradtide.runtime.deferred.unexchanged import UNSEEN, Unexchanged
-from gradtide.runtime.guards.scales import Scales
+from gradtide.runtime.layout.placement import Placement
 from gradtide.runtime.turns import Turns
-from gradtide.scheme import Scheme
 from gradtide.transport.shards import local, redistribute
 
 if TYPE_CHECKING:
@@ -33,24 +31,13 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """Carries steps out, on one rank. With K-FAC its constructor is a collective call.
+    """Carries steps out, on one rank; with K-FAC its constructor is collective."""
 
-    `scales` knows the GradScaler; K-FAC has to, if there is one.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheme: Scheme,
-        engine: Engine,
-        scales: Scales,
-        check_every: int,
-        buffers: SharedBuffers,
-    ) -> None:
-        self.engine, self.model, self.optimizer = engine, model, optimizer
-        self.buffers, self.scales = buffers, scales
-        self.turns = Turns(engine.transport.progress)
+    def __init__(self, setup: Setup) -> None:
+        self.engine, self.model = setup.engine, setup.model
+        self.optimizer, self.buffers = setup.optimizer, setup.buffers
+        self.scales = setup.scales
+        self.turns = Turns(setup.engine.transport.progress)
         # Has a parameter's hook called; returns whether it was lost.
         self.rehook: Callable[[nn.Parameter], bool] = lambda _: False
         # RuntimeError, by name, for a parameter that no bucket has.
@@ -64,30 +51,32 @@ class Training:
         self._stepping = False  # inside the optimizer's step
         self._deferred = False  # the last step's update was
         self._unseen: str | None = None  # has a gradient that this step alone knows
-        self.actions = actions = Actions(
-            model, optimizer, scheme, engine, scales, check_every, buffers
-        )
-        self.placement, self.tally = actions.placement, actions.tally
-        self.guard, self.check = actions.guard, actions.check
-        self.step = Step(actions, scheme.schedule)
+        stage = partial(self._stage, setup)
+        self.actions = Actions(setup, self.turns, stage)
+        self.placement, self.tally = self.actions.placement, self.actions.tally
+        self.guard, self.check = self.actions.guard, self.actions.check
+        self.step, self.updates = self.actions.step, self.actions.updates
+        self.gradient_info = self.actions.gradient_info
+        self.preconditioning = self.actions.preconditioning
         self.unexchanged = Unexchanged(self.placement)
-        self.preconditioning: Preconditioning | None = None
-        if scheme.preconditioner is not None:
-            from gradtide.kfac.preconditioner import Preconditioner
-            from gradtide.runtime.exchange.preconditioned import Preconditioning
-
-            told_of = self.begin, self.full, scales.given
-            kfac = Preconditioner(model, scheme.preconditioner, engine, *told_of)
-            self.preconditioning = Preconditioning(self.placement, kfac)
-        self.gradient_info = actions.begin(self.turns, self.step, self.preconditioning)
-        self.updates = actions.updates
         self._undone: UndoGuard | None = None  # since parameters were loaded
-        actions.use(actions.exchange_of(scheme))
 
-    def adopt(self, scheme: Scheme) -> None:
-        """Go on with another scheme, when nothing is on its way."""
-        self.actions.adopt(scheme)
-        self.step.schedule = scheme.schedule
+    def _stage(self, setup: Setup, placement: Placement) -> Preconditioning | None:
+        """K-FAC between a mean and the optimizer; None if the scheme has none."""
+        if setup.scheme.preconditioner is None:
+            return None
+        from gradtide.kfac.preconditioner import Preconditioner
+        from gradtide.runtime.exchange.preconditioned import Preconditioning
+
+        kfac = Preconditioner(
+            setup.model,
+            setup.scheme.preconditioner,
+            setup.engine,
+            self.begin,
+            self.full,
+            self.scales.given,
+        )
+        return Preconditioning(placement, kfac)
 
     # - What hooks tell ----------------------------------------------------------------
 

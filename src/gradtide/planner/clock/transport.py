@@ -91,7 +91,7 @@ class Pending:
 class VirtualTransport:
     """Answers requests after the time that they take on `network`.
 
-    Answers have the right shape and no meaning (`sketch.shaped`), so flows must not
+    Answers have the right shape and no meaning (`shaped`), so flows must not
     look at them: those on tensors without memory cannot, and `rehearsal` makes such
     flows of all collectives.
     """

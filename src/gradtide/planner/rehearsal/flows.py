@@ -4,7 +4,7 @@ Flows whose requests depend on shapes alone run on tensors without memory, other
 random gradients.
 
 [Note: Peers] Up to LOCKSTEP ranks all flows run, as in `gradtide.testing`; beyond, one
-does, and the others' answers are reflections (`sketch`).
+does, and the others' answers are reflections (`symbolic_requests`).
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def script_of(played: Sequence[Script], step: int) -> Script:
 
 
 def _between(one: Script, two: Script, weight: float, ratio: float) -> Script:
-    """`sketch.between`; work grows by `ratio`.
+    """`symbolic_requests.between`; work grows by `ratio`.
 
     Not in a straight line: messages of more than one block of indices bring more work
     than shorter ones, and a line through both would bring it again and again.

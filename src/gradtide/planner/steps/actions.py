@@ -114,7 +114,7 @@ class Actions:
     def conclude(self, hold: bool) -> None:
         # Who used what, who met what is not finite; two flags, three of a GradScaler.
         numel = len(self.trace.units) + self._ranks + 5
-        norms = hold and self.second is not None  # see `runtime.tally`
+        norms = hold and self.second is not None  # see `deferred.tally`
         if norms:
             numel += len(self.trace.units) + 2 * len(self.buckets)
         flags = _flags(numel, torch.float64 if norms else torch.int32)

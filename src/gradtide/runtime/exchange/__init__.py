@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,7 +27,7 @@ from gradtide.runtime.layout.placement import Placement
 class Exchange(Protocol):
     """What of a bucket leaves in a step, and what becomes of its mean.
 
-    Its methods are called under `torch.no_grad`, by `runtime.training`.
+    Its methods are called under `torch.no_grad`, by `runtime.actions`.
 
     Attributes:
         eager: Its buckets leave in backward, as gradients fill them. Otherwise
@@ -49,11 +49,11 @@ class Exchange(Protocol):
     def next(self) -> Exchange:
         """All ranks have begun a backward: who exchanges in its step."""
 
-    def fill(self, bucket: GradientBucket) -> None:
-        """Put in what is to leave."""
+    def fill(self, bucket: Any) -> None:
+        """Put in what is to leave: any bucket of the plan, as a `Driver` does."""
 
-    def launch(self, bucket: GradientBucket, hold: bool) -> None:
-        """Send a bucket to its cut (`hold`), or to its end."""
+    def launch(self, bucket: Any, hold: bool) -> None:
+        """Send any bucket of the plan to its cut (`hold`), or to its end."""
 
     def finish(self, bucket: GradientBucket) -> None:
         """Wait for a bucket's mean, if it is under way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -54,9 +54,9 @@ class GradientExchange:
     def next(self) -> GradientExchange:
         return self
 
-    def fill(self, bucket: GradientBucket) -> None:
-        if not bucket.keeps:  # a factor's
-            self._stage.leave(bucket)  # type: ignore[arg-type]  # its stage made it
+    def fill(self, bucket: Any) -> None:
+        if not bucket.keeps:  # one of K-FAC's factors
+            self._stage.leave(bucket)
             return
         bucket.momentum_applied = False
         if self._momentum is not None:
@@ -68,7 +68,7 @@ class GradientExchange:
         if gain != 1:
             bucket.payload.flat.mul_(gain)
 
-    def launch(self, bucket: GradientBucket, hold: bool) -> None:
+    def launch(self, bucket: Any, hold: bool) -> None:
         bucket.launch(self._engine, hold)
 
     def finish(self, bucket: GradientBucket) -> None:
@@ -91,10 +91,10 @@ class GradientExchange:
 
     def left(self) -> None: ...
 
+    def close(self, leave: Callable[[], None]) -> None: ...
+
     def take_buffers(self) -> bool:
         return True
-
-    def close(self, leave: Callable[[], None]) -> None: ...
 
     def shared_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()

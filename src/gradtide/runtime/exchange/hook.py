@@ -86,7 +86,7 @@ class HookExchange:
     def next(self) -> HookExchange:
         return self
 
-    def launch(self, bucket: GradientBucket, hold: bool) -> None:
+    def launch(self, bucket: Any, hold: bool) -> None:
         """Call the hook; TypeError if it returns no future."""
         if self._before is not None:  # [Note: chains]
             self._before.wait()

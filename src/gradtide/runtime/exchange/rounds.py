@@ -66,6 +66,7 @@ class RoundExchange:
         self._around, self._step = around, around.step
         self._schedule, self._before = scheme.schedule, before
         self.consensus = consensus
+        self.launch, self.finish = before.launch, before.finish  # as gradients have it
         # Where ranks never have parameters quite alike: those that this rank's steps
         # have changed since they left last.
         self.changed: set[Tensor] = set()
@@ -197,7 +198,7 @@ class RoundExchange:
 
     # - An exchange --------------------------------------------------------------------
 
-    def fill(self, bucket: GradientBucket) -> None:
+    def fill(self, bucket: Any) -> None:
         """Add what was done since the last exchange to the bucket's residual."""
         self.changed -= {slot.param for slot in bucket.slots}
         consensus, mix = self.consensus, self._schedule.mix
@@ -210,12 +211,6 @@ class RoundExchange:
             if not slot.used:  # of an optimizer that steps without gradients
                 bucket.set_aside(slot)
         bucket.payload.weigh = None
-
-    def launch(self, bucket: GradientBucket, hold: bool) -> None:
-        bucket.launch(self._engine, hold)
-
-    def finish(self, bucket: GradientBucket) -> None:
-        bucket.finish(self._engine)
 
     def apply(self, buckets: Sequence[GradientBucket]) -> None:
         """Move what is shared by what all ranks did, and this rank's parameters to it.

@@ -37,7 +37,6 @@ steps costs as much to send, and learns worse.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -77,7 +76,11 @@ class StepExchange:
         self._guard, self._buffers = around.guard, around.buffers
         self._optimizer = around.optimizer
         self._schedule, self._before = scheme.schedule, before
-        self.consensus = consensus
+        self.consensus, self.left = consensus, consensus.left
+        # As gradients have it.
+        self.launch, self.finish = before.launch, before.finish
+        self.close, self.take_buffers = before.close, before.take_buffers
+        self.shared_parameters = before.shared_parameters
         self._moved_on: Callable[[], Any] | None = None  # how many ranks, between steps
         self._passes = 0  # backward passes since the last step
         self._ahead: Mapping[Tensor, float] = {}  # see [Note: ahead]
@@ -132,17 +135,6 @@ class StepExchange:
         if self._placement.shards.anywhere(moved):
             self.consensus.compare("as step() begins")
 
-    def left(self) -> None:
-        self.consensus.left()
-
-    def take_buffers(self) -> bool:
-        return True
-
-    def close(self, leave: Callable[[], None]) -> None: ...
-
-    def shared_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     @property
     def saved(self) -> Sequence[Saved]:
         return OptimizerState(self._optimizer, self._placement, self._engine), self
@@ -182,7 +174,7 @@ class StepExchange:
 
     # - An exchange --------------------------------------------------------------------
 
-    def fill(self, bucket: GradientBucket) -> None:
+    def fill(self, bucket: Any) -> None:
         """Add what the step did to the bucket's residual."""
         consensus = self.consensus
         consensus.begin_offer(bucket)
@@ -196,12 +188,6 @@ class StepExchange:
         known = any(self._mean(slot.param) is not None for slot in bucket.slots)
         weighed = known and self._schedule.against is not None
         bucket.payload.weigh = partial(self._weigh, bucket) if weighed else None
-
-    def launch(self, bucket: GradientBucket, hold: bool) -> None:
-        bucket.launch(self._engine, hold)
-
-    def finish(self, bucket: GradientBucket) -> None:
-        bucket.finish(self._engine)
 
     def apply(self, buckets: Sequence[GradientBucket]) -> None:
         """Move parameters by what all ranks did.

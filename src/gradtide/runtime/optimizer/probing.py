@@ -2,7 +2,7 @@
 
 `probe` finds how its steps follow from gradients, for schedules that exchange steps;
 `check_deferrable` whether they can be made later, and for one parameter at a time. Both
-know optimizers by what they do and not by name, see [Note: twin] in `twin`.
+know optimizers by what they do and not by name, see [Note: twin] in `optimizer_copy`.
 """
 
 from __future__ import annotations
