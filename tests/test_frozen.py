@@ -27,6 +27,8 @@ EXACT_AFTERWARDS = {
     "sign": f"Scheme(Dense('sign'), {ALONE}, schedule=DEAR)",
     "momentum": f"Scheme(MomentumCorrection({TOPK}), {ALONE})",
     "local": f"Scheme({TOPK}, {ALONE}, schedule=LOCAL)",
+    "outer": f"Scheme({TOPK}, {ALONE}, schedule=LOCAL, "
+    "outer=OuterSGD(0.7, momentum=0.9, nesterov=True))",
     "diloco": f"Scheme(Dense(), {ALONE}, schedule=Schedule('step', every=2), "
     "outer=OuterSGD(0.7, momentum=0.9, nesterov=True))",
     "sparseloco": f"Scheme(TiledTopK(0.015625, wire='2bit'), {ALONE}, "
@@ -247,7 +249,9 @@ def test_what_waits_does_not_travel() -> None:
         assert others == [{"layers.1": False, "layers.0": True}] * 3
 
 
-@pytest.mark.parametrize("name", ["topk", "momentum", "sign", "local", "diloco"])
+@pytest.mark.parametrize(
+    "name", ["topk", "momentum", "sign", "local", "outer", "diloco"]
+)
 def test_a_state_saves_what_waits(name: str) -> None:
     def work() -> Any:
         ends = []

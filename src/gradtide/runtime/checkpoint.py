@@ -162,6 +162,11 @@ def own_key(placement: Placement, group: Group) -> str:
     return f"rank{group.rank}" + f".part{number}" * (count > 1)
 
 
+def common_key(placement: Placement, group: Group, name: str) -> str:
+    """Where ranks have what they agree on; of shards, those with the same part."""
+    return own_key(placement, group).replace(f"rank{group.rank}", name)
+
+
 def blank(placement: Placement, group: Group, size: int, parts: int) -> StateDict:
     """What this rank of `group` has to read of a checkpoint of `size` other ranks.
 

@@ -12,7 +12,7 @@ for a rank's own by the same token, and is made larger once.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,32 @@ class Consensus:
         own = {names[p]: digest(x) for p, x in known if some is None or p in some}
         shards = self._placement.shards
         compare(self._engine.transport, own, f" {moment}", causes, shards)
+
+    # - What is saved ------------------------------------------------------------------
+
+    def by_name(self, found: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Some of parameters' tensors, by the names of these."""
+        slots = self._placement.slots
+        return {slot.name: found[slot.param] for slot in slots if slot.param in found}
+
+    def of_names(self, saved: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
+        """Tensors in the parameters' memory formats, with what was saved by name."""
+        return {
+            slot.param: torch.empty_like(slot.local).copy_(saved[slot.name])
+            for slot in self._placement.slots
+            if slot.name in saved
+        }
+
+    def check(self, saved: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for what was saved of another model's parameters."""
+        shapes = {slot.name: slot.local.shape for slot in self._placement.slots}
+        for name, value in saved.items():
+            if name not in shapes or value.shape != shapes[name]:
+                raise ValueError(
+                    f"the state's parameter {name} has shape {tuple(value.shape)}, the "
+                    f"model's {tuple(shapes.get(name, ()))}: build the model that was "
+                    "saved"
+                )
 
     # - An exchange --------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradtide.core.step import Stage
-from gradtide.runtime.checkpoint import own_key, packed, unpacked
+from gradtide.runtime.checkpoint import common_key, own_key, packed, unpacked
 from gradtide.runtime.exchange import Surroundings
 from gradtide.runtime.exchange.consensus import Consensus
 from gradtide.runtime.layout.broadcast import digest
@@ -36,10 +36,9 @@ class SavedRound:
     own: Mapping[str, Named]  # parameters, buffers, what was done to them, and to which
 
 
-def common_key(around: Surroundings) -> str:
-    """Where the ranks have what they agree on; of shards, those with the same part."""
-    group = around.engine.group
-    return own_key(around.placement, group).replace(f"rank{group.rank}", "round")
+def key_of(around: Surroundings) -> str:
+    """Where the ranks have what they agree on."""
+    return common_key(around.placement, around.engine.group, "round")
 
 
 def save(
@@ -50,20 +49,16 @@ def save(
 ) -> None:
     """Add a round to a state of this rank's; nothing may leave or arrive meanwhile."""
     placement = around.placement
-    rank, common = own_key(placement, around.engine.group), common_key(around)
+    rank, common = own_key(placement, around.engine.group), key_of(around)
     if not consensus.begun:  # keys into which a checkpoint can be read
         saved[common] = saved[rank]["round"] = packed({})
         return
     named = {slot.name: slot.param for slot in placement.slots}
-    shared, velocity, moved = (
-        {name: found[p] for name, p in named.items() if p in found}
-        for found in (consensus.shared, consensus.velocity, consensus.moved)
-    )
     saved[common] = packed(
         {
             "position": around.step.position,
-            "shared": shared,
-            "velocity": velocity,
+            "shared": consensus.by_name(consensus.shared),
+            "velocity": consensus.by_name(consensus.velocity),
             "means": {
                 slot.name: mean.clone()
                 for bucket in placement.buckets
@@ -75,7 +70,7 @@ def save(
     own = {
         "parameters": {name: local(p).clone() for name, p in named.items()},
         "buffers": {name: b.clone() for name, b in shared_buffers(around.model)},
-        "moved": moved,
+        "moved": consensus.by_name(consensus.moved),
         "changed": {
             n: torch.empty(0, dtype=torch.float32, device="cpu")
             for n, p in named.items()
@@ -85,15 +80,17 @@ def save(
     saved[rank]["round"] = packed(own)
 
 
-def read(around: Surroundings, saved: Mapping[str, Any]) -> SavedRound | None:
+def read(
+    around: Surroundings, consensus: Consensus, saved: Mapping[str, Any]
+) -> SavedRound | None:
     """What a state says of a round; None if it says nothing. Changes nothing.
 
     Raises whatever comes of a state that is not whole.
     """
     group, placement = around.engine.group, around.placement
-    if common_key(around) not in saved:
+    if key_of(around) not in saved:
         return None
-    common = unpacked(saved[common_key(around)], "the round")
+    common = unpacked(saved[key_of(around)], "the round")
     if not common:  # of the dense steps of a warm-up
         return None
     own: Mapping[str, Named] = {}
@@ -101,17 +98,11 @@ def read(around: Surroundings, saved: Mapping[str, Any]) -> SavedRound | None:
         key = own_key(placement, group)
         own = unpacked(saved[key]["round"], f"the round ({key})")
     found = SavedRound(**common, own=own)
-    shapes = {slot.name: slot.local.shape for slot in placement.slots}
     whole = [found.shared, *([own["parameters"]] if own else [])]
     for held in (*whole, found.velocity, found.means, own.get("moved", {})):
-        for name, value in held.items():
-            if name not in shapes or value.shape != shapes[name]:
-                raise ValueError(
-                    f"the state's parameter {name} has shape {tuple(value.shape)}, the "
-                    f"model's {tuple(shapes.get(name, ()))}: build the model that was "
-                    "saved"
-                )
-    if any(held.keys() != shapes.keys() for held in whole):
+        consensus.check(held)
+    names = {slot.name for slot in placement.slots}
+    if any(held.keys() != names for held in whole):
         raise ValueError("the state's round is of another model's parameters")
     return found
 
@@ -160,9 +151,9 @@ def load(around: Surroundings, consensus: Consensus, found: SavedRound) -> set[T
     consensus.begun = True
     named = {slot.name: slot.param for slot in around.placement.slots}
     own = found.own or {"parameters": found.shared, "buffers": {}, "moved": {}}
-    consensus.shared = _like(named, found.shared)
-    consensus.velocity = _like(named, found.velocity)
-    consensus.moved = _like(named, own["moved"])
+    consensus.shared = consensus.of_names(found.shared)
+    consensus.velocity = consensus.of_names(found.velocity)
+    consensus.moved = consensus.of_names(own["moved"])
     for name, p in named.items():
         local(p).copy_(own["parameters"][name])
     for name, buffer in shared_buffers(around.model):
@@ -171,14 +162,6 @@ def load(around: Surroundings, consensus: Consensus, found: SavedRound) -> set[T
     around.step.position = found.position
     _hold(around, found.means)
     return {named[name] for name in own.get("changed", named)}
-
-
-def _like(named: Mapping[str, nn.Parameter], found: Named) -> dict[Tensor, Tensor]:
-    """Tensors of the parameters' memory formats, with what was saved by name."""
-    return {
-        named[name]: torch.empty_like(local(named[name])).copy_(value)
-        for name, value in found.items()
-    }
 
 
 def _hold(around: Surroundings, means: Named) -> None:

@@ -260,10 +260,10 @@ class RoundExchange:
         round_state.save(self._around, self.consensus, self.changed, saved)
 
     def blank(self, saved: StateDict) -> None:
-        saved[round_state.common_key(self._around)] = packed({})
+        saved[round_state.key_of(self._around)] = packed({})
 
     def read(self, saved: Mapping[str, Any]) -> SavedRound | None:
-        return round_state.read(self._around, saved)
+        return round_state.read(self._around, self.consensus, saved)
 
     def confirm(self, found: SavedRound | None) -> SavedRound | None:
         """Go on from one round: a rank has not noted a step that it skipped last."""

@@ -47,7 +47,14 @@ from torch import Tensor
 from gradtide.core.ops import AllReduce
 from gradtide.core.payload import traits
 from gradtide.core.torch_internals import foreach_copy_
-from gradtide.runtime.checkpoint import OptimizerState, Saved, StateDict
+from gradtide.runtime.checkpoint import (
+    OptimizerState,
+    Saved,
+    StateDict,
+    common_key,
+    packed,
+    unpacked,
+)
 from gradtide.runtime.exchange import Exchange, Surroundings
 from gradtide.runtime.exchange.consensus import Consensus
 from gradtide.runtime.layout.buckets import GradientBucket
@@ -76,6 +83,7 @@ class StepExchange:
         self._guard, self._buffers = around.guard, around.buffers
         self._optimizer = around.optimizer
         self._schedule, self._before = scheme.schedule, before
+        self._outer_momentum = scheme.outer is not None and scheme.outer.momentum > 0
         self.consensus, self.left = consensus, consensus.left
         # As gradients have it.
         self.launch, self.finish = before.launch, before.finish
@@ -139,16 +147,34 @@ class StepExchange:
     def saved(self) -> Sequence[Saved]:
         return OptimizerState(self._optimizer, self._placement, self._engine), self
 
-    def save(self, saved: StateDict) -> None: ...
+    @property
+    def _key(self) -> str:
+        return common_key(self._placement, self._engine.group, "outer")
 
-    def blank(self, saved: StateDict) -> None: ...
+    def save(self, saved: StateDict) -> None:
+        """The outer momentum, if there is one."""
+        if self._outer_momentum:
+            saved[self._key] = packed(self.consensus.by_name(self.consensus.velocity))
 
-    def read(self, saved: Mapping[str, Any]) -> None: ...
+    def blank(self, saved: StateDict) -> None:
+        if self._outer_momentum:
+            saved[self._key] = packed({})
 
-    def confirm(self, found: None) -> None: ...
+    def read(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        piece = saved.get(self._key)
+        found: dict[str, Tensor] = (
+            unpacked(piece, "the outer momentum") if piece else {}
+        )
+        self.consensus.check(found)
+        return found
 
-    def load(self, found: None) -> None:
+    def confirm(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        return found
+
+    @torch.no_grad()
+    def load(self, found: dict[str, Tensor]) -> None:
         """Residuals were loaded: they are of steps, if a warm-up was over."""
+        self.consensus.velocity = self.consensus.of_names(found)
         self.consensus.begun = False
         if self.consensus.is_due:
             self.consensus.resume()
