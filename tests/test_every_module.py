@@ -1,12 +1,19 @@
 """Every module has tests: in the file of its name, or in the one that is named here.
 
 The tests of `package/module.py` are in tests/package/test_module.py or, where that name
-is taken, in test_package_module.py beside it or one folder up.
+is taken, in test_package_module.py beside it or one folder up. A file that is named
+here imports the module, or something that the module defines. Where tests have no use
+for that, as the module is a part of what they run, a mutant of it is in
+benchmarks/mutant_list.py that the file has to notice.
 """
 
 from __future__ import annotations
 
+import importlib
+import runpy
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,7 +31,7 @@ ELSEWHERE = {
     "collectives/contrib/acpsgd": "collectives/test_lowrank",
     "collectives/contrib/by_norm": "collectives/test_partitioned",
     "collectives/contrib/topkdsa": "collectives/test_topka2a",
-    "collectives/dense": "test_replica",
+    "collectives/dense": "test_law",
     "collectives/partitions": "collectives/test_partitioned",
     "core/fields": "test_scheme",
     "core/grouped": "doctor/test_checks",
@@ -45,9 +52,9 @@ ELSEWHERE = {
     "doctor/trial": "doctor/test_run",
     "fusion/formulas": "fusion/test_fusion_mgwfbp",
     "integrations/metrics": "integrations/test_states",
-    "integrations/wrapping": "integrations/test_accelerate",
+    "integrations/wrapping": "integrations/test_states",
     "kfac/buckets": "kfac/test_preconditioner",
-    "kfac/config": "kfac/test_preconditioner",
+    "kfac/config": "test_scheme",
     "kfac/costs": "kfac/test_timing",
     "kfac/curvature": "kfac/test_preconditioner",
     "kfac/parts": "kfac/test_preconditioner",
@@ -55,11 +62,11 @@ ELSEWHERE = {
     "lab/checks": "test_refusals_cli",
     "lab/cli": "test_refusals_cli",
     "lab/cluster": "lab/test_wiring",
-    "lab/namespaces": "lab/test_launch",
+    "lab/namespaces": "lab/test_endings",
     "lab/options": "test_refusals_cli",
     "lab/tables": "lab/test_report",
     "lab/talker": "lab/test_probe",
-    "lab/trial": "lab/test_compare",
+    "lab/trial": "lab/test_summary",
     "lab/worker": "lab/test_compare",
     "lab/workloads/digits": "lab/test_workloads",
     "lab/workloads/gpt": "lab/test_workloads",
@@ -88,7 +95,6 @@ ELSEWHERE = {
     "profile/network/overhead": "profile/test_overhead",
     "profile/network/report": "profile/test_network_run",
     "profile/selection/run": "profile/test_selection_report",
-    "profile/trace/report": "profile/test_trace_run",
     "profile/trace/subject": "profile/test_trace_run",
     "runtime/deferred/gradient_info": "runtime/deferred/test_grads",
     "runtime/optimizer/deferred_step": "runtime/test_optimizers",
@@ -106,7 +112,7 @@ ELSEWHERE = {
     "runtime/guards/validation": "test_refusals",
     "planner/steps/exchange": "planner/test_order",
     "runtime/exchange/consensus": "runtime/exchange/test_steps",
-    "runtime/exchange/gradients": "runtime/exchange/test_exchange",
+    "runtime/exchange/gradients": "runtime/test_join",
     "runtime/exchange/round_state": "runtime/exchange/test_rounds",
     "runtime/exchange/unpreconditioned": "test_replica",
     "runtime/members": "runtime/test_join",
@@ -146,6 +152,7 @@ ELSEWHERE = {
     "wire/formats": "wire/test_blocks",
     "wire/tools": "wire/test_blocks",
 }
+MUTANTS = runpy.run_path(str(TESTS.parent / "benchmarks" / "mutant_list.py"))["MUTANTS"]
 MODULES = {
     str(path.relative_to(ROOT).with_suffix("")): path
     for path in ROOT.rglob("*.py")
@@ -163,19 +170,23 @@ def own(name: str) -> Iterator[Path]:
         yield folder.parent / f"test_{package}_{word}.py"
 
 
-def reached(start: Path) -> set[str]:
-    """The modules of gradtide that a file imports, and that those import."""
-    paths = {module(path): path for path in ROOT.rglob("*.py")}
-    found: set[str] = set()
-    todo = [start]
-    while todo:
-        for there in imports(todo.pop()):
-            while there not in paths and "." in there:
-                there = there.rpartition(".")[0]
-            if there in paths and there not in found:
-                found.add(there)
-                todo.append(paths[there])
+@cache
+def used(file: Path) -> set[str]:
+    """The modules of gradtide that a file imports, or imports something of."""
+    found = set()
+    for name in imports(file):
+        if name.startswith("gradtide"):
+            found |= {name, name.rpartition(".")[0], home(name)}
     return found
+
+
+def home(name: str) -> str:
+    """The module that defines what is imported by a name, perhaps from a package."""
+    parent, _, own = name.rpartition(".")
+    with suppress(ImportError):  # of another extra
+        found = getattr(importlib.import_module(parent or name), own, None)
+        return str(getattr(found, "__module__", name))
+    return name
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
@@ -188,13 +199,13 @@ def test_a_module_has_tests(name: str) -> None:
     assert not (named and name in ELSEWHERE), f"{name} has a file of its name"
 
 
-def test_what_is_named_is_there_and_uses_the_module() -> None:
-    assert set(ELSEWHERE) <= set(MODULES)
-    for file in set(ELSEWHERE.values()):
-        path = TESTS / f"{file}.py"
-        assert path.exists(), f"there is no {file}"
-        found = reached(path)
-        for name in (name for name, there in ELSEWHERE.items() if there == file):
-            dotted = module(MODULES[name])
-            run_by_path = name in ("__main__", "lab/talker")  # as programs
-            assert dotted in found or run_by_path, f"{file} does not use {name}"
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_what_is_named_tests_the_module(name: str) -> None:
+    path = TESTS / f"{ELSEWHERE[name]}.py"
+    assert path.exists(), f"there is no {path.name}"
+    noticed = {(m.file, test) for m in MUTANTS for test in m.tests}
+    mutated = (f"{name}.py", f"{ELSEWHERE[name]}.py") in noticed
+    assert mutated or module(MODULES[name]) in used(path), (
+        f"{path.name} does not import {name}: name a file that does, or add a mutant "
+        "that it notices to benchmarks/mutant_list.py"
+    )

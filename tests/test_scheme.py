@@ -390,6 +390,10 @@ def test_any_text_is_a_scheme_or_refused_at_once_and_imports_nothing() -> None:
         ("topk(select=5)", "TopK(select=5): it has to be a Selector"),
         ("topk(True)", "TopK(density=True): it has to be a finite number"),
         (
+            "Schedule('step', gain=1e400)",
+            "Schedule(gain=inf): it has to be a finite number",
+        ),
+        (
             "MomentumCorrection(1)",
             "MomentumCorrection(collective=1): it has to be a Collective",
         ),

@@ -68,6 +68,21 @@ def test_what_the_wire_rounds_off_stays_behind(size: int, wire) -> None:
     assert "AllToAll" in traffic
 
 
+def test_a_mean_that_is_rounded_to_zero_stays_once() -> None:
+    """A quarter of the smallest number of the wire: the sum of four ranks is there."""
+    size, smallest = 4, 2.0**-24
+    rows = [torch.zeros(2048) for _ in range(size)]
+    for row in rows:
+        row[100:1100:10] = 1.0
+    rows[0][5] = smallest
+    loads = payloads(rows)
+    mean = run(OkTopk(0.05, wire="fp16", select=EXACT), loads)
+    assert mean[100:1100:10].eq(1).all()
+    assert mean[5] == 0
+    assert [float(load.flat[5]) for load in loads] == [smallest, 0, 0, 0]
+    assert loads[0].num_sent == 100, "it won, and was not delivered"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_buckets(dtype: torch.dtype) -> None:
     traffic = check_law(OkTopk(0.1), 4, numel=2048, dtype=dtype, tolerance=0.05)

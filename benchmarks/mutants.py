@@ -1,0 +1,148 @@
+"""Mistakes that are put into the code, one at a time: whether a test notices.
+
+    python benchmarks/mutants.py --out benchmarks/records/mutants_202611.json
+    python benchmarks/mutants.py --only kfac --only lab-speedup
+
+The mistakes are in mutant_list.py. The checkout stays as it is: what git knows of it,
+as it is now, is copied. There each mutant runs the tests that should notice, up to the
+first that fails; and that test again without the mutant, where it has to pass. A test
+that the record at `--out` says has noticed comes first. Ends with an error where none
+fails, or a mutant's text is not found once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from mutant_list import MUTANTS, Mutant
+
+from gradtide.lab.record import commit, machine, versions
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 900  # seconds for the tests of a mutant: what takes longer does not notice
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="Write JSON there.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Mutants whose names begin so.")
+    ] = None,
+) -> None:
+    """Try mutants; fails if the tests miss one."""
+    chosen = [m for m in MUTANTS if m.name.startswith(tuple(only or [""]))]
+    record: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(),
+    }
+    rows: list[dict[str, Any]] = []
+    before = noticed(out)
+    with tempfile.TemporaryDirectory(prefix="gradtide-mutants-") as folder:
+        tree = Path(folder)
+        copy_to(tree)
+        for number, mutant in enumerate(chosen, 1):
+            about = {"name": mutant.name, "file": mutant.file, "wrong": mutant.wrong}
+            rows.append(
+                {**about, **tried(mutant, tree, number, before.get(mutant.name))}
+            )
+            found = {k: v for k, v in rows[-1].items() if k not in about}
+            print(f"{mutant.name}: {found}", flush=True)
+            if out is not None:
+                caught = sum("by" in row for row in rows)
+                told = {**record, "tried": len(rows), "caught": caught, "mutants": rows}
+                out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    missed = [row["name"] for row in rows if "by" not in row]
+    if missed:
+        raise SystemExit(f"not noticed: {', '.join(missed)}")
+
+
+def noticed(record: Path | None) -> dict[str, str]:
+    """By the names of mutants, the tests that noticed them when a record was made."""
+    if record is None or not record.exists():
+        return {}
+    rows = json.loads(record.read_text(encoding="utf-8"))["mutants"]
+    return {row["name"]: row["by"] for row in rows if "::" in row.get("by", "")}
+
+
+def copy_to(tree: Path) -> None:
+    """Copy what git knows of the checkout, or would ask about, as it is now."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    for name in listed.stdout.decode().split("\0")[:-1]:
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+
+
+def tried(mutant: Mutant, tree: Path, number: int, first: str | None) -> dict[str, Any]:
+    """What comes of a mutant in a copy of the tree, which is as before afterwards."""
+    path = tree / "src" / "gradtide" / mutant.file
+    before = path.read_bytes()
+    try:
+        code = mutant.apply(before.decode())
+    except ValueError as error:
+        return {"text": str(error)}
+    files = [f"tests/{name}" for name in mutant.tests]
+    begin = time.monotonic()
+    try:
+        _write(path, code.encode(), number)
+        by = _failing([first], tree) if first else None
+        by = by or _failing(files, tree)
+    finally:
+        _write(path, before, -number)
+    seconds = round(time.monotonic() - begin, 1)
+    if by is None:
+        return {"missed by": list(mutant.tests), "seconds": seconds}
+    if "::" not in by:
+        return {"broken": by}  # nothing can be imported: no mistake to notice
+    if _failing([by], tree) is not None:
+        return {"fails without it": by}
+    return {"by": by, "seconds": seconds}
+
+
+def _write(path: Path, code: bytes, number: int) -> None:
+    """Write a file, as of a time of its own: what was compiled of another is stale."""
+    path.write_bytes(code)
+    moment = 1_500_000_000 + 10 * number
+    os.utime(path, (moment, moment))
+
+
+def _failing(tests: list[str], tree: Path) -> str | None:
+    """The first test that fails of some, or a file that can't be imported, if any."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-rfE", "--no-header"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said = process.communicate(timeout=LIMIT)[0]
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    match = FAILED.search(said)
+    return None if match is None else match[1]
+
+
+if __name__ == "__main__":
+    typer.run(main)
