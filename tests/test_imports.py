@@ -16,15 +16,17 @@ if sys.version_info >= (3, 11):
     import tomllib
 
 MOST = 97  # modules of ours, the heads of rooms among them
-SECONDS = 0.2  # beyond `import torch`
+# Of what import torch takes: 1.6 s of a processor that does nothing else.
+SHARE = 1 / 8
 
 IMPORT = """
 import json, sys, time
+start = time.process_time()
 import torch
-begin, before = time.perf_counter(), set(sys.modules)
+begin, before = time.process_time(), set(sys.modules)
 import gradtide
-seconds = time.perf_counter() - begin
-print(json.dumps({"seconds": seconds, "loaded": sorted(set(sys.modules) - before)}))
+share = (time.process_time() - begin) / (begin - start)
+print(json.dumps({"share": share, "loaded": sorted(set(sys.modules) - before)}))
 """
 
 # Some steps on one rank; argv: the scheme. Prints which of our packages are loaded.
@@ -88,10 +90,9 @@ def test_what_no_plain_training_needs_is_not_loaded(loaded: list[str]) -> None:
     assert not [m for m in loaded if m.partition(".")[0] in (*extras, "sklearn")]
 
 
-@pytest.mark.alone
 def test_import_is_quick() -> None:
-    seconds = median(fresh(IMPORT)["seconds"] for _ in range(3))
-    assert seconds <= SECONDS
+    """By the processor's time, beside torch's: others may use the machine, too."""
+    assert median(fresh(IMPORT)["share"] for _ in range(3)) <= SHARE
 
 
 @pytest.mark.parametrize(
