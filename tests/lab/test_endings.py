@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from tests.lab.emulated import needs_networks, processes_with
+from tests.lab.emulated import needs_distance, needs_networks, processes_with
 
 import gradtide
 
@@ -36,21 +36,27 @@ def gone(word: str, seconds: float) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("rate", ["none", "1gbit"])
+@pytest.mark.parametrize("network", ["none", "1gbit", "1gbit DELAY"])
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
 )
 def test_a_signal_to_the_launcher_ends_everything(
-    rate: str, number: signal.Signals, code: int
+    network: str, number: signal.Signals, code: int
 ) -> None:
-    needs_networks(None if rate == "none" else 1e9)
+    needs_networks(None if network == "none" else 1e9)
+    if "DELAY" in network:
+        needs_distance()
     if signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip(f"the tests were started with {number.name} ignored")
     nap = f"6000.{random.SystemRandom().randrange(10**9):09d}"
     script = f"sleep {nap} & echo up; sleep {nap}"
+    delay = random.SystemRandom().randrange(10**5)
+    network = network.replace("DELAY", f"--delay 20.{delay:05d}ms")
+    held = f"[{(0.02 + delay * 1e-8) / 2:.9g}, 0.0]"  # in the delayer's command line
+    words = ["run", "--hosts", "2", "--rate", *network.split(), "--", "sh", "-c"]
     with subprocess.Popen(
-        [*GRADTIDE, "run", "--hosts", "2", "--rate", rate, "--", "sh", "-c", script],
+        [*GRADTIDE, *words, script],
         stdout=subprocess.PIPE,
         text=True,
     ) as launcher:
@@ -58,9 +64,11 @@ def test_a_signal_to_the_launcher_ends_everything(
         up = sorted(launcher.stdout.readline() for _ in range(2))
         assert up == ["[rank 0] up\n", "[rank 1] up\n"]
         assert processes_with(nap)
+        assert bool(processes_with(held)) == ("--delay" in network)
         launcher.send_signal(number)
         assert launcher.wait(20) == code
         assert not gone(nap, 5)
+        assert not gone(held, 5)
 
 
 def test_in_networks_not_even_a_daemon_is_left() -> None:

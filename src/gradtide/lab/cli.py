@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from gradtide.lab import options
 from gradtide.lab.cluster import Cluster, LabError
 from gradtide.lab.launch import launch
-from gradtide.lab.options import LocalRate, RanksPerHost, examples, local_bits, told
+from gradtide.lab.options import LocalRate, RanksPerHost, examples, told
 from gradtide.lab.probe import probe as measure
 from gradtide.lab.probe import table
 from gradtide.lab.rate import parse_rate
@@ -27,7 +28,10 @@ Hosts = Annotated[int, Option(help="Hosts, each a network namespace.")]
 Rate = Annotated[
     str, Option(help="Of each host's link, each way: 100mbit; none: loopback.")
 ]
-Mtu = Annotated[int, Option(help="Largest packet of the links, in bytes.")]
+Mtu = Annotated[
+    int | None,
+    Option(help="Largest packet of the links, in bytes: 9000, or 1500 over a delay."),
+]
 
 
 @app.command(
@@ -45,15 +49,25 @@ def run(
     rate: Rate,
     ranks_per_host: RanksPerHost = 1,
     local_rate: LocalRate = None,
-    mtu: Mtu = 9000,
+    mtu: Mtu = None,
+    up: options.Up = None,
+    delay: options.Delay = None,
+    jitter: options.Jitter = None,
+    loss: options.Loss = None,
     timeout: Annotated[
         float | None, Option(help="Seconds after which the run is ended.")
     ] = None,
 ) -> None:
     """Run a command on every rank of an emulated cluster, as torchrun would."""
     with _ending():
-        inside = local_bits(local_rate)
-        cluster = Cluster(hosts, ranks_per_host, parse_rate(rate), mtu, inside)
+        bits, inside = parse_rate(rate), options.local_bits(local_rate)
+        between = options.internet(hosts, bits, up, delay, jitter, loss)
+        cluster = Cluster.emulating(
+            *(hosts, ranks_per_host, between.slowest if between else bits),
+            mtu=mtu,
+            local_rate=inside,
+            internet=between,
+        )
         if timeout is not None and not 0 < timeout < math.inf:
             raise ValueError(f"--timeout {timeout}: seconds, above 0")
         launch(cluster, command, timeout=timeout)
@@ -63,12 +77,12 @@ def run(
 def probe(
     hosts: Hosts,
     rate: Rate,
-    mtu: Mtu = 9000,
+    mtu: Mtu = None,
     seconds: Annotated[float, Option(help="For each measurement.")] = 1.0,
 ) -> None:
     """Measure what an emulated cluster really delivers."""
     with _ending():
-        cluster = Cluster(hosts, rate=parse_rate(rate), mtu=mtu)
+        cluster = Cluster.emulating(hosts, 1, parse_rate(rate), mtu=mtu)
         Console().print(table(cluster, measure(cluster, seconds)))
 
 

@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from gradtide.lab.internet import Internet
+
 INTERFACE = "eth0"  # the link's name inside every host
+NEAR, FAR = 9000, 1500  # bytes of packets: on a switch, and through the internet
+NETWORK = "10.99.0.0/16"  # of all hosts
 PORT = 29500  # free by construction in a namespace that was just made
 
 
@@ -20,14 +24,31 @@ class Cluster:
 
     A rate of None means loopback: one machine, no namespaces, nothing slowed down. The
     ranks of a host send each other up to `local_rate` bits/s, all together; None: as
-    much as the machine can.
+    much as the machine can. Where there is an `internet`, it says what links are like
+    and how far apart hosts are, and `rate` is that of its slowest link.
     """
 
     hosts: int
     ranks_per_host: int = 1
     rate: float | None = None
-    mtu: int = 9000
+    mtu: int = NEAR
     local_rate: float | None = None
+    internet: Internet | None = None
+
+    @staticmethod
+    def emulating(
+        hosts: int,
+        ranks_per_host: int,
+        rate: float | None,
+        *,
+        mtu: int | None = None,
+        local_rate: float | None = None,
+        internet: Internet | None = None,
+    ) -> Cluster:
+        """One whose packets are as large as they are on such a network."""
+        if mtu is None:
+            mtu = NEAR if internet is None else FAR
+        return Cluster(hosts, ranks_per_host, rate, mtu, local_rate, internet)
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= 250:
@@ -36,7 +57,9 @@ class Cluster:
             raise ValueError(f"{self.ranks_per_host} ranks per host: choose 1 to 250")
         if not 1280 <= self.mtu <= 65000:
             raise ValueError(f"an MTU of {self.mtu}: choose 1280 to 65000 bytes")
-        for rate in (self.rate, self.local_rate):
+        links = () if self.internet is None else self.internet.links
+        rates = [rate for link in links for rate in (link.rate, link.sends)]
+        for rate in (self.rate, self.local_rate, *rates):
             if rate is not None and not 1e5 <= rate <= 1e11:
                 raise ValueError(
                     f"a rate of {rate:g} bits/s: choose 100kbit to 100gbit, or none"
@@ -46,6 +69,10 @@ class Cluster:
                 "a local rate without a rate: links inside hosts are shaped where "
                 "those between them are; give both"
             )
+
+        if self.internet is not None:
+            assert len(self.internet.links) == self.hosts
+            assert self.internet.slowest == self.rate
 
     @property
     def size(self) -> int:

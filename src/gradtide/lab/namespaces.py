@@ -13,13 +13,17 @@ Guarded by tests/lab/test_endings.py.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from gradtide.lab import delayer
 from gradtide.lab.cluster import Cluster, LabError, host_name
+from gradtide.lab.router import ROUTER, delays, needs_rules, routed_script
 from gradtide.lab.wiring import setup_script
 
 Enter: TypeAlias = Callable[[int], list[str]]
@@ -34,9 +38,12 @@ _AS_USER = ("--user", "--map-root-user")
 _HOLDER = """read -r self rest < /proc/self/stat
 mount -t proc proc /proc
 {setup}
-echo "ready $self"
-exec cat > /dev/null
+{hold}
 """
+_HOLD = """echo "ready $self"
+exec cat > /dev/null"""
+# It says itself when it is ready, and ends with its input, too.
+_DELAY = f"""exec nsenter --net=/run/netns/{ROUTER} {{command}} "$self" {{delays}}"""
 
 
 @contextmanager
@@ -48,18 +55,40 @@ def networks(cluster: Cluster) -> Iterator[Enter]:
     if cluster.rate is None:
         yield lambda host: []
         return
+    _check_tools(cluster)
+    holder, inside = _hold(_script(cluster))
+    try:
+        yield lambda host: [*inside, "ip", "netns", "exec", host_name(host)]
+    finally:
+        holder.kill()  # takes the holder with it (--kill-child), and that all others
+        holder.communicate()
+
+
+def _check_tools(cluster: Cluster) -> None:
     missing = [tool for tool in _TOOLS if not shutil.which(tool)]
     if missing:
         raise LabError(
             f"the lab needs the commands {', '.join(missing)}: install iproute2 and "
             "util-linux, or use --rate none to run on loopback"
         )
-    holder, inside = _hold(_HOLDER.format(setup=setup_script(cluster)))
-    try:
-        yield lambda host: [*inside, "ip", "netns", "exec", host_name(host)]
-    finally:
-        holder.kill()  # takes the holder with it (--kill-child), and that all others
-        holder.communicate()
+    internet = cluster.internet
+    if internet and needs_rules(internet) and not shutil.which("iptables-restore"):
+        raise LabError(
+            "delay and loss need the command iptables-restore: install iptables, or "
+            "leave out --delay, --jitter and --loss"
+        )
+
+
+def _script(cluster: Cluster) -> str:
+    """What the holder does: builds the cluster, and keeps it until its input ends."""
+    internet = cluster.internet
+    if internet is None:
+        return _HOLDER.format(setup=setup_script(cluster), hold=_HOLD)
+    hold = _HOLD
+    if told := delays(internet):
+        command = shlex.join([sys.executable, "-I", "-S", delayer.__file__])
+        hold = _DELAY.format(command=command, delays=shlex.quote(told))
+    return _HOLDER.format(setup=routed_script(cluster, internet), hold=hold)
 
 
 def _hold(script: str) -> tuple[subprocess.Popen[str], list[str]]:

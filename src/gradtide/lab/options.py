@@ -6,19 +6,33 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path as File
 from typing import Annotated, TypeVar
 
 from typer import Exit, Option, echo
 
+from gradtide.lab.amounts import parse_share, parse_time
 from gradtide.lab.cluster import LabError
+from gradtide.lab.internet import Internet, Link, Path
 from gradtide.lab.place import Place, place
-from gradtide.lab.rate import parse_rate
+from gradtide.lab.rate import limited, parse_rate
 
 Hosts = Annotated[int | None, Option(help="Emulated hosts. Not under torchrun.")]
 RanksPerHost = Annotated[int, Option(help="Ranks on each host.")]
 LocalRate = Annotated[
     str | None, Option(help="Of what a host's ranks send each other, together.")
+]
+Up = Annotated[
+    str | None, Option(help="Of what each host sends; else as --rate: 20mbit.")
+]
+Delay = Annotated[
+    str | None, Option(help="Of a round trip between any two hosts: 40ms.")
+]
+Jitter = Annotated[
+    str | None, Option(help="By how much a round trip varies, at most: 5ms.")
+]
+Loss = Annotated[
+    str | None, Option(help="Share of packets that is lost on each way: 0.5%.")
 ]
 Warmup = Annotated[int, Option(help="Steps before the first timed one.")]
 Device = Annotated[str, Option(help="Where tensors are: cpu or cuda.")]
@@ -26,7 +40,7 @@ StepMs = Annotated[
     float | None, Option(help="Milliseconds of compute of a step; for a replay.")
 ]
 Times = Annotated[
-    Path | None, Option(help="JSON with the times of layers; for a replay.")
+    File | None, Option(help="JSON with the times of layers; for a replay.")
 ]
 
 N = TypeVar("N", bound=float)
@@ -81,6 +95,38 @@ def local_bits(rate: str | None) -> float | None:
             "torchrun has started this on real hosts: leave out --local-rate"
         )
     return None if rate is None else parse_rate(rate)
+
+
+def internet(
+    hosts: int,
+    rate: float | None,
+    up: str | None,
+    delay: str | None,
+    jitter: str | None,
+    loss: str | None,
+) -> Internet | None:
+    """What lies between `hosts`; None where nothing is said of it, and it is a switch.
+
+    Raises ValueError for what cannot be emulated.
+    """
+    given = {"--up": up, "--delay": delay, "--jitter": jitter, "--loss": loss}
+    said = [name for name, value in given.items() if value is not None]
+    if not said:
+        return None
+    if "RANK" in os.environ:
+        raise ValueError(
+            f"torchrun has started this on real hosts: leave out {' and '.join(said)}"
+        )
+    none = f"{said[0]} needs links with a limit: give --rate, such as 1gbit"
+    if rate is None:
+        raise ValueError(none)
+    path = Path(
+        parse_time("--delay", delay or "0ms"),
+        parse_time("--jitter", jitter or "0ms"),
+        parse_share("--loss", loss or "0%"),
+    )
+    sends = None if up is None else limited(up, none.replace("--rate", "--up"))
+    return Internet.alike(hosts, Link(rate, sends), path)
 
 
 def layout(

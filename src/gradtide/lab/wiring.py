@@ -58,6 +58,12 @@ from gradtide.lab.cluster import INTERFACE, Cluster, address, host_name
 SWITCH = "lab-switch"  # the namespace that holds the bridge
 LOOPBACK_MTU = 9000  # where it is shaped: as between hosts
 _LIMIT = 256 << 20  # bytes that may queue; above the sum of all windows
+# Named namespaces live in /run/netns, which a user cannot make: the names are then put
+# over all of /run.
+FOLDER = [
+    "if [ -d /run/netns ]; then over=/run/netns; else over=/run; fi",
+    'mount -t tmpfs tmpfs "$over"',
+]
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,9 @@ class Shape:
     burst: int  # what an idle link lets pass at once
     window: int  # what one socket may have under way
 
-    def bucket(self, device: str) -> str:
-        """For `tc`: what the device sends goes through a bucket."""
-        size = f"burst {self.burst} limit {_LIMIT}"
+    def bucket(self, device: str, limit: int = _LIMIT) -> str:
+        """For `tc`: what the device sends goes through a bucket; bytes may wait."""
+        size = f"burst {self.burst} limit {limit}"
         return f"qdisc add dev {device} root tbf rate {self.rate:.0f}bit {size}"
 
 
@@ -90,25 +96,19 @@ def setup_script(cluster: Cluster) -> str:
     link = shape(cluster.rate, cluster.mtu)
     hosts = range(cluster.hosts)
     ports = [f"port{host}" for host in hosts]
-    inside = None
-    if cluster.local_rate is not None:
-        inside = shape(cluster.local_rate, LOOPBACK_MTU)
     return "\n".join(
         [
-            # Named namespaces live in /run/netns, which a user cannot make: the
-            # names are then put over all of /run.
-            "if [ -d /run/netns ]; then over=/run/netns; else over=/run; fi",
-            'mount -t tmpfs tmpfs "$over"',
-            *_names(hosts),
-            *_batch("ip", [f"netns add {n}" for n in [SWITCH, *map(host_name, hosts)]]),
-            *_batch(f"ip -netns {SWITCH}", _switch(ports, cluster.mtu, link)),
-            *_batch(f"tc -netns {SWITCH}", map(link.bucket, ports)),
-            *(line for host in hosts for line in _host(host, link, inside)),
+            *FOLDER,
+            *names(hosts),
+            *batch("ip", [f"netns add {n}" for n in [SWITCH, *map(host_name, hosts)]]),
+            *batch(f"ip -netns {SWITCH}", _switch(ports, cluster.mtu, link)),
+            *batch(f"tc -netns {SWITCH}", map(link.bucket, ports)),
+            *(line for host in hosts for line in _host(cluster, host, link)),
         ]
     )
 
 
-def _names(hosts: range) -> list[str]:
+def names(hosts: range) -> list[str]:
     """Gives the addresses names: c10d asks for them, and nobody else can answer."""
     found = [
         f"{mapped}{address(host)} {host_name(host)}"
@@ -124,7 +124,8 @@ def _names(hosts: range) -> list[str]:
     ]
 
 
-def _batch(command: str, lines: Iterable[str]) -> list[str]:
+def batch(command: str, lines: Iterable[str]) -> list[str]:
+    """The lines as one command's input."""
     return [f"{command} -batch - <<'END'", *lines, "END"]
 
 
@@ -138,7 +139,19 @@ def _switch(ports: list[str], mtu: int, link: Shape) -> list[str]:
     return [*lines, "link set bridge0 addrgenmode none up"]
 
 
-def _host(host: int, link: Shape, inside: Shape | None) -> list[str]:
+def within(cluster: Cluster) -> tuple[list[str], list[str]]:
+    """For `ip` and for `tc`, on a host: what its ranks send each other is shaped.
+
+    It goes over the host's loopback.
+    """
+    if cluster.local_rate is None:
+        return [], []
+    link = shape(cluster.local_rate, LOOPBACK_MTU)
+    size = f"mtu {LOOPBACK_MTU} gso_max_size {link.segment}"
+    return [f"link set lo {size}"], [link.bucket("lo")]
+
+
+def _host(cluster: Cluster, host: int, link: Shape) -> list[str]:
     name = host_name(host)
     settings = {
         "tcp_congestion_control": "reno",
@@ -148,17 +161,15 @@ def _host(host: int, link: Shape, inside: Shape | None) -> list[str]:
         "tcp_wmem": f"4096 {link.window} {link.window}",
     }
     writes = [f"echo {v} > /proc/sys/net/ipv4/{k}" for k, v in settings.items()]
+    loopback, buckets = within(cluster)
     lines = [
         "link set lo up",
         f"link set {INTERFACE} addrgenmode none up",
         f"address add {address(host)}/16 dev {INTERFACE}",
+        *loopback,
     ]
-    buckets = [link.bucket(INTERFACE)]
-    if inside is not None:  # what its ranks send each other goes over its loopback
-        lines.append(f"link set lo mtu {LOOPBACK_MTU} gso_max_size {inside.segment}")
-        buckets.append(inside.bucket("lo"))
     return [
-        *_batch(f"ip -netns {name}", lines),
-        *_batch(f"tc -netns {name}", buckets),
+        *batch(f"ip -netns {name}", lines),
+        *batch(f"tc -netns {name}", [link.bucket(INTERFACE), *buckets]),
         f"ip netns exec {name} sh -ec '{'; '.join(writes)}'",
     ]
