@@ -150,6 +150,11 @@ def compare(
     ranks_per_host: options.RanksPerHost = 1,
     rate: LinkRate = None,
     local_rate: options.LocalRate = None,
+    up: options.Up = None,
+    delay: options.Delay = None,
+    jitter: options.Jitter = None,
+    loss: options.Loss = None,
+    internet: options.FromFile = None,
     steps: Annotated[int, Option(help="Timed steps of each scheme.")] = 30,
     warmup: options.Warmup = 3,
     rounds: Annotated[int, Option(help="Times that each has its turn.")] = 3,
@@ -166,12 +171,14 @@ def compare(
     from gradtide.lab.spec import Spec, split_schemes
 
     with options.told():
-        there, rank = _place(hosts, ranks_per_host, rate)
+        far = options.Far(up, delay, jitter, loss, internet)
+        there, rank = _place(hosts, ranks_per_host, rate, far)
         names = split_schemes(schemes)
         spec = Spec(
-            *(names, workload, *there, steps, warmup, rounds),
+            *(names, workload, *there[:3], steps, warmup, rounds),
             seed=seed,
             local_rate=options.local_bits(local_rate),
+            internet=there.internet,
             step_ms=step_ms,
             trace=trace and trace.absolute(),
             device=device,
@@ -197,6 +204,11 @@ def race(
     ranks_per_host: options.RanksPerHost = 1,
     rate: LinkRate = None,
     local_rate: options.LocalRate = None,
+    up: options.Up = None,
+    delay: options.Delay = None,
+    jitter: options.Jitter = None,
+    loss: options.Loss = None,
+    internet: options.FromFile = None,
     seconds: Annotated[float, Option(help="Of training for each scheme.")] = 60.0,
     every: Annotated[int, Option(help="Steps between two looks at the loss.")] = 20,
     seed: Seed = 0,
@@ -207,7 +219,7 @@ def race(
     resume: Annotated[
         bool, Option("--resume", help="Train only whom the record in --out lacks.")
     ] = False,
-    loss: Annotated[
+    loss_pattern: Annotated[
         str | None, Option(help="Of a script: how it prints one, r'loss=(\\S+)'.")
     ] = None,
     script: Annotated[
@@ -226,12 +238,18 @@ def race(
     from gradtide.lab.spec import RaceSpec, split_schemes
 
     with options.told():
-        there, rank = _place(hosts, ranks_per_host, rate)
+        far = options.Far(up, delay, jitter, loss, internet)
+        there, rank = _place(hosts, ranks_per_host, rate, far)
         names = split_schemes(schemes)
         inside = options.local_bits(local_rate)
-        how = names, workload, *there, seconds, every
+        how = names, workload, *there[:3], seconds, every
         spec = RaceSpec(
-            *how, seed=seed, local_rate=inside, target=target, device=device
+            *how,
+            seed=seed,
+            local_rate=inside,
+            internet=there.internet,
+            target=target,
+            device=device,
         )
         if not script:
             lab_race.race(spec, out, sys.argv, rank, resume)
@@ -240,22 +258,22 @@ def race(
             raise ValueError("a script is started here: leave out torchrun")
         if device != "cpu":
             raise ValueError("--device: a script says itself where it trains")
-        pattern = lab_script.LOSS if loss is None else loss
+        pattern = lab_script.LOSS if loss_pattern is None else loss_pattern
         spec = replace(spec, workload=f"script:{' '.join(script)}")
         lab_script.race(spec, script, pattern, out, sys.argv, resume)
 
 
 def _place(
-    hosts: int | None, ranks_per_host: int, rate: str | None
-) -> tuple[tuple[int, int, float | None], int | None]:
-    """Hosts, ranks on each and bits/s; and this rank, where torchrun has started it."""
+    hosts: int | None, ranks_per_host: int, rate: str | None, far: options.Far
+) -> tuple[options.Layout, int | None]:
+    """Where it is held; and this rank, where torchrun has started it."""
     require("lab", "psutil", "matplotlib")
     if "RANK" in os.environ and (hosts is not None or rate is not None):
         raise ValueError(
             "torchrun has started this on real hosts: leave out --hosts and --rate"
         )
     example = "say on which hosts: --hosts 4 --rate 100mbit"
-    there = options.layout(hosts, ranks_per_host, rate, example)
+    there = options.layout(hosts, ranks_per_host, rate, far, example)
     started = options.torchrun()
     return there, None if started is None else started.rank
 

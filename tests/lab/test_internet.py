@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from gradtide.lab.cluster import Cluster
@@ -53,3 +56,17 @@ def test_packets_are_as_large_as_they_are_on_such_a_network() -> None:
     assert Cluster.emulating(2, 1, 1e8).mtu == 9000
     assert Cluster.emulating(2, 1, 1e8, internet=net).mtu == 1500
     assert Cluster.emulating(2, 1, 1e8, internet=net, mtu=9000).mtu == 9000
+
+
+def test_it_is_told_in_words_and_to_records() -> None:
+    net = Internet.alike(2, Link(1e8, 2e7), Path(0.04, 0.002, 0.005))
+    assert net.words() == (
+        "links of 100mbit (up 20mbit)/s; 40ms apart +- 2ms, 0.5% lost each way"
+    )
+    told = net.told()
+    assert told["link"]["up"] == 2e7
+    assert told["path"] == {"delay": 0.04, "jitter": 0.002, "loss": 0.005}
+    assert told == json.loads(json.dumps(told))
+    uneven = replace(net, links=(Link(1e8), Link(2e8)))
+    assert uneven.words().startswith("links of 100mbit and 200mbit/s; ")
+    assert [link["rate"] for link in uneven.told()["links"]] == [1e8, 2e8]

@@ -4,10 +4,11 @@ import io
 
 import pytest
 from rich.console import Console
-from tests.lab.emulated import needs_networks
+from tests.lab.emulated import needs_distance, needs_networks
 
 from gradtide.lab.cluster import Cluster
-from gradtide.lab.probe import probe, table
+from gradtide.lab.internet import Internet, Link, Path
+from gradtide.lab.probe import asked, pairs, probe, survey, table
 
 pytestmark = pytest.mark.alone
 
@@ -34,3 +35,25 @@ def test_the_probe_runs_on_loopback_and_shows_a_table() -> None:
 def test_a_single_host_cannot_be_probed() -> None:
     with pytest.raises(ValueError, match="2 hosts or more"):
         probe(Cluster(hosts=1, rate=1e8))
+
+
+def test_what_lies_between_each_two_hosts_is_measured() -> None:
+    needs_distance()
+    far, near, none = Path(0.03, loss=0.2), Path(0.004), Path()
+    rows = (none, near, far), (near, none, far), (far, far, none)
+    net = Internet((Link(2e7), Link(2e7), Link(2e7, 5e6)), rows)
+    cluster = Cluster.emulating(3, 1, net.slowest, internet=net)
+    ways = survey(cluster, seconds=0.4)
+    assert len(ways) == 6
+    for way in ways:
+        wanted = asked(net, way.sender, way.receiver)
+        assert wanted.round_trip < way.round_trip < wanted.round_trip + 0.02
+        # What is lost does not arrive.
+        assert 0.6 * wanted.rate < way.rate < 1.1 * wanted.rate
+        assert abs(way.loss - wanted.loss) < 0.1
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(pairs(cluster, ways))
+    shown = console.export_text()
+    assert "/ 30ms" in shown
+    assert "/ 20%" in shown
+    assert "/ 5mbit" in shown

@@ -16,17 +16,16 @@ from gradtide.lab import options
 from gradtide.lab.cluster import Cluster, LabError
 from gradtide.lab.launch import launch
 from gradtide.lab.options import LocalRate, RanksPerHost, examples, told
+from gradtide.lab.probe import pairs, survey, table
 from gradtide.lab.probe import probe as measure
-from gradtide.lab.probe import table
-from gradtide.lab.rate import parse_rate
 
 app = typer.Typer(
     help="A slow cluster, emulated on this machine.", no_args_is_help=True
 )
 
-Hosts = Annotated[int, Option(help="Hosts, each a network namespace.")]
+Hosts = Annotated[int | None, Option(help="Hosts, each a network namespace.")]
 Rate = Annotated[
-    str, Option(help="Of each host's link, each way: 100mbit; none: loopback.")
+    str | None, Option(help="Of each host's link, each way: 100mbit; none: loopback.")
 ]
 Mtu = Annotated[
     int | None,
@@ -45,8 +44,8 @@ def run(
         list[str],
         Argument(help="What every rank runs, after --.", metavar="-- COMMAND"),
     ],
-    hosts: Hosts,
-    rate: Rate,
+    hosts: Hosts = None,
+    rate: Rate = None,
     ranks_per_host: RanksPerHost = 1,
     local_rate: LocalRate = None,
     mtu: Mtu = None,
@@ -54,20 +53,15 @@ def run(
     delay: options.Delay = None,
     jitter: options.Jitter = None,
     loss: options.Loss = None,
+    internet: options.FromFile = None,
     timeout: Annotated[
         float | None, Option(help="Seconds after which the run is ended.")
     ] = None,
 ) -> None:
     """Run a command on every rank of an emulated cluster, as torchrun would."""
     with _ending():
-        bits, inside = parse_rate(rate), options.local_bits(local_rate)
-        between = options.internet(hosts, bits, up, delay, jitter, loss)
-        cluster = Cluster.emulating(
-            *(hosts, ranks_per_host, between.slowest if between else bits),
-            mtu=mtu,
-            local_rate=inside,
-            internet=between,
-        )
+        far = options.Far(up, delay, jitter, loss, internet)
+        cluster = _cluster(hosts, ranks_per_host, rate, far, mtu, local_rate)
         if timeout is not None and not 0 < timeout < math.inf:
             raise ValueError(f"--timeout {timeout}: seconds, above 0")
         launch(cluster, command, timeout=timeout)
@@ -75,15 +69,40 @@ def run(
 
 @app.command(epilog=examples("gradtide lab probe --hosts 4 --rate 100mbit"))
 def probe(
-    hosts: Hosts,
-    rate: Rate,
+    hosts: Hosts = None,
+    rate: Rate = None,
     mtu: Mtu = None,
+    up: options.Up = None,
+    delay: options.Delay = None,
+    jitter: options.Jitter = None,
+    loss: options.Loss = None,
+    internet: options.FromFile = None,
     seconds: Annotated[float, Option(help="For each measurement.")] = 1.0,
 ) -> None:
     """Measure what an emulated cluster really delivers."""
     with _ending():
-        cluster = Cluster.emulating(hosts, 1, parse_rate(rate), mtu=mtu)
-        Console().print(table(cluster, measure(cluster, seconds)))
+        far = options.Far(up, delay, jitter, loss, internet)
+        cluster = _cluster(hosts, 1, rate, far, mtu)
+        if cluster.internet is None:
+            shown = table(cluster, measure(cluster, seconds))
+        else:
+            shown = pairs(cluster, survey(cluster, seconds))
+        Console().print(shown)
+
+
+def _cluster(
+    hosts: int | None,
+    ranks_per_host: int,
+    rate: str | None,
+    far: options.Far,
+    mtu: int | None,
+    local_rate: str | None = None,
+) -> Cluster:
+    """The one that was asked for; here torchrun's variables say nothing."""
+    remedy = f"say which hosts: --hosts 4 --rate 100mbit ({options.ELSE})"
+    there = options.asked(hosts, ranks_per_host, rate, far, remedy)
+    inside = options.local_bits(local_rate)
+    return Cluster.emulating(*there[:3], mtu=mtu, local_rate=inside, internet=there[3])
 
 
 @contextmanager

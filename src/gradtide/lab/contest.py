@@ -17,7 +17,6 @@ from rich.progress import TimeElapsedColumn as Elapsed
 from rich.text import Text
 
 from gradtide.lab.checks import check_folder
-from gradtide.lab.cluster import Cluster
 from gradtide.lab.job import Tell, at_once, on_every_rank, passed_on, silent
 from gradtide.lab.spec import Place
 
@@ -45,10 +44,7 @@ def hold(
     and LabError when an emulated rank failed; as one of torchrun's ranks a later
     failure ends this process.
     """
-    cluster = None
-    if rank is None:
-        place = spec.hosts, spec.ranks_per_host, spec.rate
-        cluster = Cluster(*place, local_rate=spec.local_rate)
+    cluster = spec.cluster if rank is None else None
     check(spec)
     if not rank:
         check_folder("--out", out)

@@ -1,11 +1,16 @@
 """What lies between hosts, where that is more than a switch: numbers, and no more.
 
-Knows nothing of how they are emulated (`router`) nor of how people write them.
+Knows nothing of how they are emulated (`router`) nor of files that say so (`atlas`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradtide.lab.amounts import format_share, format_time
+from gradtide.lab.rate import format_rate
 
 QUEUE = 0.05  # seconds of a link that wait in front of it; what comes on top is lost
 LONGEST = 10.0  # seconds of a round trip
@@ -34,6 +39,15 @@ class Path:
             )
         if not 0 <= self.loss <= 0.5:
             raise ValueError(f"a loss of {self.loss:g}: choose 0 to 50%")
+
+    def words(self) -> str:
+        """For people."""
+        found = [f"{format_time(self.delay)} apart"] if self.delay else []
+        if self.jitter:
+            found[0] += f" +- {format_time(self.jitter)}"
+        if self.loss:
+            found.append(f"{format_share(self.loss)} lost each way")
+        return ", ".join(found)
 
     def __add__(self, other: Path) -> Path:
         """One after the other."""
@@ -87,6 +101,32 @@ class Internet:
     def loses(self) -> bool:
         """Whether packets are lost that no queue was too short for."""
         return any(path.loss for path in self.paths().values())
+
+    @property
+    def even(self) -> bool:
+        """Whether all links are alike, and all hosts as far from each other."""
+        paths = {path for row in self.between for path in row}
+        return len(paths) == len(set(self.links)) == 1
+
+    def words(self) -> str:
+        """For people, in a line."""
+        links = {(link.rate, link.sends): None for link in self.links}
+        told = [
+            format_rate(down) + (f" (up {format_rate(up)})" if up != down else "")
+            for down, up in links
+        ]
+        paths = dict.fromkeys(
+            words for p in self.paths().values() if (words := p.words())
+        )
+        return "; ".join([f"links of {' and '.join(told)}/s", *paths])
+
+    def told(self) -> dict[str, Any]:
+        """For records, as JSON has it."""
+        found = asdict(self)
+        if self.even:
+            link, path = found["links"][0], found["between"][0][0]
+            found = {"link": link, "path": path, "queue": self.queue}
+        return dict(json.loads(json.dumps(found)))
 
     def path(self, sender: int, receiver: int) -> Path:
         """All of the path between two hosts."""

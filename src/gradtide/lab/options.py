@@ -6,12 +6,14 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path as File
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 from typer import Exit, Option, echo
 
 from gradtide.lab.amounts import parse_share, parse_time
+from gradtide.lab.atlas import read
 from gradtide.lab.cluster import LabError
 from gradtide.lab.internet import Internet, Link, Path
 from gradtide.lab.place import Place, place
@@ -31,6 +33,13 @@ Delay = Annotated[
 Jitter = Annotated[
     str | None, Option(help="By how much a round trip varies, at most: 5ms.")
 ]
+FromFile = Annotated[
+    str | None,
+    Option(
+        "--internet",
+        help="File of hosts that differ, or transatlantic, home; for all of these.",
+    ),
+]
 Loss = Annotated[
     str | None, Option(help="Share of packets that is lost on each way: 0.5%.")
 ]
@@ -42,6 +51,8 @@ StepMs = Annotated[
 Times = Annotated[
     File | None, Option(help="JSON with the times of layers; for a replay.")
 ]
+
+ELSE = "--rate none: loopback; --internet FILE: hosts that differ"
 
 N = TypeVar("N", bound=float)
 
@@ -97,50 +108,105 @@ def local_bits(rate: str | None) -> float | None:
     return None if rate is None else parse_rate(rate)
 
 
-def internet(
-    hosts: int,
-    rate: float | None,
-    up: str | None,
-    delay: str | None,
-    jitter: str | None,
-    loss: str | None,
-) -> Internet | None:
-    """What lies between `hosts`; None where nothing is said of it, and it is a switch.
+@dataclass(frozen=True)
+class Far:
+    """What is said of what lies between hosts, as it was typed."""
 
-    Raises ValueError for what cannot be emulated.
-    """
-    given = {"--up": up, "--delay": delay, "--jitter": jitter, "--loss": loss}
-    said = [name for name, value in given.items() if value is not None]
-    if not said:
-        return None
-    if "RANK" in os.environ:
-        raise ValueError(
-            f"torchrun has started this on real hosts: leave out {' and '.join(said)}"
+    up: str | None = None
+    delay: str | None = None
+    jitter: str | None = None
+    loss: str | None = None
+    internet: str | None = None
+
+    @property
+    def said(self) -> list[str]:
+        """The options that were given."""
+        return [f"--{name}" for name, value in vars(self).items() if value is not None]
+
+    def between(self, hosts: int, rate: float | None) -> Internet | None:
+        """What lies between so many hosts with such links; None: a switch.
+
+        Raises ValueError for what cannot be emulated.
+        """
+        if not self.said:
+            return None
+        if rate is None:
+            need = (
+                f"{self.said[0]} needs links with a limit: give --rate, such as 1gbit"
+            )
+            raise ValueError(need)
+        path = Path(
+            parse_time("--delay", self.delay or "0ms"),
+            parse_time("--jitter", self.jitter or "0ms"),
+            parse_share("--loss", self.loss or "0%"),
         )
-    none = f"{said[0]} needs links with a limit: give --rate, such as 1gbit"
-    if rate is None:
-        raise ValueError(none)
-    path = Path(
-        parse_time("--delay", delay or "0ms"),
-        parse_time("--jitter", jitter or "0ms"),
-        parse_share("--loss", loss or "0%"),
-    )
-    sends = None if up is None else limited(up, none.replace("--rate", "--up"))
-    return Internet.alike(hosts, Link(rate, sends), path)
+        up = None
+        if self.up is not None:
+            up = limited(self.up, "--up none: a link has a limit, such as 20mbit")
+        return Internet.alike(hosts, Link(rate, up), path)
+
+
+class Layout(NamedTuple):
+    """Hosts, ranks on each, bits/s of the slowest link, and what lies between hosts."""
+
+    hosts: int
+    ranks_per_host: int
+    rate: float | None
+    internet: Internet | None = None
 
 
 def layout(
-    hosts: int | None, ranks_per_host: int, rate: str | None, example: str
-) -> tuple[int, int, float | None]:
-    """Hosts, ranks on each, and bits/s: as asked, or as torchrun has them."""
-    bits = None if rate is None else parse_rate(rate)
+    hosts: int | None,
+    ranks_per_host: int,
+    rate: str | None,
+    far: Far,
+    example: str,
+) -> Layout:
+    """As asked, or as torchrun has it. Raises ValueError for what does not fit."""
     there = torchrun()
     if there is not None:
+        if far.said:
+            raise ValueError(
+                "torchrun has started this on real hosts: leave out "
+                + " and ".join(far.said)
+            )
         local = there.local_size or 1
-        return there.size // local, local, bits
+        bits = None if rate is None else parse_rate(rate)
+        return Layout(there.size // local, local, bits)
+    remedy = (
+        f"{example} emulates a cluster ({ELSE}); or start this command with torchrun"
+    )
+    return asked(hosts, ranks_per_host, rate, far, remedy)
+
+
+def asked(
+    hosts: int | None, ranks_per_host: int, rate: str | None, far: Far, remedy: str
+) -> Layout:
+    """As asked. Raises ValueError for what does not fit, `remedy` for too little."""
+    if far.internet is not None:
+        return _from_file(hosts, ranks_per_host, rate, far)
     if hosts is None or rate is None:
+        raise ValueError(remedy)
+    bits = parse_rate(rate)
+    between = far.between(hosts, bits)
+    slowest = bits if between is None else between.slowest
+    return Layout(hosts, ranks_per_host, slowest, between)
+
+
+def _from_file(
+    hosts: int | None, ranks_per_host: int, rate: str | None, far: Far
+) -> Layout:
+    assert far.internet is not None
+    also = [*(["--rate"] if rate is not None else []), *far.said[:-1]]
+    if also:
         raise ValueError(
-            f"{example} emulates a cluster (--rate none: loopback); or start this "
-            "command with torchrun"
+            f"--internet {far.internet} says what links are like: leave out "
+            + " and ".join(also)
         )
-    return hosts, ranks_per_host, bits
+    found = read(far.internet)
+    if hosts is not None and hosts != len(found.links):
+        raise ValueError(
+            f"--internet {far.internet} has {len(found.links)} hosts: leave out "
+            f"--hosts {hosts}, or change the file"
+        )
+    return Layout(len(found.links), ranks_per_host, found.slowest, found)

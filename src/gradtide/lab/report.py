@@ -20,7 +20,6 @@ from rich.text import Text
 from gradtide.lab.chart import PARTS, draw
 from gradtide.lab.contest import bar, hold
 from gradtide.lab.job import Tell
-from gradtide.lab.rate import format_rate
 from gradtide.lab.record import Result, milliseconds, origin
 from gradtide.lab.spec import Spec, check
 from gradtide.lab.tables import folded, grid, number
@@ -179,9 +178,6 @@ def _grid(rows: Sequence[Result], columns: Sequence[Column]) -> Table:
 def preface(record: Record) -> list[str]:
     """The lines above the table."""
     spec = record.spec
-    links = "links not shaped"
-    if spec.rate is not None:
-        links = f"links of {format_rate(spec.rate)}/s"
     forward, backward = map(milliseconds, record.compute)
     if spec.workload in REPLAYED:
         compute = (
@@ -195,7 +191,7 @@ def preface(record: Record) -> list[str]:
         )
     return [
         f"{spec.workload} on {spec.hosts} hosts x {spec.ranks_per_host} ranks, "
-        f"{links}; medians of {spec.steps} steps; bytes and CPU per rank and step",
+        f"{spec.links}; medians of {spec.steps} steps; bytes and CPU per rank and step",
         compute,
         *(f"{row.scheme} became {row.became}" for row in record.results if row.became),
     ]

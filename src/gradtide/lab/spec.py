@@ -12,9 +12,12 @@ from typing import Any
 
 from gradtide.core.fields import refuse
 from gradtide.lab import workloads
+from gradtide.lab.cluster import Cluster
 from gradtide.lab.contestants import named
 from gradtide.lab.devices import check_device, own_device
+from gradtide.lab.internet import Internet
 from gradtide.lab.race.standings import Point
+from gradtide.lab.rate import format_rate
 from gradtide.lab.workloads.own import is_own
 from gradtide.scheme import Scheme, undecided
 
@@ -36,6 +39,8 @@ class Place:
     seed: int = field(default=0, kw_only=True)
     # Of what a host's ranks send each other.
     local_rate: float | None = field(default=None, kw_only=True)
+    # What lies between hosts; None: a switch.
+    internet: Internet | None = field(default=None, kw_only=True)
     # How long a step of a replay is.
     step_ms: float | None = field(default=None, kw_only=True)
     trace: Path | None = field(default=None, kw_only=True)
@@ -44,6 +49,22 @@ class Place:
     @property
     def size(self) -> int:
         return self.hosts * self.ranks_per_host
+
+    @property
+    def cluster(self) -> Cluster:
+        """The one that it is held on, where it is emulated."""
+        place = self.hosts, self.ranks_per_host, self.rate
+        near, far = self.local_rate, self.internet
+        return Cluster.emulating(*place, local_rate=near, internet=far)
+
+    @property
+    def links(self) -> str:
+        """In words."""
+        if self.internet is not None:
+            return self.internet.words()
+        return (
+            f"links of {format_rate(self.rate)}/s" if self.rate else "links not shaped"
+        )
 
     def told(self) -> dict[str, Any]:
         """What every record says of it first."""
@@ -55,6 +76,8 @@ class Place:
         }
         if self.local_rate is not None:
             found["local_rate_bits_per_s"] = self.local_rate
+        if self.internet is not None:
+            found["internet"] = self.internet.told()
         if self.device != "cpu":
             found["device"] = self.device
         return found

@@ -161,6 +161,11 @@ def network(
         Option(help="Of each host's link: emulated; under torchrun, nominal."),
     ] = None,
     local_rate: options.LocalRate = None,
+    up: options.Up = None,
+    delay: options.Delay = None,
+    jitter: options.Jitter = None,
+    loss: options.Loss = None,
+    internet: options.FromFile = None,
     seconds: Annotated[
         float, Option(help="To spend, about; very slow links need more.")
     ] = 60.0,
@@ -179,8 +184,10 @@ def network(
         if started is not None and hosts is not None:
             raise ValueError("torchrun has started the ranks: leave out --hosts")
         example = "say what to measure: --hosts 8 --rate 100mbit"
-        there = options.layout(hosts, ranks_per_host, rate, example)
-        plan = Plan(*there, seconds, device, options.local_bits(local_rate))
+        far = options.Far(up, delay, jitter, loss, internet)
+        there = options.layout(hosts, ranks_per_host, rate, far, example)
+        inside = options.local_bits(local_rate)
+        plan = Plan(*there[:3], seconds, device, inside, there.internet)
         reports = started is None or started.rank == 0
         if reports and out is not None:
             check_file("--out", out)

@@ -18,13 +18,14 @@ from gradtide.lab.contest import bar, hold
 from gradtide.lab.job import Tell
 from gradtide.lab.race import laps
 from gradtide.lab.race.standings import Point, Standing, falling, standings, target
-from gradtide.lab.rate import format_rate
 from gradtide.lab.record import milliseconds, origin
 from gradtide.lab.spec import RaceSpec, check_race
 from gradtide.lab.tables import folded, grid, number
 
 NOTED = 2  # stalled laps of a contestant
 WIDTH = 120  # columns of table.txt
+# Of a record, what is there only where it was asked for.
+OPTIONAL = {"local_rate_bits_per_s", "internet", "device"}
 SHOWN = 0.4  # of the way down to the target; in the picture, above all fall alike
 _ALONG: dict[str, Callable[[Point], float]] = {
     "seconds of training": lambda then: then.seconds,
@@ -127,7 +128,7 @@ def resumed(spec: RaceSpec, path: Path) -> RaceSpec:
             f"--resume: {path} is no record of a race ({error!r}): give another --out"
         ) from None
     told = spec.told()
-    for name in told.keys() | found.keys() & {"local_rate_bits_per_s", "device"}:
+    for name in told.keys() | found.keys() & OPTIONAL:
         if found.get(name) != told.get(name):
             raise ValueError(
                 f"--resume: {path} is of a race with {name} {found.get(name)}, not "
@@ -190,9 +191,9 @@ def noted(record: RaceRecord) -> list[str]:
 def preface(record: RaceRecord) -> list[str]:
     """The lines above the table and above the picture."""
     spec = record.spec
-    rate = "links not shaped" if spec.rate is None else f"{format_rate(spec.rate)}/s"
     return [
-        f"{spec.workload} on {spec.hosts} hosts x {spec.ranks_per_host} ranks, {rate}; "
+        f"{spec.workload} on {spec.hosts} hosts x {spec.ranks_per_host} ranks, "
+        f"{spec.links}; "
         f"{spec.seconds:g} s of training each, a look every {spec.every} steps",
         f"raced to: {spec.quantity} {record.target:.4g}, the lowest of "
         f"{spec.leader}; one seed, constant learning rate",

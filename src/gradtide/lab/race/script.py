@@ -54,8 +54,7 @@ def race(
     check_folder("--out", out)
     if resume:
         spec = resumed(spec, out / "record.json")
-    place = spec.hosts, spec.ranks_per_host, spec.rate
-    cluster, console = Cluster(*place, local_rate=spec.local_rate), Console()
+    cluster, console = spec.cluster, Console()
     found: dict[str, list[Point]] = {}
     with progress(spec, console) as tell:
         for name in spec.missing:
@@ -78,11 +77,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         finds = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise ValueError(f"--loss {pattern!r} is no regular expression: {error}") from (
-            None
-        )
+        raise ValueError(
+            f"--loss-pattern {pattern!r} is no regular expression: {error}"
+        ) from (None)
     if finds.groups != 1:
-        raise ValueError(f"--loss {pattern!r}: put the number into a group, (...)")
+        raise ValueError(
+            f"--loss-pattern {pattern!r}: put the number into a group, (...)"
+        )
     return finds
 
 
@@ -126,7 +127,7 @@ def course(
         raise LabError(
             f"{name}: {len(seen)} losses in the lines of rank 0, and two looks need "
             f"{2 * spec.every}: have it print loss=1.23 every few steps, or say by "
-            "--loss how it does, or a smaller --every"
+            "--loss-pattern how it does, or a smaller --every"
         )
     return found
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from gradtide.kfac.costs import InverseTime, time_inverses
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.devices import backend, check_device, own_device
+from gradtide.lab.internet import Internet
 from gradtide.lab.job import Tell, joined, on_every_rank, passed_on, silent
 from gradtide.planner.clock.cost import FREE
 from gradtide.planner.data.device import Device, Line
@@ -43,6 +44,9 @@ class Plan:
     seconds: float = 60.0
     device: str = "cpu"
     local_rate: float | None = None  # emulated, of what a host's ranks send each other
+    internet: Internet | None = (
+        None  # emulated, what lies between hosts; None: a switch
+    )
 
     def __post_init__(self) -> None:
         if self.hosts * self.ranks_per_host < 2:
@@ -66,7 +70,8 @@ class Found:
 def emulated(plan: Plan, tell: Tell = silent) -> Found:
     """Measure an emulated cluster. LabError where a rank fails."""
     place = plan.hosts, plan.ranks_per_host, plan.rate
-    cluster = Cluster(*place, local_rate=plan.local_rate)
+    near, far = plan.local_rate, plan.internet
+    cluster = Cluster.emulating(*place, local_rate=near, internet=far)
     return on_every_rank(
         cluster, among, plan, passed_on, tell=tell, show=lambda rank, line: None
     )
