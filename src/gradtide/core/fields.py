@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -30,19 +31,24 @@ def check_fields(value: Any) -> None:
     A field whose type is a protocol needs its methods. Fields of types that cannot be
     resolved are left alone: collectives of the user's own may have any.
     """
-    try:
-        hints = get_type_hints(type(value))
-    except (NameError, TypeError):
-        return
-    for field in fields(value):
-        found = getattr(value, field.name)
-        kind, fits = _kind(hints[field.name])
+    for name, (kind, fits) in _kinds(type(value)).items():
+        found = getattr(value, name)
         if not fits(found):
             raise ValueError(
-                f"{type(value).__name__}({field.name}={found!r}): it has to be {kind}"
+                f"{type(value).__name__}({name}={found!r}): it has to be {kind}"
             )
         if is_dataclass(found):
             check_fields(found)
+
+
+@cache  # to read annotations takes far longer than to compare with them
+def _kinds(owner: type[Any]) -> dict[str, Kind]:
+    """What each field of a dataclass can be; none, if its types cannot be resolved."""
+    try:
+        hints = get_type_hints(owner)
+    except (NameError, TypeError):
+        return {}
+    return {field.name: _kind(hints[field.name]) for field in fields(owner)}
 
 
 def _kind(hint: Any) -> Kind:
