@@ -13,6 +13,7 @@ fails, or a mutant's text is not found once.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -22,8 +23,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
+import pytest
+import torch._dynamo  # with all of torch that tests load  # noqa: F401
 import typer
 from mutant_list import MUTANTS, Mutant
 
@@ -122,26 +125,38 @@ def _write(path: Path, code: bytes, number: int) -> None:
 
 def _failing(tests: list[str], tree: Path) -> str | None:
     """The first test that fails of some, or a file that can't be imported, if any."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-rfE", "--no-header"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *tests],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said = process.communicate(timeout=LIMIT)[0]
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    match = FAILED.search(said)
+    with tempfile.TemporaryFile("w+") as said:
+        forked = multiprocessing.get_context("fork")
+        process = forked.Process(target=_test, args=(tests, tree, said.fileno()))
+        process.start()
+        process.join(LIMIT)
+        if process.exitcode is None:
+            os.killpg(process.ident or 0, signal.SIGKILL)
+            process.join()
+            return None
+        said.seek(0)
+        match = FAILED.search(said.read())
     return None if match is None else match[1]
+
+
+def _test(tests: list[str], tree: Path, said: int) -> NoReturn:
+    """Run pytest in a process of its own, which has loaded torch, and nothing of ours.
+
+    To load that takes longer than most mutants live.
+    """
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    os.chdir(tree)
+    os.environ.update(PYTHONPATH=str(tree / "src"), OMP_NUM_THREADS="1")
+    sys.path[:0] = [str(tree / "src"), str(tree)]
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "gradtide":
+            del sys.modules[name]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-rfE", "--no-header"]
+    code = pytest.main([*options, *tests])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ def check_fields(value: Any) -> None:
     A field whose type is a protocol needs its methods. Fields of types that cannot be
     resolved are left alone: collectives of the user's own may have any.
     """
-    for name, (kind, fits) in _kinds(type(value)).items():
+    owner: Any = type(value)
+    for name, (kind, fits) in _kinds(owner).items():
         found = getattr(value, name)
         if not fits(found):
             raise ValueError(
