@@ -218,6 +218,21 @@ def test_regions_are_cut_anew_as_soon_as_one_gets_too_much() -> None:
     assert not loads[0].state["skewed"]
 
 
+def test_regions_are_cut_anew_every_so_many_steps() -> None:
+    """Also where none gets far too much, as what is large moves slowly."""
+    size, numel = 4, 40_000
+    loads = payloads([torch.zeros(numel) for _ in range(size)])
+    scheme, cut = OkTopk(0.02, select=EXACT, rebalance=3), []
+    for step in range(6):
+        ramp = torch.linspace(1, 1 + 0.1 * step, numel)
+        for payload, row in zip(loads, heavy(size, numel, seed=step), strict=True):
+            payload.flat.copy_(row * ramp)
+        run(scheme, loads)
+        cut.append(loads[0].state["bounds"].tolist())
+        assert not loads[0].state["skewed"]
+    assert cut[0] == cut[1] == cut[2] != cut[3] == cut[4] == cut[5]
+
+
 def test_boundaries_of_another_world_size_are_not_used() -> None:
     loads = payloads(heavy(4, 20_000))
     for payload in loads:

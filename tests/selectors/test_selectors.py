@@ -272,6 +272,20 @@ def test_estimate_from_a_sample(k, hits) -> None:
     assert follow.estimate(x, k, hits, seed=3) == found[3]
 
 
+@pytest.mark.parametrize("odd", [INF, NAN])
+def test_behind_the_limit_is_nothing_infinite(odd: float) -> None:
+    """Where a sample has met the small ones alone, and nearly all is large."""
+    n, k, stride = 100_000, 1600, 100
+    rng = torch.Generator().manual_seed(0)  # as of a first call
+    met = torch.randint(stride, (n // stride,), generator=rng, dtype=torch.int32)
+    met += torch.arange(0, n, stride)
+    x = torch.rand(n) + 1
+    x[met] = 0.01 * torch.rand(len(met))
+    x[-1] = odd
+    assert n - 1 not in met
+    assert n - 1 in Threshold(sample=16)(x, k, {})
+
+
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
