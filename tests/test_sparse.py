@@ -89,11 +89,12 @@ def test_the_product_of_features(collective: str, size: int, product: Product) -
 
     def run() -> list[tuple[Any, list[list[float]]]]:
         results = []
-        for case in combined:
+        for number, case in enumerate(combined):
             optimizer, accumulate, max_norm = case
             trained = [
                 train(scheme, optimizer, 4, accumulate, max_norm).tolist()
-                for scheme in schemes
+                # To launch after backward means the same for all of them.
+                for scheme in schemes[number > 0 :]
             ]
             results.append((case, trained))
         return results
@@ -104,7 +105,7 @@ def test_the_product_of_features(collective: str, size: int, product: Product) -
         for _, other in results[1:]:
             assert other == first, f"replicas differ: {case}"
         if case[2] is None:  # the norm of a held part is added up in another order
-            assert first[0] == first[1] == first[2], case
+            assert all(schedule == first[0] for schedule in first), case
         for schedule in first[1:]:
             torch.testing.assert_close(
                 torch.tensor(schedule), torch.tensor(first[0]), msg=str(case)
