@@ -73,7 +73,7 @@ def fresh(program: str, *words: str) -> Any:
         env={name: value for name, value in os.environ.items() if name not in unlike},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -117,6 +117,7 @@ def test_import_is_quick(imported: dict[str, Any]) -> None:
     assert min(shares) <= SHARE, shares
 
 
+@pytest.mark.timeout(300)  # three trainings, with all that they load
 def test_a_scheme_loads_what_it_asks_for() -> None:
     loaded = fresh(TRAIN, "dear", "spd_kfac", "auto")
     for scheme, planner, kfac in (

@@ -173,6 +173,12 @@ CASES: dict[str, tuple[Schedule, OuterSGD, bool]] = {
         PLAIN,
         True,
     ),
+    # A share other than a half: what is kept is not what is taken.
+    "Scheme(Dense(), schedule=Schedule('step', every=2, delay=1, mix=0.8))": (
+        Schedule("step", every=2, delay=1, mix=0.8),
+        PLAIN,
+        False,
+    ),
     "Scheme(Dense(), schedule=Schedule('step', every=4, delay=3, fragments=2))": (
         Schedule("step", every=4, delay=3, fragments=2),
         PLAIN,
