@@ -6,8 +6,9 @@
 The mistakes are in mutant_list.py. The checkout stays as it is: what git knows of it,
 as it is now, is copied. There each mutant runs the tests that should notice, up to the
 first that fails; and that test again without the mutant, where it has to pass. A test
-that the record at `--out` says has noticed comes first. Ends with an error where none
-fails, or a mutant's text is not found once.
+that has noticed by the record at `--out` comes first, and what that says of the same
+commit stays: a second run goes on with what is missing. Ends with an error where no
+test fails, or a mutant's text is not found once.
 """
 
 from __future__ import annotations
@@ -51,33 +52,31 @@ def main(
         "versions": versions(),
         "machine": machine(),
     }
-    rows: list[dict[str, Any]] = []
-    before = noticed(out)
+    before = json.loads(out.read_text("utf-8")) if out and out.exists() else {}
+    rows = {row["name"]: row for row in before.get("mutants", ()) if "by" in row}
+    noticed = {name: row["by"] for name, row in rows.items()}
+    if before.get("commit") != record["commit"]:
+        rows = {}
     with tempfile.TemporaryDirectory(prefix="gradtide-mutants-") as folder:
         tree = Path(folder)
         copy_to(tree)
         for number, mutant in enumerate(chosen, 1):
+            if mutant.name in rows:
+                continue
+            found = tried(mutant, tree, number, noticed.get(mutant.name))
+            if "fails without it" in found:  # now and then, where others compute
+                found = tried(mutant, tree, number, None)
             about = {"name": mutant.name, "file": mutant.file, "wrong": mutant.wrong}
-            rows.append(
-                {**about, **tried(mutant, tree, number, before.get(mutant.name))}
-            )
-            found = {k: v for k, v in rows[-1].items() if k not in about}
+            rows[mutant.name] = {**about, **found}
             print(f"{mutant.name}: {found}", flush=True)
             if out is not None:
-                caught = sum("by" in row for row in rows)
-                told = {**record, "tried": len(rows), "caught": caught, "mutants": rows}
-                out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    missed = [row["name"] for row in rows if "by" not in row]
+                told = [rows[m.name] for m in MUTANTS if m.name in rows]
+                numbers = {"tried": len(told), "caught": sum("by" in r for r in told)}
+                content = json.dumps({**record, **numbers, "mutants": told}, indent=1)
+                out.write_text(f"{content}\n", encoding="utf-8")
+    missed = [m.name for m in chosen if "by" not in rows[m.name]]
     if missed:
         raise SystemExit(f"not noticed: {', '.join(missed)}")
-
-
-def noticed(record: Path | None) -> dict[str, str]:
-    """By the names of mutants, the tests that noticed them when a record was made."""
-    if record is None or not record.exists():
-        return {}
-    rows = json.loads(record.read_text(encoding="utf-8"))["mutants"]
-    return {row["name"]: row["by"] for row in rows if "::" in row.get("by", "")}
 
 
 def copy_to(tree: Path) -> None:
