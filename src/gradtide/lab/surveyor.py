@@ -38,6 +38,7 @@ _SMALL = 100  # bytes of one that is counted
 _COUNTED = 5000.0  # of them a second, at most
 _EXCESS = 1.2  # of the rate is sent where the rate is measured
 _TICK = 0.002  # seconds between two bursts
+_WAITING = 1000  # datagrams in a socket, at most; while more come there is no end
 _CAUGHT_UP = 0.04  # seconds; less than queues hold
 _WINDOWS = 9
 _HEARD = 1.0  # seconds in which words come through that were lost once or twice
@@ -137,7 +138,7 @@ class Survey:
         """Datagrams that have reached this host, those too that found no room."""
         with contextlib.suppress(BlockingIOError):
             self.door.setblocking(False)
-            while True:  # what nobody has read yet is not counted
+            for _ in range(_WAITING):  # what nobody has read yet is not counted
                 self.door.recv(_PAYLOAD)
         names, values = (
             line.split()
