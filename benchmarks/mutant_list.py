@@ -790,10 +790,7 @@ def adjust_lr(lr, *_):  # type: ignore
         if not self._products.pieces:
             self._adopt()""",
         "new inverses are used a step early, or never",
-        (
-            "kfac/test_preconditioner.py",
-            "kfac/test_product.py",
-        ),
+        ("kfac/test_equality.py",),
     ),
     Mutant(
         "kfac-inverses-of-old-factors",
@@ -867,7 +864,7 @@ def adjust_lr(lr, *_):  # type: ignore
         "return SimSteps(passes, BEFORE, (size + 2, 1 + num_units))",
         "return SimSteps(passes, BEFORE, (size + 2, 0))",
         "steps begin without asking whether parameters are alike",
-        ("planner/test_order.py",),
+        ("planner/steps/test_steps_exchange.py",),
     ),
     Mutant(
         "sketch-of-a-rank",
@@ -875,7 +872,7 @@ def adjust_lr(lr, *_):  # type: ignore
         "rest = (peer ^ group.rank,)",
         "rest = (peer,)",
         "a swap is sketched with the peer of another rank",
-        ("planner/rehearsal/test_rehearsal.py",),
+        ("planner/clock/test_symbolic_requests.py",),
     ),
     Mutant(
         "document-version",

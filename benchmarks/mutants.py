@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -30,8 +31,6 @@ import pytest
 import torch._dynamo  # with all of torch that tests load  # noqa: F401
 import typer
 from mutant_list import MUTANTS, Mutant
-
-from gradtide.lab.record import commit, machine, versions
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 900  # seconds for the tests of a mutant: what takes longer does not notice
@@ -46,12 +45,8 @@ def main(
 ) -> None:
     """Try mutants; fails if the tests miss one."""
     chosen = [m for m in MUTANTS if m.name.startswith(tuple(only or [""]))]
-    record: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(),
-    }
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as apart:
+        record = apart.submit(origin).result()
     before = json.loads(out.read_text("utf-8")) if out and out.exists() else {}
     rows = {row["name"]: row for row in before.get("mutants", ()) if "by" in row}
     noticed = {name: row["by"] for name, row in rows.items()}
@@ -77,6 +72,18 @@ def main(
     missed = [m.name for m in chosen if "by" not in rows[m.name]]
     if missed:
         raise SystemExit(f"not noticed: {', '.join(missed)}")
+
+
+def origin() -> dict[str, Any]:
+    """What every record says, asked in a process of its own: see `_test`."""
+    from gradtide.lab.record import commit, machine, versions
+
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(),
+    }
 
 
 def copy_to(tree: Path) -> None:
@@ -149,9 +156,7 @@ def _test(tests: list[str], tree: Path, said: int) -> NoReturn:
     os.chdir(tree)
     os.environ.update(PYTHONPATH=str(tree / "src"), OMP_NUM_THREADS="1")
     sys.path[:0] = [str(tree / "src"), str(tree)]
-    for name in [*sys.modules]:
-        if name.partition(".")[0] == "gradtide":
-            del sys.modules[name]
+    assert "gradtide" not in sys.modules
     options = ["-x", "-q", "-p", "no:cacheprovider", "-rfE", "--no-header"]
     code = pytest.main([*options, *tests])
     sys.stdout.flush()
