@@ -4,7 +4,7 @@
 
 For each setting `lab probe` measures every pair of four hosts so many times; the record
 has the median of each pair's, and the errors of the medians over all pairs and of the
-worst pair..
+worst pair.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ _MOST = 45  # datagrams that are handed to the kernel at once
 _SMALL = 100  # bytes of one that is counted
 _COUNTED = 5000.0  # of them a second, at most
 _EXCESS = 1.2  # of the rate is sent where the rate is measured
+_BUNDLE = 0.001  # seconds of the link are handed to the kernel at once, as TCP does
 _TICK = 0.002  # seconds between two bursts
 _WAITING = 1000  # datagrams in a socket, at most; while more come there is no end
 _CAUGHT_UP = 0.04  # seconds; less than queues hold
@@ -97,9 +98,9 @@ class Survey:
 
     def flood(self, receiver: int) -> float:
         """Bits/s that come, while more than fits is sent to `receiver`."""
-        rate = _EXCESS * min(self.rates[self.rank][1], self.rates[receiver][0])
+        rate = min(self.rates[self.rank][1], self.rates[receiver][0])
         each = 8 * (_PAYLOAD + _HEADERS)
-        count = min(max(int(rate * _TICK / each), 1), _MOST)
+        count = min(max(int(rate * _BUNDLE / each), 1), _MOST)
         seen: list[tuple[float, int]] = []
 
         def watch() -> None:
@@ -113,7 +114,9 @@ class Survey:
         self._together()
         watching.start()
         much = bytes(count * _PAYLOAD)
-        self._send(receiver, much, rate / each / count, self.seconds + 2 * self.gap)
+        self._send(
+            receiver, much, _EXCESS * rate / each / count, self.seconds + 2 * self.gap
+        )
         watching.join()
         time.sleep(self.gap)
         # Of windows, since who sends may be kept from it for a while.
