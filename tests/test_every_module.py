@@ -62,6 +62,7 @@ ELSEWHERE = {
     "lab/checks": "test_refusals_cli",
     "lab/cli": "test_refusals_cli",
     "lab/cluster": "lab/test_wiring",
+    "lab/events": "lab/test_timetable",
     "lab/namespaces": "lab/test_endings",
     "lab/options": "test_refusals_cli",
     "lab/tables": "lab/test_report",

@@ -207,6 +207,11 @@ def refused(words: str | list[str], *said: str) -> None:
             "lab probe --internet home --hosts 3",
             "home has 4 hosts: leave out --hosts 3",
         ),
+        (f"{RUN} --events x -- true", "--events needs links with a limit"),
+        (
+            "lab run --hosts 2 --rate 1gbit --events /nowhere -- true",
+            "--events /nowhere: no such file",
+        ),
         (f"{COMPARE} --delay 40ms", "--delay needs links with a limit"),
         (f"{RACE} --loss 1%", "--loss needs links with a limit"),
         (f"{NETWORK} --jitter 1ms", "--jitter needs links with a limit"),

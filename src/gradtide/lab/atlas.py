@@ -8,6 +8,14 @@
       "paths": [{"between": ["office", "home"], "delay": "10ms", "loss": "0.1%"}]
     }
 
+What happens, and when, is in "events", or in a file with nothing else:
+
+    {"events": [
+      {"at": "30s", "host": 2, "link": "down"}, {"at": "60s", "host": 2, "link": "up"},
+      {"at": "90s", "host": 2, "rate": "5%"},
+      {"at": "100s", "kill": 3}, {"at": "110s", "start": 3}
+    ]}
+
 Hosts are numbered in the order of their sites. A site's delay, jitter and loss are
 those of each of its hosts' links, in every path of theirs. Files that come with
 gradtide are in the folder `internets`, and are asked for by name.
@@ -21,12 +29,15 @@ from pathlib import Path as File
 from typing import Any, NamedTuple, TypeVar
 
 from gradtide.lab.amounts import parse_share, parse_time
+from gradtide.lab.events import Cut, Event, Killed, Slowed, Started
 from gradtide.lab.internet import QUEUE, Internet, Link, Path
 from gradtide.lab.rate import limited
 
 FOLDER = File(__file__).with_name("internets")
-FILE = ("sites", "paths", "queue")
+FILE = ("sites", "paths", "queue", "events")
 PATH = ("delay", "jitter", "loss")
+LINK = ("rate", "up")
+EVENT = ("at", "host", "link", *LINK, "kill", "start")
 SITE = ("name", "hosts", "rate", "up", *PATH)
 
 T = TypeVar("T")
@@ -81,7 +92,84 @@ def internet(found: Any) -> Internet:
         for a in hosts
     )
     queue = _given(whole, "queue", "queue", parse_time, QUEUE)
-    return Internet(tuple(site.link for site in hosts), paths, queue)
+    links = tuple(site.link for site in hosts)
+    happens = events(_list(whole, "events", "the file", []), links)
+    return Internet(links, paths, queue, happens)
+
+
+def read_events(where: str, links: tuple[Link, ...]) -> tuple[Event, ...]:
+    """A timetable in a file of its own, for hosts with these links."""
+    try:
+        found = json.loads(File(where).read_text(encoding="utf-8"))
+        return events(_list(_fields(found, FILE[-1:], "the file"), FILE[-1], ""), links)
+    except OSError:
+        raise ValueError(f"--events {where}: no such file") from None
+    except ValueError as error:
+        raise ValueError(f"--events {where}: {error}") from None
+
+
+def events(rows: list[Any], links: tuple[Link, ...]) -> tuple[Event, ...]:
+    """What rows say that happens, in the order of time. ValueError for what cannot."""
+    found = [_event(row, f"event {n}", links) for n, row in enumerate(rows, 1)]
+    found.sort(key=lambda event: event.at)
+    down: set[int] = set()
+    for change in (event.change for event in found):
+        if isinstance(change, Cut):
+            if (change.host in down) == change.down:
+                state = "down" if change.down else "up"
+                raise ValueError(f"host {change.host}'s link is {state} already then")
+            (down.add if change.down else down.remove)(change.host)
+    return tuple(found)
+
+
+def _event(row: Any, name: str, links: tuple[Link, ...]) -> Event:
+    found = _fields(row, EVENT, name)
+    if "at" not in found:
+        raise ValueError(f'{name} has no time: write "at": "30s"')
+    at = _given(found, "at", name, parse_time, 0.0)
+    keys = frozenset(found) - {"at"}
+    if keys in ({"kill"}, {"start"}):
+        (key,) = keys
+        rank = _number(found, key, name, None)
+        return Event(at, (Killed if key == "kill" else Started)(rank))
+    if not (keys == {"host", "link"} or {"host", "rate"} <= keys <= {*LINK, "host"}):
+        raise ValueError(
+            f'{name}: write one of "kill": 1, "start": 1, "host": 1 with "link": '
+            '"down", and "host": 1 with "rate": "5%"'
+        )
+    host = _number(found, "host", name, len(links))
+    if "link" in found:
+        if found["link"] not in ("down", "up"):
+            raise ValueError(f"{name}: a link is down or up, not {found['link']!r}")
+        return Event(at, Cut(host, found["link"] == "down"))
+    rate = _part(found, "rate", name, links[host].rate)
+    of = links[host].sends
+    if "up" in found:
+        up = _part(found, "up", name, of)
+    else:
+        up = _part(found, "rate", name, of)  # as --rate alone is for both
+    return Event(at, Slowed(host, rate, up))
+
+
+def _part(found: Mapping[str, Any], key: str, name: str, whole: float) -> float:
+    """Bits/s, as such or as a percentage of `whole`."""
+    text = found[key]
+    if isinstance(text, str) and text.strip().endswith("%"):
+        bits = whole * parse_share(f"{name}: {key}", text)
+    else:
+        bits = _given(found, key, name, _rate, 0.0)
+    if not 1e5 <= bits <= 1e11:
+        raise ValueError(f"{name}: {key} is {bits:g} bits/s: choose 100kbit to 100gbit")
+    return bits
+
+
+def _number(found: Mapping[str, Any], key: str, name: str, size: int | None) -> int:
+    value = found[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: {key} is a number, from 0 on, not {value!r}")
+    if size is not None and value >= size:
+        raise ValueError(f"{name}: there are hosts 0 to {size - 1}, not {value}")
+    return value
 
 
 def _site(row: Any, name: str) -> _Site:

@@ -54,13 +54,14 @@ def run(
     jitter: options.Jitter = None,
     loss: options.Loss = None,
     internet: options.FromFile = None,
+    events: options.Timetable = None,
     timeout: Annotated[
         float | None, Option(help="Seconds after which the run is ended.")
     ] = None,
 ) -> None:
     """Run a command on every rank of an emulated cluster, as torchrun would."""
     with _ending():
-        far = options.Far(up, delay, jitter, loss, internet)
+        far = options.Far(up, delay, jitter, loss, internet, events)
         cluster = _cluster(hosts, ranks_per_host, rate, far, mtu, local_rate)
         if timeout is not None and not 0 < timeout < math.inf:
             raise ValueError(f"--timeout {timeout}: seconds, above 0")

@@ -73,6 +73,12 @@ class Cluster:
         if self.internet is not None:
             assert len(self.internet.links) == self.hosts
             assert self.internet.slowest == self.rate
+            for event in self.internet.events:
+                rank = getattr(event.change, "rank", 0)
+                if rank >= self.size:
+                    raise ValueError(
+                        f"an event is of rank {rank}: choose 0 to {self.size - 1}"
+                    )
 
     @property
     def size(self) -> int:

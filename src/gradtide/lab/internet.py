@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradtide.lab.amounts import format_share, format_time
+from gradtide.lab.events import Cut, Event
 from gradtide.lab.rate import format_rate
 
 QUEUE = 0.05  # seconds of a link that wait in front of it; what comes on top is lost
@@ -76,12 +77,14 @@ class Internet:
     links: tuple[Link, ...]
     between: tuple[tuple[Path, ...], ...]  # from host to host, the same both ways
     queue: float = QUEUE
+    events: tuple[Event, ...] = ()  # in the order of time
 
     def __post_init__(self) -> None:
         size = len(self.links)
         assert [len(row) for row in self.between] == [size] * size
         if not 0.001 <= self.queue <= 5:
             raise ValueError(f"a queue of {self.queue:g} s: choose 1ms to 5s")
+        assert list(self.events) == sorted(self.events, key=lambda event: event.at)
 
     @staticmethod
     def alike(hosts: int, link: Link, path: Path, queue: float = QUEUE) -> Internet:
@@ -101,6 +104,11 @@ class Internet:
     def loses(self) -> bool:
         """Whether packets are lost that no queue was too short for."""
         return any(path.loss for path in self.paths().values())
+
+    @property
+    def cut(self) -> bool:
+        """Whether a link goes down."""
+        return any(isinstance(event.change, Cut) for event in self.events)
 
     @property
     def even(self) -> bool:
@@ -124,8 +132,10 @@ class Internet:
         """For records, as JSON has it."""
         found = asdict(self)
         if self.even:
-            link, path = found["links"][0], found["between"][0][0]
-            found = {"link": link, "path": path, "queue": self.queue}
+            link, path = found.pop("links")[0], found.pop("between")[0][0]
+            found |= {"link": link, "path": path}
+        for event, told in zip(self.events, found["events"], strict=True):
+            told["change"]["kind"] = type(event.change).__name__.lower()
         return dict(json.loads(json.dumps(found)))
 
     def path(self, sender: int, receiver: int) -> Path:

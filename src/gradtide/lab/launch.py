@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from rich.text import Text
 
 from gradtide.lab.cluster import PORT, Cluster, LabError, rank_environment
 from gradtide.lab.namespaces import Enter, networks
+from gradtide.lab.timetable import Timetable
 
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _TAIL = 100  # lines of each rank that are kept for the report of a failure
@@ -37,6 +39,39 @@ class _Rank(NamedTuple):
     process: subprocess.Popen[str]
     reader: threading.Thread
     waiter: threading.Thread
+
+
+class _Ranks:
+    """The processes of a run; those too that have ended."""
+
+    def __init__(self, begin: Callable[[int], _Rank]) -> None:
+        self._begin = begin
+        self.all: list[_Rank] = []
+        self.running: dict[int, _Rank] = {}
+        self._killed: set[int] = set()
+
+    def start(self, rank: int) -> bool:
+        """Starts a rank; false where it runs."""
+        if rank in self.running:
+            return False
+        self.running[rank] = self._begin(rank)
+        self.all.append(self.running[rank])
+        return True
+
+    def kill(self, rank: int) -> bool:
+        """Kills a rank, which is then no failure; false where it does not run."""
+        if rank not in self.running:
+            return False
+        self._killed.add(rank)
+        os.killpg(self.running[rank].process.pid, signal.SIGKILL)
+        return True
+
+    def ended(self, rank: int) -> bool:
+        """Notes that a rank has; whether it was killed."""
+        del self.running[rank]
+        killed = rank in self._killed
+        self._killed.discard(rank)
+        return killed
 
 
 # A rank, and a line of its output or its exit code.
@@ -55,8 +90,9 @@ def launch(
 
     The first rank to fail ends the run with a `LabError`; so does `timeout`, in seconds
     from when the cluster stands. `on_line` gets every line of output with its rank, in
-    the calling thread; by default lines are printed. Whatever happens, no process and
-    no network outlives the call, nor the caller.
+    the calling thread; by default lines are printed. What the cluster's timetable says
+    happens meanwhile; a rank that it kills is no failure. Whatever happens, no process
+    and no network outlives the call, nor the caller.
     """
     env = env or {}
     if not command or not shutil.which(command[0], path=env.get("PATH")):
@@ -71,8 +107,9 @@ def launch(
 
     events: _Events = queue.SimpleQueue()
     with networks(cluster) as enter:
-        with _ranks(cluster, enter, command, env, events):
-            end = _until_first_failure(events, cluster.size, follow, timeout)
+        with _ranks(cluster, enter, command, env, events) as ranks:
+            timetable = Timetable(cluster, enter, ranks, say)
+            end = _until_first_failure(events, ranks, timetable, follow, timeout)
         while not events.empty():
             follow(*events.get())
     if end is None:
@@ -96,6 +133,11 @@ def outliving(script: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def say(words: str) -> None:
+    """What the lab itself has to say, beside what ranks do."""
+    print(words, file=sys.stderr, flush=True)
+
+
 def line_printer() -> Callable[[int, str], None]:
     """Prints lines as `[rank 3] text`, each rank in its colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
@@ -114,26 +156,32 @@ def _ranks(
     command: Sequence[str],
     env: Mapping[str, str],
     events: _Events,
-) -> Iterator[None]:
+) -> Iterator[_Ranks]:
     """Starts the ranks; at the end none of their process groups is left.
 
     Invariant: no rank is reaped before the guard has killed the groups; until then
     nothing else can have got a group's id.
     """
     guard = outliving(_GUARD)
-    ranks: list[_Rank] = []
+    environments = list(_environments(cluster, env))
+
+    def begin(rank: int) -> _Rank:
+        words = [*enter(rank // cluster.ranks_per_host), *command]
+        begun = _start(rank, words, environments[rank], events)
+        print(begun.process.pid, file=guard.stdin, flush=True)
+        return begun
+
+    ranks = _Ranks(begin)
     try:
-        for rank, variables in enumerate(_environments(cluster, env)):
-            words = [*enter(rank // cluster.ranks_per_host), *command]
-            ranks.append(_start(rank, words, variables, events))
-            print(ranks[-1].process.pid, file=guard.stdin, flush=True)
-        yield
+        for rank in range(cluster.size):
+            ranks.start(rank)
+        yield ranks
     finally:
         try:
-            _terminate(ranks)
+            _terminate(ranks.all)
         finally:
             guard.communicate()
-            for process, reader, waiter in ranks:
+            for process, reader, waiter in ranks.all:
                 waiter.join()
                 process.wait()
                 reader.join(1.0)  # a daemon of the command's may hold its output
@@ -194,23 +242,30 @@ def _start(
 
 def _until_first_failure(
     events: _Events,
-    size: int,
+    ranks: _Ranks,
+    timetable: Timetable,
     follow: Callable[[int, str | int], None],
     timeout: float | None,
 ) -> tuple[int, int] | None:
     """The first rank whose exit is not 0, else the last; None when time ran out."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
+        timetable.go()
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        waits = [wait for wait in (left, timetable.wait) if wait is not None]
         try:
-            rank, event = events.get(timeout=left)
+            rank, event = events.get(timeout=min(waits, default=None))
         except queue.Empty:
-            return None
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+            continue
         follow(rank, event)
         if isinstance(event, int):
-            size -= 1
-            if event or size == 0:
-                return rank, event
+            killed = ranks.ended(rank)
+            code = 0 if killed else event
+            begins = killed and timetable.starts
+            if code or not (ranks.running or begins):
+                return rank, code
 
 
 def _terminate(ranks: Sequence[_Rank]) -> None:

@@ -26,7 +26,8 @@ from gradtide.lab.cluster import Cluster, LabError, host_name
 from gradtide.lab.router import ROUTER, delays, needs_rules, routed_script
 from gradtide.lab.wiring import setup_script
 
-Enter: TypeAlias = Callable[[int], list[str]]
+# A host; None is the router.
+Enter: TypeAlias = Callable[[int | None], list[str]]
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 # With a network of its own although it uses none: `ip` comes back to it from each that
@@ -58,7 +59,10 @@ def networks(cluster: Cluster) -> Iterator[Enter]:
     _check_tools(cluster)
     holder, inside = _hold(_script(cluster))
     try:
-        yield lambda host: [*inside, "ip", "netns", "exec", host_name(host)]
+        yield lambda host: [
+            *(*inside, "ip", "netns", "exec"),
+            ROUTER if host is None else host_name(host),
+        ]
     finally:
         holder.kill()  # takes the holder with it (--kill-child), and that all others
         holder.communicate()
@@ -75,7 +79,7 @@ def _check_tools(cluster: Cluster) -> None:
     if internet and needs_rules(internet) and not shutil.which("iptables-restore"):
         raise LabError(
             "delay and loss need the command iptables-restore: install iptables, or "
-            "leave out --delay, --jitter and --loss"
+            "leave out --delay, --jitter, --loss, and events of links"
         )
 
 

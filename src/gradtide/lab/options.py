@@ -6,14 +6,14 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as File
 from typing import Annotated, NamedTuple, TypeVar
 
 from typer import Exit, Option, echo
 
 from gradtide.lab.amounts import parse_share, parse_time
-from gradtide.lab.atlas import read
+from gradtide.lab.atlas import read, read_events
 from gradtide.lab.cluster import LabError
 from gradtide.lab.internet import Internet, Link, Path
 from gradtide.lab.place import Place, place
@@ -32,6 +32,9 @@ Delay = Annotated[
 ]
 Jitter = Annotated[
     str | None, Option(help="By how much a round trip varies, at most: 5ms.")
+]
+Timetable = Annotated[
+    str | None, Option("--events", help="File of what happens to links and ranks.")
 ]
 FromFile = Annotated[
     str | None,
@@ -117,6 +120,7 @@ class Far:
     jitter: str | None = None
     loss: str | None = None
     internet: str | None = None
+    events: str | None = None
 
     @property
     def said(self) -> list[str]:
@@ -143,7 +147,15 @@ class Far:
         up = None
         if self.up is not None:
             up = limited(self.up, "--up none: a link has a limit, such as 20mbit")
-        return Internet.alike(hosts, Link(rate, up), path)
+        return self.with_events(Internet.alike(hosts, Link(rate, up), path))
+
+    def with_events(self, found: Internet) -> Internet:
+        """With what happens besides what the file of the internet says."""
+        if self.events is None:
+            return found
+        if found.events:
+            raise ValueError("--events: the file of --internet has events already")
+        return replace(found, events=read_events(self.events, found.links))
 
 
 class Layout(NamedTuple):
@@ -197,13 +209,14 @@ def _from_file(
     hosts: int | None, ranks_per_host: int, rate: str | None, far: Far
 ) -> Layout:
     assert far.internet is not None
-    also = [*(["--rate"] if rate is not None else []), *far.said[:-1]]
+    also = [name for name in far.said if name not in ("--internet", "--events")]
+    also = [*(["--rate"] if rate is not None else []), *also]
     if also:
         raise ValueError(
             f"--internet {far.internet} says what links are like: leave out "
             + " and ".join(also)
         )
-    found = read(far.internet)
+    found = far.with_events(read(far.internet))
     if hosts is not None and hosts != len(found.links):
         raise ValueError(
             f"--internet {far.internet} has {len(found.links)} hosts: leave out "

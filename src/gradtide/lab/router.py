@@ -36,6 +36,7 @@ from __future__ import annotations
 import json
 
 from gradtide.lab.cluster import INTERFACE, NETWORK, Cluster, address, host_name
+from gradtide.lab.events import Cut, OfLink
 from gradtide.lab.internet import Internet, Path
 from gradtide.lab.wiring import FOLDER, batch, names, shape, within
 
@@ -105,7 +106,20 @@ def delays(internet: Internet) -> str:
 
 def needs_rules(internet: Internet) -> bool:
     """Whether packets are delayed or lost, which takes iptables."""
-    return any(path.delay or path.loss for path in internet.paths().values())
+    return internet.cut or any(
+        path.delay or path.loss for path in internet.paths().values()
+    )
+
+
+def changed(cluster: Cluster, internet: Internet, change: OfLink) -> list[str]:
+    """The lines of a shell, in the router's namespace, that change a link."""
+    port, up = f"port{change.host}", f"up{change.host}"
+    if isinstance(change, Cut):
+        chains = f"PREROUTING -i {port}", f"FORWARD -o {port}"
+        how = "-I" if change.down else "-D"
+        return [f"iptables -w -t mangle {how} {chain} -j DROP" for chain in chains]
+    rates = (port, change.rate), (up, change.up)
+    return [f"tc {_bucket(cluster, internet, *of, 'change')}" for of in rates]
 
 
 def _set(name: str, settings: dict[str, str]) -> str:
@@ -136,12 +150,17 @@ def _routes(cluster: Cluster, internet: Internet, host: int) -> list[str]:
 
 def _buckets(cluster: Cluster, internet: Internet, host: int) -> list[str]:
     """The two queues of a host's link."""
-    link, found = internet.links[host], []
-    for device, rate in ((f"port{host}", link.rate), (f"up{host}", link.sends)):
-        shaped = shape(rate, cluster.mtu)
-        limit = max(internet.queue * rate / 8, 2 * shaped.segment)
-        found.append(shaped.bucket(device, int(limit)))
-    return found
+    link = internet.links[host]
+    rates = (f"port{host}", link.rate), (f"up{host}", link.sends)
+    return [_bucket(cluster, internet, *of) for of in rates]
+
+
+def _bucket(
+    cluster: Cluster, internet: Internet, device: str, rate: float, verb: str = "add"
+) -> str:
+    shaped = shape(rate, cluster.mtu)
+    limit = max(internet.queue * rate / 8, 2 * shaped.segment)
+    return shaped.bucket(device, int(limit), verb)
 
 
 def _rules(internet: Internet) -> list[str]:
@@ -150,7 +169,7 @@ def _rules(internet: Internet) -> list[str]:
         return []
     waits, paths = queues(internet), internet.paths()
     ways = {pair: _way(path, waits.get(pair)) for pair, path in paths.items()}
-    lines = []
+    lines: list[str] = []
     if len({tuple(way) for way in ways.values()}) == 1:
         lines = [f"-A PREROUTING -i mid+ {part}" for part in next(iter(ways.values()))]
     else:

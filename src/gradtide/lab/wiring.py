@@ -75,10 +75,10 @@ class Shape:
     burst: int  # what an idle link lets pass at once
     window: int  # what one socket may have under way
 
-    def bucket(self, device: str, limit: int = _LIMIT) -> str:
+    def bucket(self, device: str, limit: int = _LIMIT, verb: str = "add") -> str:
         """For `tc`: what the device sends goes through a bucket; bytes may wait."""
         size = f"burst {self.burst} limit {limit}"
-        return f"qdisc add dev {device} root tbf rate {self.rate:.0f}bit {size}"
+        return f"qdisc {verb} dev {device} root tbf rate {self.rate:.0f}bit {size}"
 
 
 def shape(rate: float, mtu: int) -> Shape:
