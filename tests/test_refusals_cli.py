@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from gradtide.cli import app
 from gradtide.lab import launch
+from gradtide.lab.checks import check_file, check_folder
 from gradtide.planner import network as networks
 from gradtide.planner import search
 from gradtide.planner.network import Network
@@ -465,12 +466,24 @@ def test_the_files_that_were_changed_are_good() -> None:
 NAPPING = """
 import os, sys, time
 from pathlib import Path
+from gradtide.lab.checks import check_file, check_folder
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.job import on_every_rank
 
 if __name__ == "__main__":
     on_every_rank(Cluster(1), time.sleep, 6000)
 """
+
+
+def test_looking_whether_something_can_be_written_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    check_file("--out", tmp_path / "x.json")
+    check_folder("--out", tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "x.json").write_text("mine")
+    check_file("--out", tmp_path / "x.json")
+    assert (tmp_path / "x.json").read_text() == "mine"
 
 
 @pytest.mark.alone

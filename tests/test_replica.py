@@ -262,6 +262,34 @@ def _models(large: int) -> None:
                 raise AssertionError(f"{name} under {label}: {error}") from error
 
 
+class Twice(nn.Module):
+    """Re-entrant checkpoints run a backward of their own: each has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)  # type: ignore[no-untyped-call]
+        return x
+
+
+def test_a_gradient_whose_bucket_has_left_is_refused_by_name() -> None:
+    def run() -> str:
+        model = Twice()
+        sync = gradtide.replicate(model, sgd(model.parameters()), SCHEMES["WFBP"])
+        with pytest.raises(RuntimeError) as caught:
+            model(data(0)[0]).sum().backward()
+        assert sync is not None
+        return str(caught.value)
+
+    for told in run_ranks(2, run):
+        assert "got a second gradient in one backward pass after its bucket" in told
+        assert told.startswith("layer.")
+
+
 def groups(params: Any) -> torch.optim.Optimizer:
     params = list(params)
     return torch.optim.SGD(

@@ -117,3 +117,34 @@ def test_schedules_are_equal_and_ranks_agree(size: int) -> None:
             atol=tolerance,
             msg=str(case),
         )
+
+
+@pytest.mark.parametrize("schedule", ["WFBP", "DEAR"])
+def test_a_clip_by_kl_makes_steps_equally_long_whatever_the_learning_rate(
+    schedule: str,
+) -> None:
+    text = scheme("Dense()", "KFAC('spd', kl_clip=1e-9)", schedule)
+
+    def run() -> list[list[float]]:
+        moved = []
+        for rate in (0.5, 5.0):
+            model = network()
+            model[1].requires_grad_(False)  # type: ignore[index]  # K-FAC leaves it alone
+            trained = [p for p in model.parameters() if p.requires_grad]
+            before = torch.cat([p.detach().flatten() for p in trained])
+            opt = torch.optim.SGD(trained, lr=rate)
+            sync = gradtide.replicate(model, opt, text)
+            for step in range(2):  # the second is deferred
+                x, y = batch(step, dist.get_rank())
+                cross_entropy(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+            sync.remove()
+            after = torch.cat([p.detach().flatten() for p in trained])
+            moved.append((after - before).tolist())
+        return moved
+
+    for moved in run_ranks(2, run):
+        short, long = map(torch.tensor, moved)
+        assert short.abs().max() > 1e-6
+        torch.testing.assert_close(long, short, rtol=1e-2, atol=1e-7)
