@@ -301,6 +301,8 @@ def plan(
     rate: Annotated[
         str | None, Option(help="Of each host's link, such as 10gbit.")
     ] = None,
+    delay: options.Delay = None,
+    internet: options.FromFile = None,
     schemes: Annotated[
         str | None,
         Option(help="To rank beside the dense ones. Without: the recommended ones."),
@@ -319,7 +321,6 @@ def plan(
     """
     from rich.console import Console
 
-    from gradtide.lab.rate import parse_rate
     from gradtide.lab.spec import split_schemes
     from gradtide.planner import advice, report, search
     from gradtide.planner.network import imagine, load
@@ -335,10 +336,9 @@ def plan(
             raise ValueError(f"say what is trained, and where.\n{PLANNED}")
         step = read_trace(trace, step_ms)
         measured = None if network is None else load(network)
-        bits = None if rate is None else parse_rate(rate)
-        if rate is not None and bits is None:
-            raise ValueError(f"--rate {rate}: a link without a limit has no plan")
-        there = imagine(measured, ranks, ranks_per_host, bits)
+        place = options.planned(ranks, ranks_per_host or 1, rate, delay, internet)
+        ranks, bits, more = place
+        there = imagine(measured, ranks, ranks_per_host, bits, more)
         asked = None
         if schemes is not None:
             asked = {name: parse(name) for name in split_schemes(schemes)}

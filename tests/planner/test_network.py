@@ -15,6 +15,7 @@ from gradtide.planner.network import (
     Link,
     Network,
     Rate,
+    imagine,
     load,
 )
 from gradtide.transport import gloo
@@ -134,3 +135,19 @@ def test_the_one_hop_is_the_transports() -> None:
     there = Network(2, 1, Link.of(0, 0))
     assert (there.one_hop_bytes, there.one_hop_ranks) == (gloo.HOP, gloo.FEW)
     assert there.small_bytes == gloo.SMALL
+
+
+def test_where_hosts_are_far_each_message_is_on_its_way_for_half_a_round_trip() -> None:
+    near = Network.ideal(4, 2, 1e9, alpha=0.001)
+    far = near.delayed(0.04).inter
+    for kind in (far.ring, far.swap, far.broadcast):
+        assert kind.alpha == pytest.approx(0.021)
+        assert kind.beta == near.inter.ring.beta
+    assert 6 * far.direct.alpha == pytest.approx(6 * 0.001 + 0.02), "all at once"
+    assert near.delayed(0.04).intra == near.intra
+    assert near.delayed(0.0) == near
+    alone = Network.ideal(1, 2, 1e9)
+    assert alone.delayed(0.04) == alone
+    assert imagine(None, 8, 2, 1e9, 0.04).inter.swap.alpha == pytest.approx(0.02005)
+    with pytest.raises(ValueError, match="a delay"):
+        near.delayed(-1.0)

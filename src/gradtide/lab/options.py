@@ -205,6 +205,33 @@ def asked(
     return Layout(hosts, ranks_per_host, slowest, between)
 
 
+def planned(
+    ranks: int | None,
+    ranks_per_host: int,
+    rate: str | None,
+    delay: str | None,
+    internet: str | None,
+) -> tuple[int | None, float | None, float]:
+    """For a planner: ranks, bits/s of the slowest link, and the longest round trip.
+
+    Raises ValueError for what has no plan.
+    """
+    if internet is None:
+        bits = None
+        if rate is not None:
+            bits = limited(rate, f"--rate {rate}: a link without a limit has no plan")
+        return ranks, bits, parse_time("--delay", delay or "0ms")
+    given = {"--rate": rate, "--ranks": ranks, "--delay": delay}
+    if twice := [name for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"--internet {internet} says what links are like: leave out "
+            + " and ".join(twice)
+        )
+    found = read(internet)
+    longest = max((path.delay for path in found.paths().values()), default=0.0)
+    return len(found.links) * ranks_per_host, found.slowest, longest
+
+
 def _from_file(
     hosts: int | None, ranks_per_host: int, rate: str | None, far: Far
 ) -> Layout:

@@ -190,6 +190,21 @@ class Network:
         factor = (self.rate or 8 / (ring.beta or 1.0)) / rate
         return replace(there, inter=self.inter.stretched(factor))
 
+    def delayed(self, round_trip: float) -> Network:
+        """What if: hosts so many seconds of a round trip further from each other.
+
+        Every message is on its way for half of it, and those that a host sends at once
+        are on it together. How connections get up to their rate is not in it.
+        """
+        seconds("a delay", round_trip)
+        way, others = round_trip / 2, (self.hosts - 1) * self.ranks_per_host
+        if not others:
+            return self
+        inter = self.inter._each(lambda r: replace(r, alpha=r.alpha + way))
+        direct = self.inter.direct
+        together = replace(direct, alpha=direct.alpha + way / others)
+        return replace(self, inter=replace(inter, direct=together))
+
     def save(self, path: Path) -> None:
         """Write JSON."""
         DOCUMENT.save(path, self)
@@ -200,8 +215,11 @@ def imagine(
     ranks: int | None,
     ranks_per_host: int | None,
     rate: float | None,
+    delay: float = 0.0,
 ) -> Network:
     """`measured` (None: an ideal one) with other ranks or links; `rate` in bits/s.
+
+    Round trips between hosts take `delay` seconds more.
 
     Hosts hold as many ranks as in the measured network (one, if there is none) unless
     `ranks_per_host` says otherwise. Raises ValueError where something has to be said.
@@ -224,7 +242,9 @@ def imagine(
             f"--ranks {ranks} on hosts of {per_host}: choose a multiple, or say "
             "--ranks-per-host"
         )
-    return measured.scaled(hosts=ranks // per_host, ranks_per_host=per_host, rate=rate)
+    hosts = ranks // per_host
+    there = measured.scaled(hosts=hosts, ranks_per_host=per_host, rate=rate)
+    return there.delayed(delay)
 
 
 def load(path: Path) -> Network:

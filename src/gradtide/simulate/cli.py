@@ -9,8 +9,9 @@ from typing import Annotated
 from rich.console import Console
 from typer import Option
 
+from gradtide.lab.amounts import parse_time
 from gradtide.lab.checks import check_folder, require
-from gradtide.lab.options import StepMs, numbers, told
+from gradtide.lab.options import Delay, StepMs, numbers, told
 from gradtide.scheme.recommended import candidates, unsuited
 
 
@@ -32,6 +33,7 @@ def simulate(
     ranks_per_host: Annotated[
         int | None, Option(help="Ranks on each host, if not as in the profile.")
     ] = None,
+    delay: Delay = None,
     schemes: Annotated[
         str | None, Option(help="Which. Without: those that `gradtide schemes` lists.")
     ] = None,
@@ -69,6 +71,7 @@ def simulate(
             asked,
             numbers("--ranks", ranks, int, "4,8,16"),
             tried,
+            parse_time("--delay", delay or "0ms"),
         )
     console = Console()
     report.show(found, console)

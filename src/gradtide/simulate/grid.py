@@ -61,8 +61,9 @@ def run(
     schemes: Mapping[str, Scheme],
     ranks: Sequence[int],
     rates: Sequence[float] = (),
+    delay: float = 0.0,
 ) -> Grid:
-    """Simulate every scheme on every cluster.
+    """Simulate every scheme on every cluster; round trips take `delay` seconds more.
 
     Without `rates` hosts' links stay as they are. Raises ValueError for numbers of
     ranks that do not fill hosts, and for schemes that cannot be simulated.
@@ -80,6 +81,7 @@ def run(
         hosts = size // network.ranks_per_host
         for rate in asked:
             there = network.scaled(hosts=hosts, rate=rate if rates else None)
+            there = there.delayed(delay)
             for name, scheme in schemes.items():
                 found = simulate(trace, scheme, there)
                 alone = trace.compute / found.step
