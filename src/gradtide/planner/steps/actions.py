@@ -104,12 +104,9 @@ class Actions:
         bucket.launch(self.engine, hold)
 
     def collect(self) -> None:
-        self._ask("finite", self.exchange.flags[0])  # all ranks hear of alarms at once
+        if numel := self.exchange.flags[0]:  # all ranks hear of alarms at once
+            self.engine.ask("finite", _flags(numel))()
         self.stage.collect()
-
-    def _ask(self, name: str, numel: int) -> None:
-        if numel:
-            self.engine.ask(name, _flags(numel))()
 
     def conclude(self, hold: bool) -> None:
         # Who used what, who met what is not finite; two flags, three of a GradScaler.
@@ -139,7 +136,8 @@ class Actions:
             start = self.own()
             self._pass(self.exchange.before * bucket.payload.flat.numel())
             self._updated(start)
-        self._ask("alike", self.exchange.flags[1])
+        if numel := self.exchange.flags[1]:  # heard when the exchange is over
+            self.engine.ask("alike", _flags(numel))
 
     def defer(self) -> None:
         if self.second is not None:

@@ -177,6 +177,10 @@ class Consensus:
                 bucket.set_aside(slot)
             elif slot in bucket.waiting:
                 bucket.take_back(slot)
+        self.fade(bucket)
+
+    def fade(self, bucket: GradientBucket) -> None:
+        """Leave as much of a bucket's residual as is to count."""
         if self._schedule.decay != 1:
             bucket.payload.flat.mul_(self._schedule.decay)
 

@@ -26,9 +26,10 @@ That also makes up for delay, which is what is wrong with entries that wait.
 [Note: alike] Parameters must be alike when a step begins. What the user changes in
 between is, but an optimizer may change them outside `step()` by what each rank has
 alone. So every rank looks whether they are what the last exchange left, and if one
-finds other values, all compare: that travels while the optimizer steps. Gradients may
-be taken elsewhere, as by SAM, but where a step() never comes, parameters are compared
-after the third backward.
+finds other values, all compare. That travels beside the exchange, with what each rank
+trains, and is heard before anything moves: a message of its own that others wait for
+would cost as much as one of theirs. Gradients may be taken elsewhere, as by SAM, but
+where a step() never comes, parameters are compared after the third backward.
 
 In the dense steps of a warm-up gradients are exchanged, as by any schedule: the mean of
 steps costs as much to send, and learns worse.
@@ -36,7 +37,7 @@ steps costs as much to send, and learns worse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,7 @@ from gradtide.runtime.checkpoint import (
 )
 from gradtide.runtime.exchange import Exchange, Surroundings
 from gradtide.runtime.exchange.consensus import Consensus
-from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.layout.buckets import GradientBucket, Slot
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local
 
@@ -84,12 +85,13 @@ class StepExchange:
         self._optimizer = around.optimizer
         self._schedule, self._before = scheme.schedule, before
         self._outer_momentum = scheme.outer is not None and scheme.outer.momentum > 0
-        self.consensus, self.left = consensus, consensus.left
+        self.consensus = consensus
         # As gradients have it.
         self.launch, self.finish = before.launch, before.finish
         self.close, self.take_buffers = before.close, before.take_buffers
-        self.shared_parameters = before.shared_parameters
+        self.shared_parameters, self.left = before.shared_parameters, before.left
         self._moved_on: Callable[[], Any] | None = None  # how many ranks, between steps
+        self._absent: Set[Slot] = set()  # that this rank's step does not train
         self._passes = 0  # backward passes since the last step
         self._ahead: Mapping[Tensor, float] = {}  # see [Note: ahead]
         consensus.adopt(scheme)
@@ -114,7 +116,6 @@ class StepExchange:
         moved = late and bool(consensus.moved_outside())
         own = [*flags, self._buffers.changed(), moved]
         *flags, changed, gone = self._engine.ask("finite", _sum(own))().tolist()
-        consensus.left()
         if self._placement.shards.anywhere(gone > 0):
             consensus.compare(f"after {self._passes} backward passes without step()")
         self._buffers.note(changed > 0)
@@ -124,7 +125,9 @@ class StepExchange:
         self._passes = 0
         self.consensus.widen_once()
         # The optimizer steps for what has a gradient.
-        trained = [slot.grad is not None for slot in self._placement.slots]
+        slots = [*self._placement.slots]
+        trained = [slot.grad is not None for slot in slots]
+        self._absent = {s for s, own in zip(slots, trained, strict=True) if not own}
         moved = self.consensus.moved_outside()
 
         def message() -> AllReduce:
@@ -133,13 +136,16 @@ class StepExchange:
         self._moved_on = self._engine.ask("alike", message)
         self._ahead = self._look_ahead()
 
-    def after_update(self) -> None:
-        """RuntimeError if ranks began the step unlike."""
+    def after_update(self) -> None: ...
+
+    def _hear(self) -> None:
+        """Learn what some rank trains. RuntimeError if ranks began the step unlike."""
         moved_on, self._moved_on = self._moved_on, None
         if moved_on is None:
             return
         moved, *trained = moved_on().tolist()
-        self.consensus.hear(self._placement.slots, trained)
+        for slot, count in zip(self._placement.slots, trained, strict=True):
+            slot.used = count > 0
         if self._placement.shards.anywhere(moved):
             self.consensus.compare("as step() begins")
 
@@ -203,14 +209,18 @@ class StepExchange:
     def fill(self, bucket: Any) -> None:
         """Add what the step did to the bucket's residual."""
         consensus = self.consensus
-        consensus.begin_offer(bucket)
+        absent = {slot for slot in bucket.slots if slot in self._absent}
+        bucket.begin_residual()
+        bucket.offer(absent)
+        consensus.fade(bucket)
         for slot, view in zip(bucket.slots, bucket.views, strict=True):
             p = slot.param
             more = 1 + self._ahead.get(p, 0.0)
             step = consensus.done(slot, keep=p in self._ahead)
-            view.add_(step, alpha=consensus.weight(p) * more)
-            if not slot.used:  # of an optimizer that steps without gradients
-                bucket.set_aside(slot)
+            weight = consensus.weight(p) * more
+            # Some optimizers step without gradients.
+            if slot not in absent or bucket.hold(slot, step, weight):
+                view.add_(step, alpha=weight)
         known = any(self._mean(slot.param) is not None for slot in bucket.slots)
         weighed = known and self._schedule.against is not None
         bucket.payload.weigh = partial(self._weigh, bucket) if weighed else None
@@ -221,6 +231,7 @@ class StepExchange:
         What was sent ahead of its time is owed. What no rank trained stays as it is,
         with its outer momentum.
         """
+        self._hear()
         for bucket in buckets:
             self._apply(bucket)
 

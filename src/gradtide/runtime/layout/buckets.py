@@ -182,7 +182,7 @@ class GradientBucket(Bucket):
                 view.zero_()
         self.put(views, grads)
         if absent or self.waiting:
-            self._offer(set(absent))
+            self.offer(set(absent))
 
     def _view(self, slot: Slot, grad: Tensor | None) -> Tensor:
         """Its part of the flat buffer, to be written to (hot path)."""
@@ -264,8 +264,11 @@ class GradientBucket(Bucket):
 
     # - What no rank trains, see [Note: untrained] -------------------------------------
 
-    def _offer(self, absent: set[Slot]) -> None:
-        """Have back what is trained again; copy what other ranks may have trained."""
+    def offer(self, absent: set[Slot]) -> None:
+        """Have back what is trained again; copy what other ranks may have trained.
+
+        `absent` are slots that this rank does not train.
+        """
         self._offered = {}
         back = [slot for slot in self.waiting if slot.used or slot not in absent]
         for slot in back:
@@ -275,6 +278,15 @@ class GradientBucket(Bucket):
         for slot in absent - self._offered.keys() - self.waiting.keys():
             if parts := {key: part.clone() for key, part in self._parts(slot)}:
                 self._offered[slot] = parts
+
+    def hold(self, slot: Slot, value: Tensor, weight: float) -> bool:
+        """Keep a value with the residual of a slot that this rank does not train.
+
+        Returns whether the residual is offered all the same, and the value with it.
+        """
+        parts = self._offered.get(slot) or self.waiting[slot]
+        slot.shaped(parts[FLAT]).add_(value, alpha=weight)
+        return slot in self._offered
 
     def take_back(self, slot: Slot) -> Parts:
         """Have a waiting residual in the bucket again; returns what waited."""
