@@ -349,8 +349,8 @@ def adjust_lr(lr, *_):  # type: ignore
     Mutant(
         "steps-gain",
         "runtime/exchange/steps.py",
-        "view.add_(step, alpha=consensus.weight(p) * more)",
-        "view.add_(step, alpha=more)",
+        "weight = consensus.weight(p) * more",
+        "weight = more",
         "a step that is exchanged counts without its gain",
         ("runtime/exchange/test_steps.py",),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing as mp
 import os
 import re
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradtide
+from gradtide.transport import inquiry
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.waits
@@ -234,6 +236,38 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
         return time.monotonic() - begin
 
     assert min(run_ranks(3, run)) > 8
+
+
+def test_for_whom_a_rank_waits_is_told_once() -> None:
+    (told, late), (others, _) = run_ranks(2, _wait_for_long)
+    who = r"rank 0 has waited [34] s in step 2, for .*: rank 1 is late: took 1 steps"
+    assert re.match(who, told)
+    assert late == 1
+    assert not others
+
+
+def _wait_for_long() -> tuple[str, int]:
+    inquiry.LONG = 3.0
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradtide.transport").addHandler(handler)
+    sync = train("wfbp", 1)
+    time.sleep(8 * dist.get_rank())
+    model, opt = sync._session.model, sync._session.optimizer
+    model(torch.randn(4, 4)).square().mean().backward()
+    opt.step()
+    sync.remove()
+    return "".join(found), len(found)
+
+
+def test_what_does_not_arrive_is_told_of_the_network() -> None:
+    own = inquiry.Position(4, 9, "is at work", item=9, name="grad1")
+    as_far = {1: own, 2: inquiry.Position(4, 11, "is at work", item=9)}
+    said = inquiry.long_wait(0, 31.4, own, as_far, {2})
+    assert "rank 0 has waited 31 s in step 5, for grad1, and every rank" in said
+    assert "what rank 2 sent does not arrive" in said
+    assert inquiry.long_wait(0, 31.4, own, as_far, ()).endswith("for grad1")
 
 
 def test_replicas_leave_no_threads_behind() -> None:

@@ -91,6 +91,7 @@ class Engine:
         # A flow that is held has its last stage when it is released: if it has no
         # cut, it is not held and has it here.
         work = partial(self._run, flight, hold, through=hold)
+        advance = partial(self._advance, flight, hold)
         if settled:
 
             def both() -> None:
@@ -105,9 +106,9 @@ class Engine:
                 self._run(flight, hold)
 
             last = None if hold else self._last(flight)
-            job = Job(begin, work, first, last, name=name)
+            job = Job(begin, work, first, last, name=name, advance=advance)
         else:
-            job = Job(begin, work, name=name)
+            job = Job(begin, work, name=name, advance=advance)
         with record_function(f"gradtide::{name}::launch"):
             flight.ticket = self.transport.submit(job)
         return flight
@@ -145,7 +146,8 @@ class Engine:
 
         flight.hold = False
         after = self._last(flight) if flight.hands_over else None
-        job = Job(leave, run, after=after, name=flight.name)
+        advance = partial(self._advance, flight, False)
+        job = Job(leave, run, after=after, name=flight.name, advance=advance)
         with record_function(f"gradtide::{flight.name}::release"):
             flight.ticket = self.transport.submit(job)
 
@@ -230,6 +232,21 @@ class Engine:
             else:
                 flight.turned = True
                 self._resume(flight)
+
+    def _advance(
+        self, flight: InFlight, hold: bool, here: Callable[[Any], bool]
+    ) -> None:
+        """Drive a flow as `_run` does, up to an answer that is not here."""
+        while not isinstance(flight.asked, Handover | None):
+            if isinstance(flight.asked, Cut):
+                if hold:
+                    return
+                flight.turned = True
+                self._resume(flight)
+            elif all(here(one) for one in flight.pending):
+                self._resume(flight, self._answer(flight))
+            else:
+                return
 
     def _answer(self, flight: InFlight) -> Any:
         """Wait for what a flow asked for, and record it."""

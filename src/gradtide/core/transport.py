@@ -39,6 +39,10 @@ class Job:
     ones, its `after` beside that of later ones. A job that is `settled` works when all
     earlier ones are through, with what they do after, too.
 
+    `advance` goes on as far as that needs no waiting, once it has begun: it is told how
+    to ask whether what was issued is answered. Where messages are long under way, this
+    is called while earlier work waits.
+
     `filled` tells whether a device is done with what is worked on: nothing begins early
     that would wait for that.
     """
@@ -50,6 +54,7 @@ class Job:
     settled: bool = False
     name: str = ""  # what it is for: the same on every rank
     filled: Callable[[], bool] = lambda: True
+    advance: Callable[[Callable[[Any], bool]], None] = lambda here: None
 
 
 class Ticket(Protocol):

@@ -13,7 +13,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
+from typing import Any
 from weakref import WeakValueDictionary
 from zlib import crc32
 
@@ -37,6 +39,7 @@ class WorkItem:
     job: Job
     late: Callable[[], float]
     queue: str = ""  # its queue's name, as in `QUEUES`
+    turn: int = 0  # its name's, by when that was first submitted
     # How many it has issued so far, by the ranks that they were asked of.
     requests: Counter[Sequence[int]] = field(default_factory=Counter)
     begun: bool = False
@@ -137,7 +140,11 @@ class CommQueue:
         self.error: BaseException | None = None
         self.late: Callable[[], float] = lambda: PATIENCE
         self.submitted = 0  # items so far
-        self._closed, self._ahead = False, abreast - 1
+        self._closed, self._abreast = False, abreast
+        self._far = False  # see `part`
+        self._here: Callable[[Any], bool] = lambda pending: False
+        self._advancing = False
+        self._turns: dict[str, int] = {}
         self._asking = threading.Lock()  # one of those who wait asks
         self._own = own = threading.local()  # the lane whose thread this is
         none = WorkItem(0, NOTHING, self._late)
@@ -171,6 +178,18 @@ class CommQueue:
     def _lane(self) -> _Lane:
         return getattr(self._own, "lane", self._main)
 
+    def part(self, here: Callable[[Any], bool]) -> None:
+        """Suit ranks that are far apart: have items go on while others wait.
+
+        `here` tells whether what was issued is answered. Items with a name have the
+        same track each time, whose connections then know their way.
+        """
+        self._far, self._here = True, here
+
+    def track(self, item: WorkItem) -> int:
+        """The number of the track that an item takes."""
+        return (item.turn if self._far else item.number) % self._abreast
+
     def submit(self, job: Job) -> WorkItem:
         """Put a job in line; RuntimeError once the queue was closed: none would run."""
         if self._closed:
@@ -179,7 +198,8 @@ class CommQueue:
                 "replicated is gone; call replicate() again, on every rank"
             )
         self.submitted += 1
-        item = WorkItem(self.submitted, job, self._late, self.name)
+        turn = self._turns.setdefault(job.name, len(self._turns))
+        item = WorkItem(self.submitted, job, self._late, self.name, turn)
         if job.before is not None:
             self._before.put(item)
         self._main.put(item)
@@ -195,18 +215,22 @@ class CommQueue:
         waiting; elsewhere it does nothing.
         """
         items = self._main.items
-        if self._lane is not self._main or self.error is not None:
+        if self._lane is not self._main or self.error is not None or self._advancing:
             return
-        for i in range(min(self._ahead, len(items))):
+        taken = {self.track(self._main.current)}
+        for i in range(min(self._abreast - 1, len(items))):
             item = items[i]
             if item is None or not item.ready or item.job.settled:
                 return
-            if not item.begun:
-                if not item.job.filled():
-                    return
+            if item.begun:
+                self._advance(item)
+            elif item.job.filled() and self.track(item) not in taken:
                 item.early = True
                 self._begin(item)
                 return
+            else:
+                return
+            taken.add(self.track(item))
 
     def close(self, seconds: float | None = None) -> bool:
         """Finish what was submitted and end the threads; returns whether that is done.
@@ -274,9 +298,19 @@ class CommQueue:
         if item.begun or self.error is not None:
             return
         item.begun = True
+        self._ahead(item, item.job.begin)
+
+    def _advance(self, item: WorkItem) -> None:
+        if self._far and item.error is None:
+            self._advancing = True
+            self._ahead(item, partial(item.job.advance, self._here))
+            self._advancing = False
+
+    def _ahead(self, item: WorkItem, work: Callable[[], None]) -> None:
+        """Have an item do something before its turn."""
         working, self._main.current = self._main.current, item
         try:
-            item.job.begin()
+            work()
         except BaseException as error:  # raised when the item's turn comes
             item.error = error
         self._main.current = working

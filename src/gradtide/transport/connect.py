@@ -67,6 +67,7 @@ def connect(
         gloo.hosts = hosts_of(places)
     else:
         gloo.hosts = tuple(tuple(map(ranks.index, host)) for host in by_hand)
+    gloo.meet()
     LOG.debug("rank %d is connected; hosts have ranks %s", gloo.group.rank, gloo.hosts)
     if device.type == "cpu":
         return gloo

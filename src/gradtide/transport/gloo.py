@@ -18,6 +18,7 @@ from gradtide.core.torch_internals.distributed import timeout_of
 from gradtide.core.transport import CommunicationError, Job, Progress
 from gradtide.transport import ring, rotation
 from gradtide.transport.comm_queue import CommQueue, WorkItem
+from gradtide.transport.distance import Distance, distance_of, one_way
 from gradtide.transport.fault import ALIKE
 from gradtide.transport.hosts import give_up
 from gradtide.transport.inquiry import Inquiry, end
@@ -33,10 +34,9 @@ from gradtide.transport.links import (
 )
 from gradtide.transport.opening import Meeting
 
-# Waits for what was begun, and calls what it is given when all has been posted.
-Finish: TypeAlias = Callable[[Callable[[], None]], None]
 SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which all is sent to everybody
 HOP = 1 << 17  # bytes of a part up to which one hop beats a ring of P - 1
+LOOKS = 3  # messages by which the system learns how far ranks are
 LANES = TRACKS, 1, 1  # of the queue: how many items of each are under way at once
 
 
@@ -54,6 +54,7 @@ class GlooTransport:
         self.hosts: Members = rows(pg.size(), 1)
         self.progress = Progress()
         self.payload_bytes = 0
+        self.distance = Distance()
         self._pg = pg
         self._queue = CommQueue(f"gradtide {pg.group_name}", TRACKS)
         self.submit = self._queue.submit
@@ -62,8 +63,38 @@ class GlooTransport:
         self._links = tuple(Links(meeting, *lane, seconds) for lane in enumerate(LANES))
         self._inquiry = Inquiry(pg, self._queue, self.progress, meeting, stores)
         self._queue.late = self._inquiry.late
+        links = self._links  # whose threads must not keep this transport
+        self._inquiry.unread = lambda: {peer for own in links for peer in own.unread}
         meeting.silent = self._inquiry.silent
         self._at_exit = Finalize(self, end, args=(self._inquiry,), exitpriority=1)
+
+    def meet(self) -> None:
+        """Find out how far apart the ranks are; all of them call this."""
+        if self.group.size == 1:
+            return
+        rank, size = self.group
+
+        def ask() -> None:
+            own = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            for _ in range(LOOKS):
+                self.wait(self.issue(ops.AllGather(own)))
+
+        self.submit(Job(lambda: None, ask, name="meeting")).join()
+        met = self._links[0].connections
+        ways = {peer: one_way(connection) for peer, connection in met.items()}
+        own = ways.get((rank + 1) % size, 0.0), max(ways.values())
+        self.place(distance_of(self.gather_objects(own, "meeting")))
+        self.payload_bytes = 0
+
+    def place(self, distance: Distance) -> None:
+        """Ask as suits ranks that are this far apart; all of them know it alike.
+
+        Nothing is under way.
+        """
+        self.distance = distance
+        if distance.far:
+            self._queue.part(_here)
+            self._links[0].part()  # the others are inside hosts
 
     @property
     def error(self) -> BaseException | None:
@@ -88,7 +119,7 @@ class GlooTransport:
         if self.group.size == 1:
             return alone(op), None, ""
         item = self._queue.current
-        track = self._links[self._queue.lane].track(item.number)
+        track = self._links[self._queue.lane].track(self._queue.track(item))
         track.asked = item.number, _numbered(op, item), item.digest
         asked = _Asked(op, self.group, track, item, room)
         # What crosses a link is asked for by one thread, what does not by others, too.
@@ -100,10 +131,10 @@ class GlooTransport:
         except RuntimeError as error:
             raise self.blame(name, error) from error
 
-    def _start(self, asked: _Asked) -> tuple[Any, Finish | None]:
+    def _start(self, asked: _Asked) -> tuple[Any, Begun | None]:
         match asked.op:
             case ops.ToHost(tensor=x):
-                return x, _later(asked.op, self._pg)
+                return x, _Later(asked.op, self._pg)
             case _ if asked.group.size == 1:
                 return alone(asked.op), None
             case ops.ReduceScatter():
@@ -124,13 +155,13 @@ class GlooTransport:
             case ops.Broadcast(tensor=x, source=source) if asked.some:
                 return x, _spread(x, source, asked)
         assert isinstance(asked.op, ops.AllReduce | ops.Broadcast)
-        return asked.op.tensor, _later(asked.op, self._pg)
+        return asked.op.tensor, _Later(asked.op, self._pg)
 
     def wait(self, pending: Any) -> Any:
-        answer, work, name = pending
-        if work is not None:
+        answer, begun, name = pending
+        if begun is not None:
             try:
-                work(self._queue.begin_next)
+                begun.finish(self._queue.begin_next)
             except RuntimeError as error:
                 raise self.blame(name, error) from error
         return answer
@@ -175,29 +206,29 @@ class GlooTransport:
 
     def _reduce_scatter(
         self, op: ops.ReduceScatter, asked: _Asked
-    ) -> tuple[Tensor, Finish]:
+    ) -> tuple[Tensor, Begun]:
         parts = op.tensor.split_with_sizes(ops.part_sizes(op, asked.group))
         divisor = asked.group.size if op.mean else 1
-        if self._in_one_hop(parts, asked.inside):
+        if self._in_one_hop(parts, asked):
             begun = rotation.reduce_scatter(parts, asked.peers, asked.number, divisor)
         else:
             begun = ring.reduce_scatter(parts, asked.peers, divisor)
         return parts[asked.group.rank], asked.begin(begun)
 
-    def _all_gather(self, op: ops.AllGather, asked: _Asked) -> tuple[Tensor, Finish]:
+    def _all_gather(self, op: ops.AllGather, asked: _Asked) -> tuple[Tensor, Begun]:
         sizes = ops.part_sizes(op, asked.group)
         out = op.into if op.into is not None else op.tensor.new_empty(sum(sizes))
         parts = out.split_with_sizes(sizes)
         own = parts[asked.group.rank]
         if own.data_ptr() != op.tensor.data_ptr():
             own.copy_(op.tensor.flatten())
-        way = rotation if self._in_one_hop(parts, asked.inside) else ring
+        way = rotation if self._in_one_hop(parts, asked) else ring
         begun = way.all_gather(parts, asked.peers)
         if op.into is None and op.sizes is None:
             out = out.view(asked.group.size, *op.tensor.shape)
         return out, asked.begin(begun)
 
-    def _swap(self, op: ops.Swap, asked: _Asked) -> tuple[Tensor, Finish | None]:
+    def _swap(self, op: ops.Swap, asked: _Asked) -> tuple[Tensor, Begun | None]:
         x, peer = op.tensor, op.peer
         out = asked.room_for(x, x.shape)
         if peer == asked.group.rank:
@@ -206,7 +237,7 @@ class GlooTransport:
         leaving = deque([(other, memory_of(x.contiguous()))])
         return out, asked.begin(Transfer(asked.track, leaving, {other: arrival(out)}))
 
-    def _all_to_all(self, op: ops.AllToAll, asked: _Asked) -> tuple[Tensor, Finish]:
+    def _all_to_all(self, op: ops.AllToAll, asked: _Asked) -> tuple[Tensor, Begun]:
         rank, x = asked.group.rank, op.tensor.contiguous()
         out = asked.room_for(x, (sum(op.recv), *x.shape[1:]))
         leaving = torch.split(x, list(op.send))
@@ -215,34 +246,35 @@ class GlooTransport:
         begun = rotation.all_to_all(leaving, arriving, asked.peers)
         return out, asked.begin(begun)
 
-    def _mean(self, op: ops.Mean, asked: _Asked) -> tuple[Tensor, Finish]:
+    def _mean(self, op: ops.Mean, asked: _Asked) -> tuple[Tensor, Begun]:
         x, peers, size = op.tensor, asked.peers, asked.group.size
         parts = x.split_with_sizes(ops.part_sizes(op, asked.group))
-        if not self._in_one_hop(parts, asked.inside):
+        if not self._in_one_hop(parts, asked):
             return x, asked.begin(ring.all_reduce(parts, peers, size))
-        half = rotation.reduce_scatter(parts, peers, asked.number, size)
-        first = asked.begin(half)
+        half = asked.begin(rotation.reduce_scatter(parts, peers, asked.number, size))
 
-        def finish(drained: Callable[[], None]) -> None:
-            first(lambda: None)
-            asked.begin(rotation.all_gather(parts, peers))(drained)
+        def second() -> Transfer:
+            return asked.begin(rotation.all_gather(parts, peers))
 
-        return x, finish
+        return x, _Halves(half, second, self.distance.far)
 
-    def _in_one_hop(self, parts: Sequence[Tensor], inside: bool) -> bool:
+    def _in_one_hop(self, parts: Sequence[Tensor], asked: _Asked) -> bool:
         """Whether waiting P - 1 times would take longer than the bytes do.
 
         Inside a host it always does: memory has no links that a ring keeps busy.
         """
-        if inside:
+        if asked.inside:
             return True
-        most = max(part.numel() for part in parts) * parts[0].element_size()
-        return self.group.size <= FEW and most <= HOP
+        most = max(part.nbytes for part in parts)
+        if self.group.size > FEW:
+            return False
+        whole = sum(part.nbytes for part in parts)
+        return most <= HOP or self.distance.directly(whole, asked.group.size)
 
     def _is_small(self, x: Tensor) -> bool:
         return self.group.size <= FEW and x.nbytes <= SMALL
 
-    def _exchange(self, x: Tensor, asked: _Asked) -> Finish:
+    def _exchange(self, x: Tensor, asked: _Asked) -> Begun:
         """Sum a small tensor in one hop: everybody sends it to everybody."""
         rank, size = asked.group
         rows = x.new_empty((size, *x.shape))
@@ -287,9 +319,43 @@ class _Asked:
         """Memory for an answer like `x`."""
         return x.new_empty(shape) if self._room is None else self._room
 
-    def begin(self, transfer: Transfer) -> Finish:
+    def begin(self, transfer: Transfer) -> Transfer:
         self.track.links.add(transfer, self._early)
-        return transfer.finish
+        return transfer
+
+
+class _Halves:
+    """Two transfers, of which the second follows from the first."""
+
+    def __init__(
+        self, first: Transfer, second: Callable[[], Transfer], far: bool
+    ) -> None:
+        self._first, self._second, self._far = first, second, far
+        self._following: Transfer | None = None
+
+    def here(self) -> bool:
+        if not self._first.here():
+            return False
+        return self._follow(lambda: None).here()
+
+    def finish(self, drained: Callable[[], None]) -> None:
+        # Near ranks have the rest on its way before others begin.
+        self._follow(drained if self._far else lambda: None).finish(drained)
+
+    def _follow(self, drained: Callable[[], None]) -> Transfer:
+        if self._following is None:
+            self._first.finish(drained)
+            self._following = self._second()
+        return self._following
+
+
+def _here(pending: Any) -> bool:
+    """Whether nobody would wait for what was issued."""
+    _, begun, _ = pending
+    try:
+        return begun is None or bool(begun.here())
+    except RuntimeError:  # who waits for it meets it, too, and can say why
+        return False
 
 
 def _numbered(op: Op, item: WorkItem) -> int:
@@ -303,18 +369,24 @@ def _numbered(op: Op, item: WorkItem) -> int:
     return item.requests[ranks]
 
 
-def _later(
-    op: ops.AllReduce | ops.Broadcast | ops.ToHost, pg: dist.ProcessGroup
-) -> Finish:
+class _Later:
     """A collective of Gloo's, started when it is waited for.
 
     Gloo matches its collectives by their order alone, and only the order of working is
     the same on every rank, not that of beginning.
     """
 
-    def finish(drained: Callable[[], None]) -> None:
-        work = None
-        match op:
+    def __init__(
+        self, op: ops.AllReduce | ops.Broadcast | ops.ToHost, pg: dist.ProcessGroup
+    ) -> None:
+        self._op, self._pg = op, pg
+
+    def here(self) -> bool:
+        return isinstance(self._op, ops.ToHost)
+
+    def finish(self, drained: Callable[[], None]) -> None:
+        work, pg = None, self._pg
+        match self._op:
             case ops.AllReduce(tensor=x):
                 work = dist.all_reduce(x, group=pg, async_op=True)
             case ops.Broadcast(tensor=x, source=root):
@@ -323,10 +395,11 @@ def _later(
         if work is not None:
             work.wait()
 
-    return finish
+
+Begun: TypeAlias = Transfer | _Halves | _Later  # what was begun, and is to be finished
 
 
-def _spread(x: Tensor, source: int, asked: _Asked) -> Finish:
+def _spread(x: Tensor, source: int, asked: _Asked) -> Transfer:
     """A broadcast among some ranks: the source sends to each of them."""
     rank, size = asked.group
     nothing = x.new_empty(0)

@@ -22,10 +22,13 @@ peer may then never answer. (Guard: tests/test_program_end.py.)
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import is_exiting
@@ -56,6 +59,8 @@ from gradtide.transport.fault import (
 from gradtide.transport.hosts import give_up
 from gradtide.transport.opening import Meeting
 
+LOG = logging.getLogger("gradtide.transport")
+LONG = 30.0  # seconds of waiting for one item, after which it is told for whom
 AGAIN = 2.0  # seconds after which a rank that seems stuck is asked again
 LONGEST = 30.0  # seconds between questions to ranks that are merely late
 END = 60.0  # seconds that the end of a program waits for what was submitted
@@ -90,6 +95,9 @@ class Inquiry:
         self._asked = 0  # the last round in which this rank asked
         self._suspects: dict[int, Position] = {}
         self._patience = AGAIN
+        self._item, self._since = 0, 0.0  # what is waited for, and since when
+        # The ranks of which something is to be read now.
+        self.unread: Callable[[], Collection[int]] = lambda: ()
         self._closed = False
         self._store, self._asking = stores
         self._turn = threading.Lock()  # to ask
@@ -132,6 +140,7 @@ class Inquiry:
     def _in_vain(self, own: Position) -> str:
         """Why it is in vain to wait on, after asking the others; empty if it is not."""
         found = self._ask()
+        self._tell(own, found)
         apart = {
             rank: where
             for rank, where in found.items()
@@ -151,6 +160,18 @@ class Inquiry:
         self._suspects = stuck
         self._patience = AGAIN if stuck else min(2 * self._patience, LONGEST)
         return ""
+
+    def _tell(self, own: Position, found: Mapping[int, Position]) -> None:
+        """Warn once of an item that is waited for so long, and say of whom."""
+        now = time.monotonic()
+        if own.item != self._item:
+            self._item, self._since = own.item, now - PATIENCE
+        if now - self._since >= LONG:
+            waited, self._since = now - self._since, math.inf
+            LOG.warning(
+                "%s",
+                long_wait(self._group.rank, waited, own, found, self.unread()),
+            )
 
     def _crossed(self, where: Position, own: Position) -> bool:
         """Whether a rank waits in another queue for what this one has not begun.
@@ -290,6 +311,29 @@ class Inquiry:
             self._sever()
             self._queue.close(STUCK)
         self._meeting.close()
+
+
+def long_wait(
+    rank: int,
+    seconds: float,
+    own: Position,
+    found: Mapping[int, Position],
+    unread: Collection[int],
+) -> str:
+    """What to say of ranks that have not come, or else of links that bring nothing."""
+    said = f"rank {rank} has waited {seconds:.0f} s in step {own.steps + 1}"
+    said += f", for {own.name}" if own.name else ""
+    late = {r: where for r, where in found.items() if where.items < own.item}
+    if late:
+        ranks = "; ".join(f"rank {r} is late: {where}" for r, where in late.items())
+        return f"{said}: {ranks}"
+    if unread:
+        ranks = ", ".join(f"rank {r}" for r in sorted(unread))
+        return (
+            f"{said}, and every rank that answers has come: what {ranks} sent does not "
+            "arrive, or slowly; look at the network between"
+        )
+    return said
 
 
 def end(inquiry: Inquiry) -> None:

@@ -8,7 +8,8 @@ begin its next work items sooner than another, while one is at work that has mor
 ask: items that are under way at once have connections of their own, their *tracks*, and
 so each fills the gaps of the others (guard: tests/test_transport.py,
 test_many_messages_keep_order). Of transfers that travel together the first one leaves
-whole before the next one.
+whole before the next one. What is for several ranks goes to one after the other, so
+that each link carries one message at a time; where ranks are far apart to all at once.
 
 [Note: Marks] What a transfer sends to a rank begins with the numbers of its item and
 request, a digest of the item's name, and its length. Ranks that ask for different
@@ -23,6 +24,12 @@ allows (SO_RCVLOWAT), and sends a whole piece at once: sockets hold several. TCP
 measure is what is under way, often less than a piece, and then a thread is woken once
 more to send the rest. But it would hold more than a system's limit for those that ask
 (net.core.wmem_max, often 208 KB), so that where this is low it is left alone.
+
+[Note: Windows] Over a long way TCP lets only so much be under way as its receiver has
+read lately: one that sleeps until a whole piece is here holds its sender up. So far
+ranks are woken for less. What a connection has learned of its way is also forgotten
+when it is idle, as between steps it is, and a packet that is lost makes it slow, unless
+it is governed by BBR (Cardwell et al., ACM Queue 2016), where the system allows that.
 """
 
 from __future__ import annotations
@@ -45,6 +52,7 @@ from gradtide.core.ops import Group
 from gradtide.transport.opening import Meeting
 
 CHUNK = 1 << 18  # bytes of a piece at the most: what is added is still in cache
+FAR_PIECE = 1 << 14  # the same, where a message is long under way
 HELD = 1 << 21  # bytes that a socket holds for its reader, see [Note: Wakes]
 TRACKS = 3  # work items under way at once: of two rings that end together none is left
 LOOK = 2.0  # seconds after which a socket is read that was not said to be readable
@@ -100,7 +108,16 @@ class Link:
         self.coming: deque[_Coming] = deque()
         self.events = 0  # that are polled for
         self._due: Memory | None = None  # of the first, what is being filled
-        self._enough = 1
+        self._enough, self._piece = 1, CHUNK
+
+    def part(self) -> None:
+        """Suit a rank that is far away, see [Note: Windows]."""
+        self._piece = FAR_PIECE
+        if self.connection.family != getattr(socket, "AF_UNIX", None):
+            with suppress(OSError, AttributeError):  # not allowed, or another system
+                self.connection.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr"
+                )
 
     def send(self, memory: Memory, more: bool) -> int:
         """Send as much as the socket takes; returns how many bytes that was."""
@@ -138,7 +155,8 @@ class Link:
     def await_more(self) -> None:
         """Have this thread be woken by a piece, or by as much of a long one."""
         due = self._due
-        enough = min(self.coming[0].enough if due is None else len(due), CHUNK)
+        enough = self.coming[0].enough if due is None else len(due)
+        enough = min(enough, self._piece)
         if enough != self._enough and sys.platform == "linux":
             self._enough = enough
             with suppress(OSError):  # the next read tells what is the matter
@@ -192,6 +210,10 @@ class Transfer:
         behind = _behind(told, due, peer, first, memories)
         return _Coming(self, told, behind, MARK.size + len(first))
 
+    def here(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return not (self.unsent or self.unread)
+
     def finish(self, drained: Callable[[], None]) -> None:
         """Wait for all of it; `drained` is called once all has left."""
         self.track.links.drive(self, drained)
@@ -228,6 +250,7 @@ class Track:
         self.to: dict[int, Link] = {}  # by the ranks' numbers in the transport's group
         self.sending: deque[Transfer] = deque()
         self.later: deque[Transfer] = deque()
+        self.blocked: set[Link] = set()  # that have to take what is next
         self._scratches: dict[object, Tensor] = {}
 
     def scratch(self, key: object, nbytes: int) -> Tensor:
@@ -244,28 +267,31 @@ class Track:
 
     def send(self) -> None:
         """Send what the sockets take, of one transfer after the other."""
+        self.blocked = set()
         while self.sending:
             transfer = self.sending[0]
-            leaving = transfer.leaving
-            while leaving:
-                peer, memory = leaving[0]
-                more = len(leaving) > 1 and leaving[1][0] == peer
-                count = self.to[peer].send(memory, more)
-                transfer.unsent -= count
-                if count < len(memory):
-                    leaving[0] = peer, memory[count:]
-                    return
-                leaving.popleft()
-            if transfer.unsent:  # the rest has yet to arrive
+            self._send(transfer)
+            if transfer.unsent:  # the rest has to be taken, or has yet to arrive
                 return
             self.sending.popleft()
 
-    @property
-    def blocked(self) -> Link | None:
-        """The link that has to take what is next."""
-        if not self.sending or not self.sending[0].leaving:
-            return None
-        return self.to[self.sending[0].leaving[0][0]]
+    def _send(self, transfer: Transfer) -> None:
+        leaving, kept = transfer.leaving, deque[tuple[int, Memory]]()
+        while leaving:
+            peer, memory = leaving.popleft()
+            link = self.to[peer]
+            if link in self.blocked:
+                kept.append((peer, memory))
+                continue
+            more = bool(leaving) and leaving[0][0] == peer
+            count = link.send(memory, more)
+            transfer.unsent -= count
+            if count < len(memory):
+                kept.append((peer, memory[count:]))
+                self.blocked.add(link)
+                if not self.links.far:
+                    break
+        leaving.extendleft(reversed(kept))
 
 
 class Peers(NamedTuple):
@@ -288,13 +314,30 @@ class Links:
         """
         self._meeting = meeting
         self._tracks = [Track(self, TRACKS * lane + i) for i in range(abreast)]
+        self.far = False  # see `part`
         self._links: dict[int, Link] = {}  # by the numbers of their sockets
         self._poll = select.poll()
         self._seconds, self._idle = seconds, 0.0
 
-    def track(self, item: int) -> Track:
-        """That of a work item, by its number."""
-        return self._tracks[item % len(self._tracks)]
+    def part(self) -> None:
+        """Suit ranks that are far apart."""
+        self.far = True
+        for link in self._links.values():
+            link.part()
+
+    @property
+    def connections(self) -> dict[int, socket.socket]:
+        """One to each rank that was met, by its number."""
+        return {link.peer: link.connection for link in self._links.values()}
+
+    @property
+    def unread(self) -> list[int]:
+        """The ranks of which something is to be read; any thread may ask."""
+        return [link.peer for link in [*self._links.values()] if link.coming]
+
+    def track(self, number: int) -> Track:
+        """That of work items to which this number was given."""
+        return self._tracks[number % len(self._tracks)]
 
     def add(self, transfer: Transfer, early: bool) -> None:
         """Have a transfer begin.
@@ -316,9 +359,11 @@ class Links:
         while True:
             for each in self._tracks:
                 each.send()
-            if not track.sending:
+            # Near ranks pass on what arrives before they begin more.
+            busy = any(t.blocked for t in self._tracks) if self.far else track.sending
+            if not busy:
                 drained()
-            if not (transfer.unsent or transfer.unread):
+            if transfer.here():
                 return
             self._wait()
 
@@ -343,11 +388,13 @@ class Links:
             link = Link(peer, meet(peer, track.number))
         except OSError as error:
             raise LostError(peer, error) from None
+        if self.far:
+            link.part()
         track.to[peer] = self._links[link.number] = link
 
     def _wait(self) -> None:
         """Wait until something can be sent or read, and read it."""
-        blocked = {track.blocked for track in self._tracks}
+        blocked = set[Link]().union(*(track.blocked for track in self._tracks))
         for number, link in self._links.items():
             events = select.POLLOUT if link in blocked else 0
             if link.coming:
@@ -369,8 +416,8 @@ class Links:
                 link.read()
 
     def _late(self) -> LostError:
-        waiting = [link.peer for link in self._links.values() if link.coming]
-        waiting += [link.peer for track in self._tracks if (link := track.blocked)]
+        waiting = self.unread
+        waiting += [link.peer for track in self._tracks for link in track.blocked]
         return LostError(waiting[0], f"Timed out after {self._seconds:g} s")
 
 

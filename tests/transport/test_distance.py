@@ -1,0 +1,144 @@
+"""Ranks that are far apart ask in other ways, and get the same bits."""
+
+from __future__ import annotations
+
+import gc
+import random
+import socket
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from torch import Tensor, nn
+
+import gradtide
+from gradtide.core.engine import Engine
+from gradtide.core.ops import AllGather, AllReduce, Flow, ReduceScatter
+from gradtide.transport import connect, gloo
+from gradtide.transport.distance import Distance, distance_of, one_way
+
+AWAY = Distance(0.05, 0.05)
+SCHEMES = (
+    "wfbp(fusion=BySize(0.8))",  # near ranks have a ring for it
+    "dear(fusion=BySize(0.8))",
+    "wfbp(wire='e3m0', fusion=BySize(0.4))",
+    "dear(wire='int8', fusion=BySize(0.4))",
+    "topka2a(0.05, schedule='local', wire='e3m0')",
+    "exdyna(0.05, schedule='local', wire='e3m0')",
+    "oktopk(0.05)",
+    "diloco(every=2)",
+)
+
+
+def test_ranks_are_as_far_as_the_hosts_that_they_are_on() -> None:
+    told = [(0.0, 0.02), (0.01, 0.02), (0.0, 0.01), (0.03, 0.03)]
+    assert distance_of(told) == Distance(0.02, 0.03)
+    assert distance_of([(0.0, 0.0)] * 3) == Distance()
+    assert Distance(0.02, 0.03).far
+    assert not Distance(1e-4, 1e-3).far
+
+
+def test_a_ring_is_left_where_its_hops_take_longer_than_the_bytes() -> None:
+    assert AWAY.directly(100 << 20, 4)
+    assert not AWAY.directly(1 << 30, 4)  # more than memory should be read again for
+    assert not AWAY.directly(0, 2)  # one hop is a ring
+    assert not Distance(2e-5, 2e-5).directly(1 << 20, 4)
+    assert not Distance().directly(1, 8)
+
+
+def test_the_system_tells_how_far_a_rank_is() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()) as calling,
+    ):
+        assert 0 < one_way(calling) < 0.01
+    one, other = socket.socketpair()
+    with one, other:
+        assert one_way(one) == 0
+
+
+def be_far() -> None:
+    """Have the ranks of this process be told that they are far apart."""
+    gloo.distance_of = lambda told: AWAY  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_far_ranks_train_to_the_same_bits(scheme: str) -> None:
+    near, *_ = run_ranks(4, _train, scheme, False)
+    for far in run_ranks(4, _train, scheme, True):
+        assert far == near
+
+
+def _train(scheme: str, far: bool) -> list[list[float]]:
+    if far:
+        be_far()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    sync = gradtide.replicate(model, optimizer, scheme)
+    rng = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(6):
+        time.sleep(random.random() / 100)
+        model(torch.randn(4, 300, generator=rng)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sync.flush()
+    found = [p.flatten()[::97].tolist() for p in model.parameters()]
+    sync.remove()
+    return found
+
+
+def test_a_transport_of_far_ranks_is_collected() -> None:
+    assert run_ranks(2, _collected) == [True, True]
+
+
+def _collected() -> bool:
+    be_far()
+    transport = connect(None, torch.device("cpu"))
+    known = weakref.ref(transport)
+    dist.barrier()
+    del transport
+    gc.collect()
+    return known() is None
+
+
+def test_items_go_on_while_others_wait_and_keep_their_order() -> None:
+    run_ranks(3, _go_on, True)
+    run_ranks(3, _go_on, False)
+
+
+def _go_on(far: bool) -> None:
+    """Flows of several requests, under way at once, and begun sooner on one rank."""
+    if far:
+        be_far()
+    engine = Engine(connect(None, torch.device("cpu")))
+    rank, size = engine.group
+    nap = random.Random(rank)
+    seen: list[int] = []
+
+    def flow(i: int) -> Flow:
+        x = torch.full((size * (i % 7 + 1) * 9000,), float(i))
+        part = yield ReduceScatter(x)
+        count = yield AllReduce(torch.ones(1))
+        assert count.item() == size
+        seen.append(i)
+        whole: Tensor = yield AllGather(part, into=x)
+        return whole
+
+    flights: list[Any] = []
+    for i in range(120):
+        flights.append(engine.launch(f"b{i % 5}", flow(i)))
+        if i % 20 == 7 * rank:
+            time.sleep(nap.random() / 20)
+            engine.wait(flights[-1])
+    for i, flight in enumerate(flights):
+        assert engine.finish(flight).eq(size * float(i)).all()
+    engine.transport.close()
+    # Some go on before those that were launched before them have ended.
+    assert sorted(seen) == [*range(120)]
+    if not far:
+        assert seen == sorted(seen)
