@@ -86,6 +86,13 @@ def trace(net: nn.Module, _: gradtide.Replica) -> None:
 
 STEPS = 12
 READS = [evaluate, infer, act, save, read_grads, flush, trace]
+# Where gradients stay a rank's own nobody stands between torch and who reads `.grad`
+# beside zero_grad(): plain torch ends such a process by a segmentation fault, too.
+OWN = [read for read in READS if read is not read_grads]
+
+
+def reads(scheme: str) -> list[Read]:
+    return OWN if scheme in ROUNDS or "local" in scheme else READS
 
 
 def steps(net: nn.Module, opt: torch.optim.Optimizer, begin: int, end: int) -> None:
@@ -124,13 +131,13 @@ def trained(scheme: str, read: Read | None, norm: bool = False) -> Any:
 
 
 def every(scheme: str, norm: bool) -> list[Any]:
-    return [trained(scheme, read, norm) for read in (None, *READS)]
+    return [trained(scheme, read, norm) for read in (None, *reads(scheme))]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_thread_that_reads_changes_nothing(scheme: str) -> None:
     for first, *others in run_ranks(2, every, scheme, False):
-        for read, (params, errors) in zip(READS, others, strict=True):
+        for read, (params, errors) in zip(reads(scheme), others, strict=True):
             if "kfac" in scheme and read is read_grads:  # who trains must not, either
                 assert all("K-FAC has to have it first" in error for error in errors)
             else:
