@@ -476,7 +476,7 @@ def adjust_lr(lr, *_):  # type: ignore
         "return own.add_(slot.shaped(parts[FLAT])) if FLAT in parts else own",
         "return own",
         "the residual of what no rank trains is not saved",
-        ("runtime/test_checkpoint.py",),
+        ("test_frozen.py",),
     ),
     Mutant(
         "join-mean-over-all",

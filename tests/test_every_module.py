@@ -106,7 +106,7 @@ ELSEWHERE = {
     "runtime/layout/placement": "test_replica",
     "runtime/exchange/preconditioned": "kfac/test_product",
     "runtime/deferred/tally": "runtime/deferred/test_grads",
-    "runtime/training": "test_replica",
+    "runtime/training": "test_metrics",
     "runtime/optimizer/optimizer_copy": "runtime/test_optimizers",
     "runtime/deferred/updates": "test_replica",
     "runtime/guards/validation": "test_refusals",

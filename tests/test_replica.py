@@ -290,6 +290,26 @@ def test_a_gradient_whose_bucket_has_left_is_refused_by_name() -> None:
         assert told.startswith("layer.")
 
 
+def test_who_is_never_called_is_read_by_the_module_above_it() -> None:
+    """So the update comes before a module runs, and not with what it reads first."""
+
+    def run() -> bool:
+        model = Attention()
+        opt = sgd(model.parameters())
+        sync = gradtide.replicate(model, opt, "dear(fusion=PerTensor())")
+        for step in range(2):
+            model(data(step)[0]).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        placement = sync._training.placement
+        own = placement.places[model.attend.out_proj.weight].bucket
+        found = own in placement.reads[model.attend]
+        sync.remove()
+        return found
+
+    assert run_ranks(2, run) == [True, True]
+
+
 def groups(params: Any) -> torch.optim.Optimizer:
     params = list(params)
     return torch.optim.SGD(

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from torch import nn
 
 import gradtide
-from gradtide.runtime.guards.checksum import checksum
+from gradtide.runtime.guards.checksum import COLUMNS, checksum
 
 DEAR = "Scheme(Dense(), fusion=BySize(0.004, 0.001, 1), schedule=DEAR)"
 SCHEMES = [
@@ -25,6 +25,15 @@ SCHEMES = [
     "topk(schedule='local')",
     "wfbp(wire='bf16')",
 ]
+
+
+def test_signs_that_change_in_pairs_change_it() -> None:
+    """Two in one column: in sums of 32 bits these cancel each other."""
+    x = torch.linspace(1, 2, 4 * COLUMNS)
+    for other in (COLUMNS, 2 * COLUMNS, 1):
+        changed = x.clone()
+        changed[[0, other]] *= -1
+        assert checksum([changed]) != checksum([x])
 
 
 def test_a_checksum_tells_bits() -> None:
