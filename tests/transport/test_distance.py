@@ -43,8 +43,8 @@ def test_ranks_are_as_far_as_the_hosts_that_they_are_on() -> None:
 
 
 def test_a_ring_is_left_where_its_hops_take_longer_than_the_bytes() -> None:
-    assert AWAY.directly(100 << 20, 4)
-    assert not AWAY.directly(1 << 30, 4)  # more than memory should be read again for
+    assert AWAY.directly(8 << 20, 4)
+    assert not AWAY.directly(16 << 20, 4)  # more than what routers hold
     assert not AWAY.directly(0, 2)  # one hop is a ring
     assert not Distance(2e-5, 2e-5).directly(1 << 20, 4)
     assert not Distance().directly(1, 8)

@@ -20,7 +20,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 FAR = 2e-3  # seconds of one way from which ranks count as far: no switch takes so long
-PASS = 5e-10  # seconds a byte: what is sent directly is read once more to be summed
+# Seconds a byte that direct messages take longer than a ring's: those of several ranks
+# meet at a link, and what its router's queue does not hold is sent again.
+MEETING = 1e-8
 # In Linux's tcp_info: the least round trip seen, in microseconds.
 TOLD, LEAST = 168, struct.Struct("=148xI")
 UNKNOWN = (1 << 32) - 1
@@ -42,7 +44,7 @@ class Distance(NamedTuple):
 
         `nbytes` are those of all parts.
         """
-        return (size - 1) * self.hop - self.most > nbytes * PASS
+        return (size - 1) * self.hop - self.most > nbytes * MEETING
 
 
 def distance_of(told: Iterable[tuple[float, float]]) -> Distance:
