@@ -46,8 +46,7 @@ def start(
         fully_shard(module, mesh=inner, **policies)
     if damage is not None:  # before gradtide has the gradient
         model[3].weight.register_post_accumulate_grad_hook(damage)
-    # For all at once: to find out how one operation is sharded takes a step's time.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sync = gradtide.replicate(model, optimizer, scheme, process_group=outer)
     return model, optimizer, sync, partial(sharded.batch, part=part, parts=parts)
 

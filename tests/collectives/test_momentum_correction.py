@@ -26,7 +26,7 @@ from gradtide.core.payload import Collective, Payload
 from gradtide.selectors import Exact
 from gradtide.testing import lockstep
 
-SIZES = (2, 3, 4, 5, 8)  # sixteen, and seven, are in tests/test_law.py
+SIZES = (2, 3, 4, 5, 7, 8, 16)
 
 
 class Ranks:

@@ -18,7 +18,7 @@ from gradtide.core.payload import Payload
 from gradtide.selectors import Exact
 from gradtide.testing import check_law, lockstep
 
-SIZES = (1, 2, 3, 4, 5, 8)  # sixteen, and seven, are in tests/test_law.py
+SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 
 
 @pytest.mark.parametrize("size", SIZES)
