@@ -7,7 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from gradtide.core import ops
+from gradtide.core.ops import Group
+from gradtide.planner.clock.cost import seconds
 from gradtide.planner.network import (
     TYPICAL,
     Device,
@@ -53,6 +57,7 @@ def test_what_is_saved_is_loaded(network: Network, tmp_path: Path) -> None:
         ({"interference": 0.5}, "interference"),
         ({"sharing": 2.5}, "sharing"),
         ({"spread": 1.5}, "spread"),
+        ({"delay": -1.0}, "delay"),
         ({"processors": 0}, "processors"),
         ({"occupancy": 1.5}, "occupancy"),
     ],
@@ -151,3 +156,15 @@ def test_where_hosts_are_far_each_message_is_on_its_way_for_half_a_round_trip() 
     assert imagine(None, 8, 2, 1e9, 0.04).inter.swap.alpha == pytest.approx(0.02005)
     with pytest.raises(ValueError, match="a delay"):
         near.delayed(-1.0)
+
+
+def test_where_hosts_are_far_a_ring_is_left_as_training_leaves_it() -> None:
+    far, group = Network.ideal(4, 1, 1e9, alpha=0.0).delayed(0.1), Group(0, 4)
+    small, large = (ops.Mean(torch.empty(n, device="meta")) for n in (1 << 20, 1 << 24))
+    assert far.distance.direct_pays(small.tensor.nbytes, 4)
+    assert not far.distance.direct_pays(large.tensor.nbytes, 4)
+    # Two messages in a row, or six; the rest is bytes.
+    bits = 8 * 1.5 / 1e9
+    for mean, hops in ((small, 2), (large, 6)):
+        expected = hops * 0.05 + mean.tensor.nbytes * bits
+        assert seconds(mean, group, far) == pytest.approx(expected, rel=0.02)

@@ -18,6 +18,7 @@ from gradtide.planner.data.device import Device as Device
 from gradtide.planner.data.device import Line as Line
 from gradtide.planner.data.device import seconds
 from gradtide.planner.data.document import Document, decode
+from gradtide.transport.distance import Distance
 from gradtide.transport.gloo import FEW, HOP, SMALL
 
 DOCUMENT = Document("network", "gradtide network profile")
@@ -31,6 +32,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "processors": (lambda x: x is None or 0 < x < math.inf, "above 0, or None"),
     "spread": (lambda x: 0 <= x <= 1, "a share, from 0 to 1"),
     "occupancy": (lambda x: 0 < x <= 1, "a share, above 0 to 1"),
+    "delay": (lambda x: 0 <= x < math.inf, "seconds, 0 or more"),
     "rate": (lambda x: x is None or 0 < x < math.inf, "bits/s, above 0, or None"),
 }
 
@@ -107,6 +109,7 @@ class Network:
     processors: float | None = None  # for each rank alone; None: enough
     occupancy: float = 1.0
     rate: float | None = None  # bits/s: nominal, of `inter`
+    delay: float = 0.0  # seconds one way: of what a message takes to another host
     # As gradtide's transport over Gloo has them: parts of so many bytes and less, among
     # so many ranks (0: never), travel directly, and so do all-reduces that are small.
     one_hop_bytes: int = HOP
@@ -131,6 +134,11 @@ class Network:
     def members(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of every host."""
         return rows(self.size, self.ranks_per_host)
+
+    @property
+    def distance(self) -> Distance:
+        """How far apart ranks of different hosts are."""
+        return Distance(self.delay, self.delay)
 
     @property
     def share(self) -> float:
@@ -203,7 +211,8 @@ class Network:
         inter = self.inter._each(lambda r: replace(r, alpha=r.alpha + way))
         direct = self.inter.direct
         together = replace(direct, alpha=direct.alpha + way / others)
-        return replace(self, inter=replace(inter, direct=together))
+        inter = replace(inter, direct=together)
+        return replace(self, inter=inter, delay=self.delay + way)
 
     def save(self, path: Path) -> None:
         """Write JSON."""

@@ -32,7 +32,8 @@ def seconds(op: Op, group: Group, network: Network) -> float:
         case ops.Mean() | ops.ReduceScatter() | ops.AllGather():
             width, halves = op.tensor.element_size(), 1 + isinstance(op, ops.Mean)
             sizes = [n * width for n in ops.part_sizes(op, group)]
-            if few and max(sizes) <= network.one_hop_bytes:
+            pays = network.distance.direct_pays(sum(sizes), group.size)
+            if few and (pays or max(sizes) <= network.one_hop_bytes):
                 return halves * direct([max(sizes)] * group.size, 0, network)
             return halves * ring(sizes, network)
         case ops.AllReduce(tensor=x):
