@@ -7,6 +7,7 @@ import random
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.core.engine import Engine
-from gradtide.core.ops import AllGather, AllReduce, Flow, ReduceScatter
+from gradtide.core.ops import AllGather, AllReduce, Flow, Group, ReduceScatter
+from gradtide.core.transport import Job
 from gradtide.transport import connect, gloo
+from gradtide.transport.comm_queue import CommQueue
 from gradtide.transport.distance import Distance, distance_of, one_way
 
 AWAY = Distance(0.05, 0.05)
@@ -43,11 +46,11 @@ def test_ranks_are_as_far_as_the_hosts_that_they_are_on() -> None:
 
 
 def test_a_ring_is_left_where_its_hops_take_longer_than_the_bytes() -> None:
-    assert AWAY.directly(8 << 20, 4)
-    assert not AWAY.directly(16 << 20, 4)  # more than what routers hold
-    assert not AWAY.directly(0, 2)  # one hop is a ring
-    assert not Distance(2e-5, 2e-5).directly(1 << 20, 4)
-    assert not Distance().directly(1, 8)
+    assert AWAY.direct_pays(8 << 20, 4)
+    assert not AWAY.direct_pays(16 << 20, 4)  # more than what routers hold
+    assert not AWAY.direct_pays(0, 2)  # one hop is a ring
+    assert not Distance(2e-5, 2e-5).direct_pays(1 << 20, 4)
+    assert not Distance().direct_pays(1, 8)
 
 
 def test_the_system_tells_how_far_a_rank_is() -> None:
@@ -138,7 +141,71 @@ def _go_on(far: bool) -> None:
     for i, flight in enumerate(flights):
         assert engine.finish(flight).eq(size * float(i)).all()
     engine.transport.close()
-    # Some go on before those that were launched before them have ended.
     assert sorted(seen) == [*range(120)]
     if not far:
         assert seen == sorted(seen)
+
+
+def test_what_has_begun_goes_on_while_another_waits() -> None:
+    """And nothing begins whose connections are in use: it has the name of another."""
+    log: list[str] = []
+    queue = CommQueue("a queue of test_distance", 3)
+    queue.suit_delay(lambda pending: pending == "here")
+
+    def note(*words: str) -> Callable[[], None]:
+        return lambda: log.append(" ".join(words))
+
+    def advance(name: str) -> Callable[[Callable[[Any], bool]], None]:
+        return lambda here: log.append(f"{name} {here('here')} {here('not yet')}")
+
+    def wait() -> None:
+        while queue.submitted < 4:
+            time.sleep(0.001)
+        for _ in range(3):
+            queue.begin_next()
+        log.append("a over")
+
+    def job(name: str, work: Callable[[], None]) -> Job:
+        return Job(note(name, "begins"), work, name=name, advance=advance(name))
+
+    jobs = [job("a", wait), *(job(name, note(name, "over")) for name in "bac")]
+    for ticket in [queue.submit(each) for each in jobs]:
+        ticket.join()
+    queue.close()
+    goes_on = ["b begins", "b True False", "b True False", "a over"]
+    rest = ["b over", "a begins", "a over", "c begins", "c over"]
+    assert log == ["a begins", *goes_on, *rest]
+
+
+def test_a_flow_goes_on_as_far_as_its_answers_are_here() -> None:
+    asked: list[Any] = []
+    jobs: list[Job] = []
+
+    class Fake:
+        group, payload_bytes = Group(0, 2), 0
+        submit = staticmethod(jobs.append)
+
+        def issue(self, op: Any) -> Any:
+            asked.append(op)
+            return op
+
+        def wait(self, op: Any) -> Tensor:
+            return torch.tensor([len(asked)])
+
+    def flow() -> Flow:
+        first = yield AllReduce(torch.ones(1))
+        second: Tensor = yield AllReduce(first)
+        return second
+
+    flight = Engine(Fake()).launch("x", flow())  # type: ignore[arg-type]
+    (job,) = jobs
+    job.begin()
+    job.advance(lambda op: False)
+    assert len(asked) == 1
+    job.advance(lambda op: op is asked[0])
+    assert len(asked) == 2
+    assert flight.mean is None
+    job.advance(lambda op: True)
+    assert flight.mean.item() == 2
+    job.work()
+    assert len(asked) == 2

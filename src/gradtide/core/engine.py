@@ -32,6 +32,11 @@ from gradtide.core.torch_internals import record_function
 from gradtide.core.transport import CommunicationError, Job, Ticket, Transport
 
 
+def _is_here(_: object) -> bool:
+    """Of an answer that is waited for."""
+    return True
+
+
 @dataclass(eq=False)
 class InFlight:
     """A flow on its way; with `hold` it stops at its `Cut` until it is released."""
@@ -91,7 +96,7 @@ class Engine:
         # A flow that is held has its last stage when it is released: if it has no
         # cut, it is not held and has it here.
         work = partial(self._run, flight, hold, through=hold)
-        advance = partial(self._advance, flight, hold)
+        advance = partial(self._run, flight, hold, False)
         if settled:
 
             def both() -> None:
@@ -146,7 +151,7 @@ class Engine:
 
         flight.hold = False
         after = self._last(flight) if flight.hands_over else None
-        advance = partial(self._advance, flight, False)
+        advance = partial(self._run, flight, False, False)
         job = Job(leave, run, after=after, name=flight.name, advance=advance)
         with record_function(f"gradtide::{flight.name}::release"):
             flight.ticket = self.transport.submit(job)
@@ -214,10 +219,17 @@ class Engine:
             flight.pending = [self.transport.issue(op) for op in several]
         flight.sent = self.transport.payload_bytes - sent
 
-    def _run(self, flight: InFlight, hold: bool, through: bool = False) -> None:
+    def _run(
+        self,
+        flight: InFlight,
+        hold: bool,
+        through: bool = False,
+        here: Callable[[Any], bool] = _is_here,
+    ) -> None:
         """Drive a flow to its end, or to its cut if it holds there (on the queue).
 
-        It ends where links are handed over, too, unless it is to go `through`.
+        It ends where links are handed over, too, unless it is to go `through`; and
+        where an answer is not `here`, which by default is waited for.
         """
         while flight.asked is not None:
             if isinstance(flight.asked, Handover):
@@ -225,6 +237,8 @@ class Engine:
                     return
                 self._resume(flight)
             elif not isinstance(flight.asked, Cut):
+                if not all(map(here, flight.pending)):
+                    return
                 self._resume(flight, self._answer(flight))
             elif hold:
                 flight.turned, flight.part = True, flight.asked.part
@@ -232,21 +246,6 @@ class Engine:
             else:
                 flight.turned = True
                 self._resume(flight)
-
-    def _advance(
-        self, flight: InFlight, hold: bool, here: Callable[[Any], bool]
-    ) -> None:
-        """Drive a flow as `_run` does, up to an answer that is not here."""
-        while not isinstance(flight.asked, Handover | None):
-            if isinstance(flight.asked, Cut):
-                if hold:
-                    return
-                flight.turned = True
-                self._resume(flight)
-            elif all(here(one) for one in flight.pending):
-                self._resume(flight, self._answer(flight))
-            else:
-                return
 
     def _answer(self, flight: InFlight) -> Any:
         """Wait for what a flow asked for, and record it."""

@@ -141,7 +141,7 @@ class CommQueue:
         self.late: Callable[[], float] = lambda: PATIENCE
         self.submitted = 0  # items so far
         self._closed, self._abreast = False, abreast
-        self._far = False  # see `part`
+        self._far = False  # see `suit_delay`
         self._here: Callable[[Any], bool] = lambda pending: False
         self._advancing = False
         self._turns: dict[str, int] = {}
@@ -178,7 +178,7 @@ class CommQueue:
     def _lane(self) -> _Lane:
         return getattr(self._own, "lane", self._main)
 
-    def part(self, here: Callable[[Any], bool]) -> None:
+    def suit_delay(self, here: Callable[[Any], bool]) -> None:
         """Suit ranks that are far apart: have items go on while others wait.
 
         `here` tells whether what was issued is answered. Items with a name have the

@@ -83,18 +83,18 @@ class GlooTransport:
         met = self._links[0].connections
         ways = {peer: one_way(connection) for peer, connection in met.items()}
         own = ways.get((rank + 1) % size, 0.0), max(ways.values())
-        self.place(distance_of(self.gather_objects(own, "meeting")))
+        self.suit(distance_of(self.gather_objects(own, "meeting")))
         self.payload_bytes = 0
 
-    def place(self, distance: Distance) -> None:
+    def suit(self, distance: Distance) -> None:
         """Ask as suits ranks that are this far apart; all of them know it alike.
 
         Nothing is under way.
         """
         self.distance = distance
         if distance.far:
-            self._queue.part(_here)
-            self._links[0].part()  # the others are inside hosts
+            self._queue.suit_delay(_here)
+            self._links[0].suit_delay()  # the others are inside hosts
 
     @property
     def error(self) -> BaseException | None:
@@ -269,7 +269,7 @@ class GlooTransport:
         if self.group.size > FEW:
             return False
         whole = sum(part.nbytes for part in parts)
-        return most <= HOP or self.distance.directly(whole, asked.group.size)
+        return most <= HOP or self.distance.direct_pays(whole, asked.group.size)
 
     def _is_small(self, x: Tensor) -> bool:
         return self.group.size <= FEW and x.nbytes <= SMALL

@@ -110,7 +110,7 @@ class Link:
         self._due: Memory | None = None  # of the first, what is being filled
         self._enough, self._piece = 1, CHUNK
 
-    def part(self) -> None:
+    def suit_delay(self) -> None:
         """Suit a rank that is far away, see [Note: Windows]."""
         self._piece = FAR_PIECE
         if self.connection.family != getattr(socket, "AF_UNIX", None):
@@ -314,16 +314,16 @@ class Links:
         """
         self._meeting = meeting
         self._tracks = [Track(self, TRACKS * lane + i) for i in range(abreast)]
-        self.far = False  # see `part`
+        self.far = False  # see `suit_delay`
         self._links: dict[int, Link] = {}  # by the numbers of their sockets
         self._poll = select.poll()
         self._seconds, self._idle = seconds, 0.0
 
-    def part(self) -> None:
+    def suit_delay(self) -> None:
         """Suit ranks that are far apart."""
         self.far = True
         for link in self._links.values():
-            link.part()
+            link.suit_delay()
 
     @property
     def connections(self) -> dict[int, socket.socket]:
@@ -389,7 +389,7 @@ class Links:
         except OSError as error:
             raise LostError(peer, error) from None
         if self.far:
-            link.part()
+            link.suit_delay()
         track.to[peer] = self._links[link.number] = link
 
     def _wait(self) -> None:
