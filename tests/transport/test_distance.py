@@ -150,7 +150,7 @@ def test_what_has_begun_goes_on_while_another_waits() -> None:
     """And nothing begins whose connections are in use: it has the name of another."""
     log: list[str] = []
     queue = CommQueue("a queue of test_distance", 3)
-    queue.suit_delay(lambda pending: pending == "here")
+    queue.suit_delay(lambda pending: pending == "here", lambda: None)
 
     def note(*words: str) -> Callable[[], None]:
         return lambda: log.append(" ".join(words))

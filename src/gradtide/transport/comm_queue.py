@@ -143,6 +143,7 @@ class CommQueue:
         self._closed, self._abreast = False, abreast
         self._far = False  # see `suit_delay`
         self._here: Callable[[Any], bool] = lambda pending: False
+        self._wake: Callable[[], None] = _nobody
         self._advancing = False
         self._turns: dict[str, int] = {}
         self._asking = threading.Lock()  # one of those who wait asks
@@ -178,13 +179,14 @@ class CommQueue:
     def _lane(self) -> _Lane:
         return getattr(self._own, "lane", self._main)
 
-    def suit_delay(self, here: Callable[[Any], bool]) -> None:
+    def suit_delay(self, here: Callable[[Any], bool], wake: Callable[[], None]) -> None:
         """Suit ranks that are far apart: have items go on while others wait.
 
-        `here` tells whether what was issued is answered. Items with a name have the
-        same track each time, whose connections then know their way.
+        `here` tells whether what was issued is answered; `wake` has who waits look for
+        what was submitted. Items with a name have the same track each time, whose
+        connections then know their way.
         """
-        self._far, self._here = True, here
+        self._far, self._here, self._wake = True, here, wake
 
     def track(self, item: WorkItem) -> int:
         """The number of the track that an item takes."""
@@ -203,6 +205,7 @@ class CommQueue:
         if job.before is not None:
             self._before.put(item)
         self._main.put(item)
+        self._wake()
         return item
 
     def begin_next(self) -> None:
@@ -314,6 +317,9 @@ class CommQueue:
         except BaseException as error:  # raised when the item's turn comes
             item.error = error
         self._main.current = working
+
+
+def _nobody() -> None: ...
 
 
 # Those of this process, by their names.

@@ -93,7 +93,7 @@ class GlooTransport:
         """
         self.distance = distance
         if distance.far:
-            self._queue.suit_delay(_here)
+            self._queue.suit_delay(_here, self._links[0].wake)
             self._links[0].suit_delay()  # the others are inside hosts
 
     @property

@@ -322,8 +322,21 @@ class Links:
     def suit_delay(self) -> None:
         """Suit ranks that are far apart."""
         self.far = True
+        self._bell, self._ringing = socket.socketpair()
+        for end in (self._bell, self._ringing):
+            end.setblocking(False)
+        self._meeting.keep(self._bell, self._ringing)
+        self._poll.register(self._bell, select.POLLIN)
         for link in self._links.values():
             link.suit_delay()
+
+    def wake(self) -> None:
+        """Have the thread that waits here look whether there is more to begin.
+
+        Any thread of ranks that are far apart may call this.
+        """
+        with suppress(OSError):  # it rings already, or all is over
+            self._ringing.send(b"!")
 
     @property
     def connections(self) -> dict[int, socket.socket]:
@@ -410,6 +423,12 @@ class Links:
         self._idle = 0.0 if ready else self._idle + LOOK
         if self._idle > self._seconds:
             raise self._late()
+        if self.far and self._bell.fileno() in ready:
+            ready.remove(self._bell.fileno())
+            with suppress(OSError):
+                self._bell.recv(CHUNK)
+            if not ready:
+                return
         for number in ready or self._links:
             link = self._links[number]
             if link.coming:

@@ -166,6 +166,10 @@ class Meeting:
         if there.gone(peer) or (there.closed(peer) and self.silent(peer)):
             raise ConnectionError("it listens no longer")
 
+    def keep(self, *sockets: socket.socket) -> None:
+        """Close these, too, when all connections are closed."""
+        self._made.extend(sockets)
+
     def hang_up(self) -> None:
         """End all connections; whoever waits at one, here or there, fails now."""
         for each in [*self._made]:
