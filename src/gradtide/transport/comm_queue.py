@@ -143,7 +143,7 @@ class CommQueue:
         self._closed, self._abreast = False, abreast
         self._far = False  # see `suit_delay`
         self._here: Callable[[Any], bool] = lambda pending: False
-        self._wake: Callable[[], None] = _nobody
+        self._wake: Callable[[], None] | None = None
         self._advancing = False
         self._turns: dict[str, int] = {}
         self._asking = threading.Lock()  # one of those who wait asks
@@ -205,7 +205,8 @@ class CommQueue:
         if job.before is not None:
             self._before.put(item)
         self._main.put(item)
-        self._wake()
+        if self._wake is not None:
+            self._wake()
         return item
 
     def begin_next(self) -> None:
@@ -317,9 +318,6 @@ class CommQueue:
         except BaseException as error:  # raised when the item's turn comes
             item.error = error
         self._main.current = working
-
-
-def _nobody() -> None: ...
 
 
 # Those of this process, by their names.
