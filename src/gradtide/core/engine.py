@@ -32,11 +32,6 @@ from gradtide.core.torch_internals import record_function
 from gradtide.core.transport import CommunicationError, Job, Ticket, Transport
 
 
-def _is_here(_: object) -> bool:
-    """Of an answer that is waited for."""
-    return True
-
-
 @dataclass(eq=False)
 class InFlight:
     """A flow on its way; with `hold` it stops at its `Cut` until it is released."""
@@ -224,12 +219,12 @@ class Engine:
         flight: InFlight,
         hold: bool,
         through: bool = False,
-        here: Callable[[Any], bool] = _is_here,
+        here: Callable[[Any], bool] | None = None,
     ) -> None:
         """Drive a flow to its end, or to its cut if it holds there (on the queue).
 
         It ends where links are handed over, too, unless it is to go `through`; and
-        where an answer is not `here`, which by default is waited for.
+        where an answer is not `here`, if that is given: by default it is waited for.
         """
         while flight.asked is not None:
             if isinstance(flight.asked, Handover):
@@ -237,7 +232,7 @@ class Engine:
                     return
                 self._resume(flight)
             elif not isinstance(flight.asked, Cut):
-                if not all(map(here, flight.pending)):
+                if here is not None and not all(map(here, flight.pending)):
                     return
                 self._resume(flight, self._answer(flight))
             elif hold:
