@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradtide
+from gradtide.core.engine import Engine
 from gradtide.runtime.layout.broadcast import digest
 
 
@@ -274,3 +275,41 @@ def _resize() -> None:
     model.own.resize_(100)  # type: ignore[operator, union-attr]
     model.weight.untyped_storage().resize_(1000)
     sync.remove()
+
+
+def test_buffers_of_all_dtypes_are_one_message() -> None:
+    for sent, found in run_ranks(2, _mixed):
+        assert sent == 1
+        assert found == [[1, 0, 1], [0.5] * 4, [2 - 1j] * 3, [0.25], [3] * 5, [True]]
+
+
+def _mixed() -> tuple[int, list[Any]]:
+    model, away = nn.Linear(10, 4), float(dist.get_rank())
+    given = {
+        "bytes": torch.tensor([1, 0, 1], dtype=torch.int8),
+        "strided": torch.full((4, 2), 0.5)[:, 1],
+        "conjugate": torch.full((3,), 2 + 1j).conj(),
+        "narrow": torch.tensor([0.25], dtype=torch.bfloat16),
+        "wide": torch.full((5,), 3, dtype=torch.int64),
+        "flag": torch.tensor([True]),
+        "empty": torch.empty(0, 3),
+    }
+    for name, buffer in given.items():
+        model.register_buffer(name, buffer)
+    sync = gradtide.replicate(model, None)
+    with torch.no_grad():
+        for name in given:
+            buffer = getattr(model, name)
+            setattr(model, name, torch.zeros_like(buffer) if away else buffer)
+    ask, seen = Engine.ask, []
+
+    def counting(engine: Engine, name: str, *args: Any) -> Any:
+        seen.append(name)
+        return ask(engine, name, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "ask", counting)
+        model(batch(0)[0])
+    found = [getattr(model, name).tolist() for name in given if name != "empty"]
+    sync.remove()
+    return seen.count("broadcast"), found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from gradtide.core.engine import Engine
-from gradtide.core.grouped import alike
+from gradtide.core.grouped import grouped
 from gradtide.core.ops import Broadcast
 from gradtide.core.torch_internals import is_traceable_wrapper_subclass
 from gradtide.transport.shards import local
@@ -41,8 +42,8 @@ def digest(tensor: Tensor) -> bytes:
     """16 bytes that tell a tensor's bits from any others."""
     found = hashlib.blake2b(digest_size=16)
     for piece in held(tensor):
-        plain = integers(piece.detach()).resolve_conj().resolve_neg().cpu()
-        found.update(_aside(plain.reshape(-1).view(torch.uint8)).numpy().data)
+        plain = _bytes(integers(piece.detach())).cpu()
+        found.update(_aside(plain).numpy().data)
     return found.digest()
 
 
@@ -70,25 +71,31 @@ def integers(tensor: Tensor) -> Tensor:
 
 
 def broadcast(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> None:
-    """Overwrite tensors with rank `source`'s, many small ones of a kind at once.
+    """Overwrite tensors with rank `source`'s, many small ones at once.
 
-    They travel as bytes: not every transport knows every dtype. No message is longer
-    than MESSAGE_BYTES, and no tensor that alone is longer is copied if it is
-    contiguous.
+    They travel as bytes: not every transport knows every dtype, and tensors of several
+    are one message. No message is longer than MESSAGE_BYTES, and no tensor that alone
+    is longer is copied if it is contiguous.
     """
-    for kind in alike(integers(tensor).detach() for tensor in tensors):
-        for together in _batches(kind):
-            flats = [tensor.reshape(-1) for tensor in together]
-            flat = flats[0] if len(flats) == 1 else torch.cat(flats)
-            flat = flat.resolve_conj().resolve_neg()
-            data = flat.view(torch.uint8)
-            data = data if len(flats) > 1 else _aside(data)
+    plain = [integers(tensor).detach() for tensor in tensors]
+    # By falling width, so that each begins where its dtype may.
+    plain.sort(key=Tensor.element_size, reverse=True)
+    for together in grouped(plain, attrgetter("device")).values():
+        for batch in _batches(together):
+            flats = [_bytes(tensor) for tensor in batch]
+            data = _aside(flats[0]) if len(flats) == 1 else torch.cat(flats)
             for message in torch.split(data, MESSAGE_BYTES):
                 engine.ask("broadcast", Broadcast(message, source))()
             if engine.transport.group.rank != source:
-                pieces = torch.split(flat, [tensor.numel() for tensor in together])
-                for tensor, piece in zip(together, pieces, strict=True):
-                    _write(tensor, piece.view(tensor.shape))
+                pieces = torch.split(data, [len(flat) for flat in flats])
+                for tensor, piece in zip(batch, pieces, strict=True):
+                    _write(tensor, piece.view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """What a tensor holds, one after the other; its own memory where that can be."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
 
 
 def _aside(flat: Tensor) -> Tensor:
