@@ -9,15 +9,17 @@ from gradtide.core.ops import (
     AllGather,
     AllReduce,
     AllToAll,
+    Among,
     Broadcast,
     Cut,
     Group,
+    Mean,
     Op,
     ReduceScatter,
     Swap,
     ToHost,
 )
-from gradtide.planner.clock.cost import seconds
+from gradtide.planner.clock.cost import hops, seconds
 from gradtide.planner.network import Link, Network, Rate
 
 A, B = 1e-4, 1e-8
@@ -118,3 +120,28 @@ def test_the_longer_way_decides_in_an_uneven_exchange() -> None:
     group, net = Group(0, 4), flat(4)
     op = AllToAll(floats(300), [0, 100, 100, 100], [0, 0, 0, 10**6])
     assert seconds(op, group, net) == pytest.approx(A + 4e6 * B)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 30])
+def test_hops_of_requests_among_far_ranks(size: int) -> None:
+    group, small, large = Group(0, size), floats(100 * size), floats(10**6 * size)
+    for x in (small, large):
+        one: list[Op] = [ReduceScatter(x), AllGather(x), Swap(x, 1)]
+        one += [
+            direct(len(x), size),
+            AllToAll(x, [0, len(x)] + [0] * (size - 2), [0] * size),
+        ]
+        assert [hops(op, group) for op in one] == [1] * len(one)
+        assert hops(Mean(x), group) == 2
+        assert hops(Broadcast(x, 0), group) == (size - 1).bit_length()
+    assert hops(AllReduce(small), group) == 1
+    assert hops(AllReduce(large), group) == 2 * (size - 1)
+    for nothing in (ToHost(small), Cut(small), Swap(small, 0)):
+        assert hops(nothing, group) == 0
+    assert hops(Mean(large), Group(0, 1)) == 0
+
+
+def test_hops_among_some_are_those_between_hosts() -> None:
+    group, x = Group(0, 8), floats(10**6)
+    assert hops(Among(AllReduce(x), range(4)), group) == 6
+    assert hops(Among(AllReduce(x), range(4), inside=True), group) == 0

@@ -9,6 +9,7 @@ adds up. Within a host, links are not shared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from gradtide.core import ops
@@ -17,6 +18,7 @@ from gradtide.planner.network import Link, Network
 from gradtide.transport.ring import carried
 
 FREE = Link.of(0.0, 0.0)
+AGES = 1e5  # seconds: longer than the bytes of any message take
 
 
 def seconds(op: Op, group: Group, network: Network) -> float:
@@ -49,6 +51,18 @@ def seconds(op: Op, group: Group, network: Network) -> float:
         case ops.Broadcast(tensor=x):
             return broadcast(x.nbytes, network)
     return 0.0
+
+
+def hops(op: Op, group: Group) -> int:
+    """How many messages wait for each other until a request is answered.
+
+    This is among ranks on hosts of their own that are so far apart that nothing else
+    takes time; a message inside a host is none.
+    """
+    if isinstance(op, ops.Among):
+        return 0 if op.inside else hops(op.op, ops.subgroup(op, group))
+    far = Network(group.size, 1, FREE).delayed(2 * AGES)
+    return math.ceil(round(seconds(op, group, far) / AGES, 6))
 
 
 def ring(sizes: Sequence[float], network: Network) -> float:
