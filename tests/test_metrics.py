@@ -186,6 +186,46 @@ def test_the_residual_is_refused_while_gradients_are_on_their_way() -> None:
     assert run_ranks(2, between) == [["between"] * 2] * 2
 
 
+# - Waiting ----------------------------------------------------------------------------
+
+NAP, LATE = 0.3, 1  # seconds, and the rank that sleeps so long in each step
+
+
+def waited(scheme: str, nap: float) -> float:
+    """Seconds that a step has waited, of four, after those that find out orders."""
+    model = network()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gradtide.replicate(model, opt, scheme)
+    for step in range(7):
+        if step == 3:
+            sync.flush()
+            sync.metrics()
+        if dist.get_rank() == LATE:
+            time.sleep(nap)
+        loss_of(model, step).backward()
+        opt.step()
+        opt.zero_grad()
+    sync.flush()
+    seconds = sync.metrics()["exposed_seconds"]
+    sync.remove()
+    return seconds / 4
+
+
+def with_and_without_naps(scheme: str) -> tuple[float, float]:
+    return waited(scheme, 0.0), waited(scheme, NAP)
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("name", SCHEMES)
+def test_who_waits_for_a_late_rank_and_who_is_late_is_told(name: str) -> None:
+    found = run_ranks(3, with_and_without_naps, SCHEMES[name])
+    more = [late - prompt for prompt, late in found]
+    assert more.pop(LATE) == pytest.approx(0.0, abs=NAP / 3)
+    assert more == pytest.approx([NAP] * 2, abs=NAP / 3)
+    whole = [late for _, late in found]
+    assert whole.index(min(whole)) == LATE
+
+
 # - Steps that are skipped -------------------------------------------------------------
 
 

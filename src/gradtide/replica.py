@@ -356,7 +356,8 @@ class Replica:
         - `step`: The steps that the optimizer has taken; of a run that was resumed,
           since its beginning.
         - `exposed_seconds`: The seconds for which the training thread waited for the
-          communication queue. Nothing hid these.
+          communication queue: for bytes on their way, and for ranks that came later.
+          Nothing hid these. They are fewest on the rank that the others wait for.
         - `exchange_seconds`: The seconds for which the communication queue waited for
           answers to its requests, hidden or not. Over NCCL neither time says much,
           because the host does not wait there.
