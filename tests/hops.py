@@ -90,8 +90,13 @@ class Clock:
         item = Item(job.name, self.now, before)
         self._last[job.name] = item
         self._items.append(item)
-        parts = "begin", "work", "before", "after", "advance"
-        given = {part: getattr(job, part) for part in parts}
+        given = {
+            "begin": job.begin,
+            "work": job.work,
+            "before": job.before,
+            "after": job.after,
+            "advance": lambda here: job.advance(lambda pending: here(pending[0])),
+        }
         on = {part: self._on(item, run) for part, run in given.items() if run}
         return Joined(self, item, self._submit(replace(job, **on)))
 

@@ -32,6 +32,7 @@ from gradtide.transport import connect
 from gradtide.wire import WIRES
 from tests.hops import Clock, Stepped
 from tests.ranks import run_ranks
+from tests.transport.test_distance import be_far
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
 SIZE = 4
@@ -218,6 +219,7 @@ def train(case: Case) -> list[Stepped]:
 
 
 def all_trained() -> list[list[Stepped]]:
+    be_far()
     return [train(case) for case in CASES]
 
 
