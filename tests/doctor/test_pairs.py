@@ -60,3 +60,16 @@ def test_who_does_not_answer_is_told_in_words(
         3: "rank 0 answers there: two hosts with one address",
         4: "no answer in 0.3 seconds",
     }
+
+
+def test_strangers_that_say_anything_are_sent_away(
+    both: tuple[Listener, Listener], capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second = both
+    for said in (b"1", b"[]", b'"word"', b"{}", b"[" * 4000, b"\xff", b'{"word": [1]}'):
+        with socket.create_connection((HERE, first.port)) as stranger:
+            stranger.sendall(said + b"\n")
+            stranger.settimeout(5)
+            assert stranger.recv(1) == b""
+    assert reach(second, {0: (HERE, first.port)}, [0])[0].error == ""
+    assert capfd.readouterr().err == ""

@@ -88,6 +88,27 @@ def test_a_door_by_the_network_that_was_never_open_may_be_a_firewalls() -> None:
     assert not there.gone(0)
 
 
+def test_strangers_that_fill_a_door_hide_no_death() -> None:
+    """Who knocks comes through no longer; a call that did has told enough."""
+    server = socket.create_server(("127.0.0.1", 0), backlog=1)
+    port = server.getsockname()[1]
+    strangers = [socket.socket() for _ in range(8)]
+    for stranger in strangers:
+        stranger.setblocking(False)
+        stranger.connect_ex(("127.0.0.1", port))
+    there = Presence()
+    there._is_near = lambda _: False  # type: ignore[method-assign]
+    there.doors = [Door("127.0.0.1", port, "", b"")]
+    assert not within(lambda: there.closed(0), 0.3)
+    server.close()
+    assert within(lambda: there.closed(0))
+    assert not there.gone(0)
+    there.reached(0)
+    assert there.gone(0)
+    for stranger in strangers:
+        stranger.close()
+
+
 def test_a_rank_that_waits_for_a_call_learns_that_none_will_come() -> None:
     meetings = [Meeting(Group(rank, 2), 60.0) for rank in range(2)]
     for meeting in meetings:

@@ -272,6 +272,42 @@ def test_strangers_at_the_door_are_sent_away(inside: bool) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
+def test_who_says_again_what_a_rank_has_said_is_sent_away(
+    inside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connected(2, inside=inside) as links:
+        meetings = [each._meeting for each in links]
+        door = meetings[0].doors[1]
+        hello = HELLO.pack(door.word, 0, 0)
+        genuine = meetings[0].call(1, 0)
+        strangers = [knock(door) for _ in range(4)]
+        # Before it is picked up; of a lane and rank that are not due; and afterwards.
+        for stranger, said in zip(
+            strangers,
+            (hello, HELLO.pack(door.word, 1, 0), HELLO.pack(door.word, 2, 0)),
+            strict=False,
+        ):
+            stranger.sendall(said)
+        later = meetings[0].call(1, 1)  # all are heard before this one
+        answered = meetings[1].answer(0, 1)
+        strangers[3].sendall(hello)
+        meetings[1]._seconds = 0.6
+        with pytest.raises(TimeoutError):
+            meetings[1].answer(0, 2)
+        first = meetings[1].answer(0, 0)
+        for near, far in ((genuine, first), (later, answered)):
+            near.sendall(b"genuine")
+            far.settimeout(LIMIT)
+            assert far.recv(7) == b"genuine"
+        for stranger in strangers:
+            stranger.settimeout(LIMIT)
+            assert stranger.recv(1) == b""
+            stranger.close()
+    told = [r.getMessage() for r in caplog.records if "sent away" in r.getMessage()]
+    assert len(told) == 3  # of four: the log names a few
+
+
+@pytest.mark.parametrize("inside", [True, False])
 def test_nobody_waits_for_a_stranger_to_speak(
     inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,9 @@ Two helpers of the tests of inquiries run ranks that end as programs do.
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import resource
 import sys
 import time
@@ -26,6 +28,7 @@ from gradtide.transport.doors import Door
 from gradtide.transport.fault import GONE, Failure, Position, part_of
 from gradtide.transport.hosts import Whereabouts
 from gradtide.transport.opening import Meeting
+from gradtide.transport.roll_call import Word
 
 pytestmark = pytest.mark.waits
 
@@ -133,6 +136,37 @@ def test_the_limit_of_descriptors_is_raised_where_that_will_do() -> None:
         return link().engine.group.size
 
     assert run_ranks(2, run) == [2, 2]
+
+
+def test_the_limit_of_descriptors_leaves_room_for_strangers() -> None:
+    def run() -> int:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        assert roll_call.short_of(2) == ""
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = roll_call.ROOM if hard == resource.RLIM_INFINITY else hard
+    assert run_ranks(1, run) == [min(most, roll_call.ROOM)]
+
+
+def test_what_ranks_read_of_each_other_runs_nothing(tmp_path: Path) -> None:
+    place, door = (
+        Whereabouts("a", None, "b"),
+        Door("::1", 7, "\0name", bytes(range(32))),
+    )
+    word = Word(place, door, "cpu", "")
+    assert Word.read(word.write()) == word
+    made = tmp_path / "made"
+
+    class Trap:
+        def __reduce__(self) -> Any:
+            return open, (str(made), "w")
+
+    for said in (pickle.dumps(Trap()), pickle.dumps(Trap()).hex().encode()):
+        with pytest.raises(json.JSONDecodeError):
+            Word.read(said.decode("latin1"))
+    assert not made.exists()
 
 
 def places(*networks: str) -> list[Whereabouts]:

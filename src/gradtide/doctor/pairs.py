@@ -64,10 +64,10 @@ class Listener:
                 threading.Thread(target=self._serve, args=(end,), daemon=True).start()
 
     def _serve(self, end: socket.socket) -> None:
-        with suppress(OSError, ValueError, KeyError), end:
+        with suppress(OSError, ValueError, KeyError, RecursionError), end:
             end.settimeout(PATIENCE)
             asked = json.loads(_line(end))
-            if asked["word"] != self.word:
+            if not isinstance(asked, dict) or asked["word"] != self.word:
                 return
             end.sendall(json.dumps({"rank": self.rank}).encode() + b"\n")
             if asked["seconds"]:

@@ -59,6 +59,13 @@ class Presence:
                 self._look(peer)
             return peer in self._closed
 
+    def reached(self, peer: int) -> None:
+        """Learn that a call to a rank has come through, see [Note: Firewalls].
+
+        Strangers may fill its door later, so that nobody who knocks comes through.
+        """
+        self._reached.add(peer)
+
     def close(self) -> None:
         """Let go of all doors."""
         with self._lock:

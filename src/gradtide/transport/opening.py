@@ -6,8 +6,11 @@ wait for who is called. Whoever is to be called waits for the caller, as it woul
 the message.
 
 [Note: Strangers] Anybody who reaches a rank's address may call, and on its host any
-user may call its Unix socket. Who does not say the job's word is sent away. Nobody
-waits for what a caller says: all that have called are listened to at once.
+user may call its Unix socket. Who does not say the job's word is sent away, and so is
+who says it for a rank and lane that have called before: the word travels as it is, and
+who has read it on its way can say it again. Nobody waits for what a caller says: all
+that have called are listened to at once. The log names some of those who were sent away
+(`strangers`). (Guards: tests/transport/test_links.py, test_strangers.py.)
 
 [Note: No network] Ranks that reach each other without a network card connect by a Unix
 socket, where there are abstract ones: it takes two thirds of TCP's processor time.
@@ -29,6 +32,7 @@ from contextlib import suppress
 from gradtide.core.ops import Group
 from gradtide.transport.addresses import VARIABLE, chosen, from_here, loops
 from gradtide.transport.doors import Door, Presence
+from gradtide.transport.strangers import Strangers
 
 HELLO = struct.Struct("!32sII")  # the word of who is called, who calls, and the lane
 BACKLOG = 512  # calls that wait to be answered
@@ -41,9 +45,9 @@ MANY = 256  # callers who have yet to say it: of more, who waits longest has to 
 class _Caller:
     """Who has called, and has not said yet who that is."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, address: object) -> None:
         connection.setblocking(False)
-        self.connection, self.said = connection, b""
+        self.connection, self.address, self.said = connection, address, b""
         self.until = time.monotonic() + WORD
 
     def listen(self) -> bool:
@@ -66,6 +70,8 @@ class Meeting:
         self.rank, self._seconds = group.rank, seconds
         self._made: list[socket.socket] = []
         self._here: dict[tuple[int, int], socket.socket] = {}  # by lane and rank
+        self._came: set[tuple[int, int]] = set()  # those that are here or have been
+        self._strangers = Strangers()
         self._callers: dict[int, _Caller] = {}  # by the numbers of their sockets
         self._lock = threading.Lock()
         weakref.finalize(self, _close, self._made).atexit = False
@@ -134,6 +140,7 @@ class Meeting:
                 f"{VARIABLE} names the interface that leads to other hosts, and "
                 "`gradtide doctor`, started like the script, says who reaches whom"
             ) from error
+        self.presence.reached(peer)
         self._made.append(connection)
         return connection
 
@@ -186,7 +193,7 @@ class Meeting:
         ready = {number for number, _ in self._poll.poll(1e3 * SLICE)}
         for number in ready & self._listening.keys():
             with suppress(OSError):  # who called is gone, or there are no more numbers
-                caller = _Caller(self._listening[number].accept()[0])
+                caller = _Caller(*self._listening[number].accept())
                 self._made.append(caller.connection)
                 self._callers[caller.connection.fileno()] = caller
                 self._poll.register(caller.connection, select.POLLIN)
@@ -201,11 +208,21 @@ class Meeting:
         caller = self._callers.pop(number)
         if len(caller.said) == HELLO.size:
             word, peer, lane = HELLO.unpack(caller.said)
-            if secrets.compare_digest(word, self.door.word):
+            known = secrets.compare_digest(word, self.door.word)
+            if known and self._is_due(peer, lane):
+                self._came.add((lane, peer))
                 self._here[lane, peer] = caller.connection
                 return
+        if caller.said:  # ranks that only look whether this one lives say nothing
+            self._strangers.sent_away(caller.address)
         self._made.remove(caller.connection)
         caller.connection.close()
+
+    def _is_due(self, peer: int, lane: int) -> bool:
+        """Whether a rank has yet to call in a lane, see [Note: Strangers]."""
+        if peer == self.rank or peer >= len(self.doors) or self.calls(peer):
+            return False
+        return (lane, peer) not in self._came
 
 
 def _close(sockets: Iterable[socket.socket]) -> None:

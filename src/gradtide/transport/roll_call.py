@@ -10,12 +10,16 @@ both said nothing. The user's group tells one from the other: a sum over it, for
 nobody waits, fails where a process has ended. There is one before a rank has said its
 word and one after it: who has a part in the first may die before the word, and who has
 one in the second has a door.
+
+[Note: Plain words] Whoever reaches the job's store can write there. What ranks read in
+it is JSON, which can say something wrong, and runs nothing.
+(Guard: tests/transport/test_roll_call.py.)
 """
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -24,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -57,8 +61,30 @@ PATIENCE = 0.3  # seconds before a rank looks whether others live
 KNOCK = 1.0  # seconds before it looks whether the store does; then twice as many
 OPEN = Path("/proc/self/fd")
 SPARE = 16  # descriptors beside those of connections: stores, doors, Gloo's own
+ROOM = 1 << 16  # descriptors that a process asks for: see `short_of`
 # How often the same ranks were called in a job, by its default group: all count alike.
 _calls: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+class Word(NamedTuple):
+    """What a rank says of itself: where it is and listens, and why it has no part."""
+
+    place: Whereabouts
+    door: Door
+    kind: str  # of the device that its tensors are on
+    problem: str
+
+    def write(self) -> str:
+        """This word as a text, see [Note: Plain words]."""
+        *where, word = self.door
+        return json.dumps([self.place, [*where, word.hex()], self.kind, self.problem])
+
+    @classmethod
+    def read(cls, text: str) -> Word:
+        """What `write` wrote."""
+        place, (address, port, name, word), kind, problem = json.loads(text)
+        door = Door(address, port, name, bytes.fromhex(word))
+        return cls(Whereabouts(*place), door, kind, problem)
 
 
 class RollCall:
@@ -79,7 +105,7 @@ class RollCall:
         self._parent, self._meeting, self._seconds = parent, meeting, seconds
         self._kind = kind
         self._rank, self._size = meeting.rank, len(ranks)
-        self._told: dict[int, Any] = {}
+        self._told: dict[int, Word] = {}
         self._ranks = ranks
         counts = _calls.setdefault(dist.group.WORLD, Counter())
         counts[tuple(ranks)] += 1
@@ -105,17 +131,19 @@ class RollCall:
         """
         here = whereabouts()
         problem = self._meeting.problem or short_of(self._size)
-        word = here, self._meeting.door, self._kind, problem
-        self._store.set(f"here/{self._rank}", pickle.dumps(word).hex())
+        word = Word(here, self._meeting.door, self._kind, problem)
+        self._store.set(f"here/{self._rank}", word.write())
         self._sum = self._begin_sum()
         told = self._gather(here)
-        for rank, (*_, problem) in enumerate(told):
-            if problem:
-                raise ValueError(f"rank {rank} cannot connect to the others: {problem}")
+        for rank, said in enumerate(told):
+            if said.problem:
+                raise ValueError(
+                    f"rank {rank} cannot connect to the others: {said.problem}"
+                )
         self._meeting.doors = self._doors(dict(enumerate(told)), here)
-        refuse_blind([place for place, *_ in told], [door for _, door, *_ in told])
-        refuse_unlike([kind for *_, kind, _ in told])
-        return [place for place, *_ in told]
+        refuse_blind([said.place for said in told], [said.door for said in told])
+        refuse_unlike([said.kind for said in told])
+        return [said.place for said in told]
 
     def watch(self, make: Callable[[], T]) -> T:
         """Have something made that waits for all ranks, while all of them live."""
@@ -194,14 +222,14 @@ class RollCall:
             return [self._ranks.index(0)]
         return [r for r in range(self._size) if r not in (self._rank, *self._told)]
 
-    def _gather(self, here: Whereabouts) -> list[Any]:
+    def _gather(self, here: Whereabouts) -> list[Word]:
         """What all ranks say."""
         begin, told = time.monotonic(), self._told
         while True:
             for rank in range(self._size):
                 key = f"here/{rank}"
                 if rank not in told and self._store.check([key]):
-                    told[rank] = self._read(key)
+                    told[rank] = Word.read(self._store.get(key).decode())
             if len(told) == self._size:
                 return [told[rank] for rank in range(self._size)]
             waited = time.monotonic() - begin
@@ -214,15 +242,14 @@ class RollCall:
                 self._fail(f"rank {names} did not come in {self._seconds:g} s")
             time.sleep(TURN)
 
-    def _read(self, key: str) -> Any:
-        return pickle.loads(bytes.fromhex(self._store.get(key).decode()))
-
-    def _doors(self, told: Mapping[int, Any], here: Whereabouts) -> list[Door]:
+    def _doors(self, told: Mapping[int, Word], here: Whereabouts) -> list[Door]:
         """Those of all ranks, as far as they are known, as this rank may use them."""
         own = self._meeting.door
         found = {
-            rank: door if place.network == here.network else door._replace(name="")
-            for rank, (place, door, *_) in told.items()
+            rank: said.door
+            if said.place.network == here.network
+            else said.door._replace(name="")
+            for rank, said in told.items()
         }
         return [found.get(rank, own) for rank in range(self._size)]
 
@@ -298,7 +325,9 @@ def _failed(work: Any) -> bool:
 def short_of(size: int) -> str:
     """What to say if this process may not open what a replica of `size` ranks takes.
 
-    The limit is raised as far as the system lets a process raise its own.
+    The limit is raised as far as the system lets a process raise its own, also for
+    strangers who call at Gloo's port: it keeps a descriptor for each who says anything,
+    and ends the process when there are no more.
     """
     if sys.platform == "win32" or not OPEN.exists():
         return ""
@@ -307,10 +336,13 @@ def short_of(size: int) -> str:
     needed = (TRACKS + 2) * (size - 1) + SPARE
     taken = len(os.listdir(OPEN))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and taken + needed > soft:
+    wanted = max(taken + needed, ROOM)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
     if soft == resource.RLIM_INFINITY or taken + needed <= soft:
         return ""
     return (
