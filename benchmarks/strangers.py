@@ -58,7 +58,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 c10d: Any = dist  # whose stores are not exported for mypy
 
-SCHEMES = "wfbp,topka2a(0.02, schedule='local', warmup=4, wire='e3m0')"
+SCHEMES = "wfbp,topka2a(0.02, schedule='local', warmup=6, wire='e3m0')"
 WAYS = "unix", "tcp"  # by which ranks are connected; strangers come by both
 LIMIT = 120.0  # seconds that a job may take
 FILES = 1024  # that a process may open, as systems are shipped

@@ -19,6 +19,7 @@ GOOD = replace(
     interface="eth0",
     error="",
     interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1", "docker0": "172.17.0.1"},
+    public={},
     cores=8,
     threads=1,
     files=65536,
@@ -98,6 +99,32 @@ def test_the_remedy_for_the_loopback_names_another_interface() -> None:
     assert "export GLOO_SOCKET_IFNAME=eth0 (10.0.0.98)" in found.words
     (found,) = alone(ranks("a", {0: changed})[0])
     assert found.level == "warning"
+
+
+OPEN = {"address": "8.8.4.4", "interface": "eth1", "public": {"8.8.4.4": "eth1"}}
+
+
+def test_ranks_that_everybody_may_reach_are_told() -> None:
+    (found,) = together(ranks("ab", {1: OPEN}))
+    assert found.level == "warning"
+    assert "ranks listen at 8.8.4.4 (eth1), of no private network" in found.words
+    assert "Gloo's takes everybody in" in found.words
+    assert "export GLOO_SOCKET_IFNAME=eth0 (10.0.0.98)" in found.words
+    lonely = {**OPEN, "interfaces": {"eth1": "8.8.4.4", "lo": "127.0.0.1"}}
+    (found,) = together(ranks("ab", {1: lonely}))
+    assert "export GLOO_SOCKET_IFNAME=that of the tunnel (wg0)" in found.words
+
+
+def test_a_store_that_everybody_may_reach_is_told() -> None:
+    """It listens at all of its host's addresses, whichever Gloo takes."""
+    changed = {"public": {"8.8.4.4": "eth1", "2600::1": "eth1"}}
+    (found,) = together(ranks("ab", {0: changed}))
+    assert found.level == "warning"
+    assert "every address of host 0 (node-a)" in found.words
+    assert "at 2600::1 (eth1), 8.8.4.4 (eth1), of no private network" in found.words
+    assert together(ranks("ab", {1: changed})) == []
+    both = alone(ranks("a", {0: {**OPEN, "size": 1}})[0])
+    assert [each.words.split()[0] for each in both] == ["torch's", "ranks"]
 
 
 def test_hosts_of_unlike_numbers_of_ranks() -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradtide.transport import addresses
-from gradtide.transport.addresses import VARIABLE, chosen, interfaces, loops, outward
+from gradtide.transport.addresses import (
+    VARIABLE,
+    chosen,
+    interfaces,
+    loops,
+    outward,
+    public,
+)
 
 THERE = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "docker0": "172.17.0.1"}
 
@@ -71,3 +79,19 @@ def test_an_interface_with_an_address_of_its_link_alone(
     assert chosen(THERE).address == "fe80::1%eth1"
     assert addresses.from_here("fe80::2%enp3") == "fe80::2%eth1"
     assert addresses.from_here("10.0.0.1") == "10.0.0.1"
+
+
+def test_addresses_of_no_private_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sixes = tmp_path / "if_inet6"
+    rows = [("26000000000000000000000000000001", "00"), ("fd" + "0" * 29 + "1", "00")]
+    rows += [("fe80" + "0" * 27 + "1", "20")]
+    sixes.write_text("".join(f"{at} 02 40 {scope} 80 eth0\n" for at, scope in rows))
+    monkeypatch.setattr(addresses, "SIXES", sixes)
+    there = {"eth1": "8.8.4.4", "tailscale0": "100.64.0.7", "auto": "169.254.0.3"}
+    assert public({**THERE, **there}) == {"8.8.4.4": "eth1"}
+    sixes.write_text(sixes.read_text().splitlines()[0])
+    assert public(THERE) == {"2600::1": "eth0"}
+    sixes.unlink()
+    assert public(THERE) == {}

@@ -21,6 +21,10 @@ LATE = 1.0  # seconds between two clocks that confuse
 FILES = 64  # that a rank opens beside its connections to the others
 EACH = 2 + TRACKS  # to each of them: two groups of Gloo's, and gradtide's own
 SMALL = 1 << 28  # bytes of shared memory
+WHOEVER = (
+    "Nothing is encrypted: who is on the way can read gradients and change them. Train "
+    "in a tunnel, such as WireGuard's, or let a firewall pass the job's hosts alone"
+)
 SLOW = 0.5  # of the typical rate between hosts: what stands out
 
 
@@ -37,7 +41,7 @@ failure, warning = partial(Finding, "failure"), partial(Finding, "warning")
 
 def alone(own: Facts) -> list[Finding]:
     """What a process can see of itself."""
-    found = [*_limits([own]), *_threads([own])]
+    found = [*_limits([own]), *_threads([own]), *_exposed([own])]
     if own.error:
         return [failure(own.error), *found]
     if loops(own.address):
@@ -48,7 +52,16 @@ def alone(own: Facts) -> list[Finding]:
 
 def together(everybody: Sequence[Facts]) -> list[Finding]:
     """What is seen when all ranks' facts lie side by side."""
-    rules = _told_alike, _versions, _addresses, _backends, _layout, _limits, _threads
+    rules = (
+        _told_alike,
+        _versions,
+        _addresses,
+        _exposed,
+        _backends,
+        _layout,
+        _limits,
+        _threads,
+    )
     return [found for rule in rules for found in rule(everybody)]
 
 
@@ -114,6 +127,41 @@ def _instead(own: Facts) -> str:
     named = " or ".join(f"{name} ({at})" for name, at in sorted(others.items()))
     none = "the interface that leads to the others (this host seems to have none)"
     return f"export {VARIABLE}={named or none}"
+
+
+def _exposed(everybody: Sequence[Facts]) -> Iterator[Finding]:
+    """What anybody may reach, where an address is of no private network.
+
+    The store listens at all addresses of its host: that of rank 0, as launchers do it.
+    """
+    there = hosts(everybody)
+    by_rank = {each.rank: each for each in everybody}
+    first = by_rank[there[0].head]
+    if first.public:
+        at = ", ".join(f"{at} ({name})" for at, name in sorted(first.public.items()))
+        yield warning(
+            f"torch's store listens at every address of {there[0]}, also at {at}, "
+            "of no private network: whoever reaches it there can read and write what "
+            "ranks tell each other, and so end the run or join it. Let a firewall pass "
+            f"the job's hosts alone; {VARIABLE} does not change where it listens"
+        )
+    heads = [by_rank[host.head] for host in there]
+    open_to_all = [own for own in heads if own.address in own.public]
+    if open_to_all:
+        own = open_to_all[0]
+        at = ", ".join(f"{each.address} ({each.interface})" for each in open_to_all)
+        yield warning(
+            f"ranks listen at {at}, of no private network: gradtide's own port sends "
+            "away who does not know the job's word, but Gloo's takes everybody in, so "
+            f"that enough of them end a rank. {WHOEVER}, and {_inward(own)}"
+        )
+
+
+def _inward(own: Facts) -> str:
+    """An interface to name that leads to a private network."""
+    others = {n: at for n, at in own.interfaces.items() if at not in own.public}
+    named = " or ".join(f"{n} ({at})" for n, at in sorted(outward(others).items()))
+    return f"export {VARIABLE}={named or 'that of the tunnel (wg0)'}"
 
 
 def _backends(everybody: Sequence[Facts]) -> Iterator[Finding]:

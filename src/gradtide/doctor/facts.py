@@ -16,7 +16,7 @@ from gradtide.core.grouped import grouped
 from gradtide.lab.place import Place
 from gradtide.lab.record import versions
 from gradtide.planner.measure import machine
-from gradtide.transport.addresses import chosen, interfaces
+from gradtide.transport.addresses import chosen, interfaces, public
 from gradtide.transport.hosts import host_name, network
 
 SHARED = "/dev/shm"
@@ -45,6 +45,7 @@ class Facts:
     why: str
     error: str  # why there is no address
     interfaces: dict[str, str]
+    public: dict[str, str]  # interfaces by the addresses that are of no private network
     versions: dict[str, str]
     cores: int
     threads: int
@@ -71,6 +72,7 @@ def facts(place: Place | None) -> Facts:
         name=socket.gethostname(),
         **vars(chosen(there)),
         interfaces=there,
+        public=public(there),
         versions=versions(),
         cores=cores,
         threads=torch.get_num_threads(),

@@ -96,6 +96,17 @@ def loops(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def public(there: dict[str, str]) -> dict[str, str]:
+    """The addresses of this host that are of no private network, and their interfaces.
+
+    Private are also those that tunnels and providers share out (100.64.0.0/10), and
+    those that are valid on a link or this host alone. `there` are the `interfaces`; an
+    interface with an IPv4 address may have one of IPv6 besides.
+    """
+    found = [*there.items(), *_sixes(GLOBAL).items()]
+    return {at: name for name, at in found if ipaddress.ip_address(at).is_global}
+
+
 def from_here(address: str) -> str:
     """An address as this host calls it: one that is valid on a link names that link."""
     bare, _, link = address.partition("%")
