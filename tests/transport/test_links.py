@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from gradtide.core.ops import Group
+from gradtide.transport import link, opening, ring, rotation
 from gradtide.transport import links as streams
-from gradtide.transport import opening, ring, rotation
 from gradtide.transport.addresses import Chosen
+from gradtide.transport.link import LostError
 from gradtide.transport.links import (
     Links,
-    LostError,
     Peers,
     Transfer,
     arrival,
@@ -142,6 +142,7 @@ def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
             own, begun = links[rank], {}
 
             def begin(item: int, early: bool) -> tuple[Tensor, Peers, Transfer]:
+                own.track(item).asked = item, 1, 0
                 x = torch.full((size * (item % 7 + 1),), float(item))
                 asked = Peers(Group(rank, size), own.track(item), range(size))
                 way, more = (ring, ()) if item % 3 else (rotation, (1,))
@@ -162,11 +163,11 @@ def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
         together(work, size)
 
 
-@pytest.mark.parametrize("most", [0, streams.HELD])
+@pytest.mark.parametrize("most", [0, link.HELD])
 def test_sockets_hold_pieces_where_the_system_lets_them(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_most_held", lambda: most)
+    monkeypatch.setattr(link, "_most_held", lambda: most)
     asked: list[int] = []
 
     class Watched(socket.socket):
@@ -175,7 +176,7 @@ def test_sockets_hold_pieces_where_the_system_lets_them(
             super().setsockopt(level, option, value)
 
     with Watched(socket.AF_INET) as connection:
-        streams.Link(1, connection)
+        link.Link(1, connection).suit(far=False)
     assert (socket.SO_SNDBUF in asked) == bool(most)
 
 
@@ -344,7 +345,7 @@ def test_ranks_of_one_host_use_its_own_sockets() -> None:
         works.append(lambda: run(links[1], receive(links[1], 0, x)))
         together(lambda rank: works[rank](), 2)
         for rank, own in enumerate(links):
-            connection = own.track(0).to[1 - rank].connection
+            connection = own.to[1 - rank].connection
             assert connection.family == socket.AF_UNIX
 
 

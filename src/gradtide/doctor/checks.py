@@ -14,12 +14,12 @@ from gradtide.core.grouped import grouped
 from gradtide.doctor.facts import SHARED, Facts, Host, hosts, parted, ranks_of
 from gradtide.doctor.pairs import Heard
 from gradtide.transport.addresses import VARIABLE, loops, outward
-from gradtide.transport.links import TRACKS
+from gradtide.transport.links import LANES
 
 STRICT = ("gradtide", "torch")  # these must be alike; of Python, the minor version
 LATE = 1.0  # seconds between two clocks that confuse
 FILES = 64  # that a rank opens beside its connections to the others
-EACH = 2 + TRACKS  # to each of them: two groups of Gloo's, and gradtide's own
+EACH = 2 + len(LANES)  # to each of them: two groups of Gloo's, and gradtide's own
 SMALL = 1 << 28  # bytes of shared memory
 WHOEVER = (
     "Nothing is encrypted: who is on the way can read gradients and change them. Train "

@@ -39,7 +39,6 @@ class WorkItem:
     job: Job
     late: Callable[[], float]
     queue: str = ""  # its queue's name, as in `QUEUES`
-    turn: int = 0  # its name's, by when that was first submitted
     # How many it has issued so far, by the ranks that they were asked of.
     requests: Counter[Sequence[int]] = field(default_factory=Counter)
     begun: bool = False
@@ -145,7 +144,6 @@ class CommQueue:
         self._here: Callable[[Any], bool] = lambda pending: False
         self._wake: Callable[[], None] | None = None
         self._advancing = False
-        self._turns: dict[str, int] = {}
         self._asking = threading.Lock()  # one of those who wait asks
         self._own = own = threading.local()  # the lane whose thread this is
         none = WorkItem(0, NOTHING, self._late)
@@ -183,14 +181,9 @@ class CommQueue:
         """Suit ranks that are far apart: have items go on while others wait.
 
         `here` tells whether what was issued is answered; `wake` has who waits look for
-        what was submitted. Items with a name have the same track each time, whose
-        connections then know their way.
+        what was submitted.
         """
         self._far, self._here, self._wake = True, here, wake
-
-    def track(self, item: WorkItem) -> int:
-        """The number of the track that an item takes."""
-        return (item.turn if self._far else item.number) % self._abreast
 
     def submit(self, job: Job) -> WorkItem:
         """Put a job in line; RuntimeError once the queue was closed: none would run."""
@@ -200,8 +193,7 @@ class CommQueue:
                 "replicated is gone; call replicate() again, on every rank"
             )
         self.submitted += 1
-        turn = self._turns.setdefault(job.name, len(self._turns))
-        item = WorkItem(self.submitted, job, self._late, self.name, turn)
+        item = WorkItem(self.submitted, job, self._late, self.name)
         if job.before is not None:
             self._before.put(item)
         self._main.put(item)
@@ -221,20 +213,17 @@ class CommQueue:
         items = self._main.items
         if self._lane is not self._main or self.error is not None or self._advancing:
             return
-        taken = {self.track(self._main.current)}
         for i in range(min(self._abreast - 1, len(items))):
             item = items[i]
             if item is None or not item.ready or item.job.settled:
                 return
             if item.begun:
                 self._advance(item)
-            elif item.job.filled() and self.track(item) not in taken:
+                continue
+            if item.job.filled():
                 item.early = True
                 self._begin(item)
-                return
-            else:
-                return
-            taken.add(self.track(item))
+            return
 
     def close(self, seconds: float | None = None) -> bool:
         """Finish what was submitted and end the threads; returns whether that is done.

@@ -81,8 +81,8 @@ def connect(
 
     within = _within(process_group)
     if device.type == "cuda" and within is not None and "nccl" in _backends(within):
-        from gradtide.transport.gloo import LANES
         from gradtide.transport.inside import InsideHost
+        from gradtide.transport.links import LANES
         from gradtide.transport.nccl import cleaning_up_only
 
         own = dist.get_process_group_ranks(within)

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gradtide.core.ops import Group
 from gradtide.core.torch_internals.distributed import default_store
 from gradtide.core.transport import Progress
-from gradtide.transport.links import DIFFERENT
+from gradtide.transport.link import DIFFERENT
 
 REPORT_SECONDS = 2.0  # what a rank needs to notice a closed connection, or to answer
 

@@ -22,8 +22,9 @@ from gradtide.transport.distance import Distance, distance_of, one_way
 from gradtide.transport.fault import ALIKE
 from gradtide.transport.hosts import give_up
 from gradtide.transport.inquiry import Inquiry, end
+from gradtide.transport.link import DIFFERENT
 from gradtide.transport.links import (
-    DIFFERENT,
+    LANES,
     TRACKS,
     Links,
     Peers,
@@ -37,7 +38,6 @@ from gradtide.transport.opening import Meeting
 SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which all is sent to everybody
 HOP = 1 << 17  # bytes of a part up to which one hop beats a ring of P - 1
 LOOKS = 3  # messages by which the system learns how far ranks are
-LANES = TRACKS, 1, 1  # of the queue: how many items of each are under way at once
 
 
 class GlooTransport:
@@ -80,8 +80,8 @@ class GlooTransport:
                 self.wait(self.issue(ops.AllGather(own)))
 
         self.submit(Job(lambda: None, ask, name="meeting")).join()
-        met = self._links[0].connections
-        ways = {peer: one_way(connection) for peer, connection in met.items()}
+        met = self._links[0].to
+        ways = {peer: one_way(link.connection) for peer, link in met.items()}
         own = ways.get((rank + 1) % size, 0.0), max(ways.values())
         self.suit(distance_of(self.gather_objects(own, "meeting")))
         self.payload_bytes = 0
@@ -94,7 +94,8 @@ class GlooTransport:
         self.distance = distance
         if distance.far:
             self._queue.suit_delay(_here, self._links[0].wake)
-            self._links[0].suit_delay()  # the others are inside hosts
+        for lane, links in enumerate(self._links):
+            links.suit(distance.far and not lane)  # the others are inside hosts
 
     @property
     def error(self) -> BaseException | None:
@@ -119,7 +120,7 @@ class GlooTransport:
         if self.group.size == 1:
             return alone(op), None, ""
         item = self._queue.current
-        track = self._links[self._queue.lane].track(self._queue.track(item))
+        track = self._links[self._queue.lane].track(item.number)
         track.asked = item.number, _numbered(op, item), item.digest
         asked = _Asked(op, self.group, track, item, room)
         # What crosses a link is asked for by one thread, what does not by others, too.

@@ -49,7 +49,7 @@ from gradtide.transport.fault import (
     part_of,
 )
 from gradtide.transport.hosts import Whereabouts, whereabouts
-from gradtide.transport.links import TRACKS
+from gradtide.transport.links import LANES
 from gradtide.transport.opening import Meeting
 
 T = TypeVar("T")
@@ -333,7 +333,7 @@ def short_of(size: int) -> str:
         return ""
     import resource
 
-    needed = (TRACKS + 2) * (size - 1) + SPARE
+    needed = (len(LANES) + 2) * (size - 1) + SPARE
     taken = len(os.listdir(OPEN))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(taken + needed, ROOM)

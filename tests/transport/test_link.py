@@ -1,0 +1,196 @@
+"""Frames of several items' messages on one connection."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradtide.transport.link import (
+    MARK,
+    Arrival,
+    Asked,
+    Coming,
+    Link,
+    LostError,
+    Memory,
+    Outstanding,
+)
+from gradtide.transport.links import arrival, memory_of
+
+
+@contextmanager
+def pair(far: bool = False) -> Iterator[tuple[Link, Link]]:
+    """The two ends of a connection, which holds little."""
+    ends = socket.socketpair()
+    links = Link(1, ends[0]), Link(0, ends[1])
+    for link, end in zip(links, ends, strict=True):
+        link.suit(far)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    try:
+        yield links
+    finally:
+        for end in ends:
+            end.close()
+
+
+class Leaving:
+    """A message on its way, and how much of it the link has not taken."""
+
+    def __init__(self, x: Tensor, asked: Asked) -> None:
+        self.rest, self.whole = memory_of(x), x.nbytes
+        self.owner = Outstanding(asked, x.nbytes, 0)
+
+    def go(self, link: Link) -> None:
+        if link.flush():
+            self.rest = self.rest[
+                link.send(self.rest, self.whole, self.owner, more=False) :
+            ]
+
+
+def ask(link: Link, into: Tensor, asked: Asked, early: bool = False) -> Outstanding:
+    owner = Outstanding(asked, 0, 1)
+    link.expect(Coming(link.peer, arrival(into), owner), early)
+    return owner
+
+
+def test_what_comes_early_is_kept_until_it_is_asked_for() -> None:
+    x, y, into = torch.arange(10.0), -torch.arange(20.0), torch.zeros(20)
+    with pair() as (here, there):
+        for asked, sent in (((2, 1, 0), y), ((1, 1, 0), x)):
+            Leaving(sent, asked).go(here)
+        first = ask(there, into[:10], (1, 1, 0))
+        there.read()
+        assert not first.unread
+        assert into[:10].equal(x)
+        assert not there.coming
+        second = ask(there, into, (2, 1, 0))
+        assert not second.unread
+        assert into.equal(y)
+
+
+def test_what_nobody_has_asked_for_stays_where_it_is_if_nothing_is_behind_it() -> None:
+    x, into = torch.arange(10.0), torch.zeros(10)
+    with pair() as (here, there):
+        Leaving(x, (2, 1, 0)).go(here)
+        there.read()
+        assert not there._kept
+        ask(there, into, (2, 1, 0))
+        there.read()
+        assert not there._kept
+        assert into.equal(x)
+
+
+def test_a_frame_that_has_begun_leaves_before_anything_else() -> None:
+    long, short = torch.arange(200_000.0), torch.ones(3)
+    into, other = torch.zeros(200_000), torch.zeros(3)
+    with pair() as (here, there):
+        first, second = Leaving(long, (1, 1, 0)), Leaving(short, (2, 1, 0))
+        first.go(here)
+        assert not here.flushed
+        assert first.owner.unsent
+        second.go(here)
+        assert second.owner.unsent == short.nbytes
+        owners = ask(there, into, (1, 1, 0)), ask(there, other, (2, 1, 0), early=True)
+        for _ in range(1000):
+            first.go(here)
+            if not first.owner.unsent:
+                second.go(here)
+            there.read()
+            if not any(owner.unread for owner in owners):
+                break
+        assert into.equal(long)
+        assert other.equal(short)
+        assert not first.owner.unsent
+        assert not second.owner.unsent
+
+
+@pytest.mark.parametrize("first", ["sent", "asked"])
+def test_what_nobody_will_ask_for_any_more_is_told(first: str) -> None:
+    with pair() as (here, there):
+        if first == "sent":
+            Leaving(torch.ones(5), (7, 1, 0)).go(here)
+            ask(there, torch.zeros(1), (6, 1, 0), early=True)
+            there.read()
+            expected = pytest.raises(LostError, match=r"sent item 7, .* where item 8")
+            with expected:
+                ask(there, torch.zeros(5), (8, 1, 0))
+            return
+        ask(there, torch.zeros(5), (8, 1, 0))
+        Leaving(torch.ones(5), (7, 1, 0)).go(here)
+        with pytest.raises(LostError, match=r"sent item 7, .* where item 8"):
+            there.read()
+
+
+@pytest.mark.parametrize(
+    "sent", [(3, 2, 5, 20, 20), (3, 1, 6, 20, 20), (3, 1, 5, 24, 24), (3, 1, 5, 20, 21)]
+)
+def test_frames_of_something_else_are_told(sent: tuple[int, ...]) -> None:
+    """Of another request or name, of another length, longer than what is due."""
+    with pair() as (here, there):
+        ask(there, torch.zeros(5), (3, 1, 5))
+        here.connection.sendall(MARK.pack(*sent))
+        with pytest.raises(
+            LostError, match=r"rank 0 sent item 3, .* of 20 bytes was due"
+        ):
+            there.read()
+
+
+def pieces(x: Tensor, rng: random.Random, done: list[int]) -> Iterator[Memory]:
+    """A tensor's bytes in pieces; what is done after each of them is counted."""
+    memory, at = memory_of(x), 0
+    while at < len(memory):
+        end = at + rng.choice([1, 7, 1000, 1 << 17])
+        yield memory[at:end]
+        done.append(min(end, len(memory)) - at)
+        at = end
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_sending_and_asking_arrives(seed: int, far: bool) -> None:
+    rng = random.Random(seed)
+    requests = {item: rng.randint(1, 3) for item in range(6)}
+    messages = {
+        (item, request, item): torch.randint(0, 99, (rng.choice([1, 9, 90_000]),))
+        for item, count in requests.items()
+        for request in range(count)
+    }
+    into = {asked: torch.zeros_like(x) for asked, x in messages.items()}
+    leaving = {asked: Leaving(x, asked) for asked, x in messages.items()}
+    owners: dict[Asked, Outstanding] = {}
+    done: list[int] = []
+    to_send, to_ask = [*leaving], [*into]
+
+    def some(left: list[Asked]) -> Asked:
+        """Of one item after the other in any order, but of each in its own."""
+        item = rng.choice([asked[0] for asked in left])
+        return next(asked for asked in left if asked[0] == item)
+
+    with pair(far) as (here, there):
+        for _ in range(100_000):
+            if to_send and rng.random() < 0.5:
+                asked = some(to_send)
+                leaving[asked].go(here)
+                if not leaving[asked].rest:
+                    to_send.remove(asked)
+            here.flush()
+            if to_ask and rng.random() < 0.1:
+                asked = some(to_ask)
+                to_ask.remove(asked)
+                owners[asked] = owner = Outstanding(asked, 0, 1)
+                coming = Arrival(into[asked].nbytes, pieces(into[asked], rng, done))
+                there.expect(Coming(0, coming, owner), early=True)
+            there.read()
+            if not to_ask and not any(owner.unread for owner in owners.values()):
+                break
+        assert not there._kept
+        assert not there.coming
+    assert all(into[asked].equal(x) for asked, x in messages.items())
+    assert sum(done) == sum(x.nbytes for x in messages.values())
+    assert not any(each.owner.unsent for each in leaving.values())
