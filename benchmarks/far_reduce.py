@@ -1,4 +1,4 @@
-r"""One all-reduce where ranks are far apart: gradtide's, Gloo's and DDP's, side by side.
+r"""One all-reduce between far ranks: gradtide's, Gloo's and DDP's, side by side.
 
     gradtide lab run --hosts 4 --rate 200mbit --delay 100ms -- \
         python -m benchmarks.far_reduce --rate 200mbit --out out/far_reduce.json
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradtide.core.engine import Engine, Flow
-from gradtide.core.ops import Mean
+from gradtide.core.engine import Engine
+from gradtide.core.ops import Flow, Mean
 from gradtide.lab.rate import parse_rate
 from gradtide.lab.record import commit, machine, versions
 from gradtide.transport.connect import connect
@@ -32,7 +32,7 @@ MEGABYTE = 250_000  # elements
 
 def mean(x: torch.Tensor) -> Flow:
     """A flow that averages a buffer."""
-    answer = yield Mean(x)
+    answer: torch.Tensor = yield Mean(x)
     return answer
 
 

@@ -50,7 +50,7 @@ from gradtide.runtime import join  # noqa: F401  # as above
 from gradtide.runtime.ahead import prepare
 from gradtide.scheme import as_scheme
 from gradtide.transport.doors import Door
-from gradtide.transport.links import MARK
+from gradtide.transport.link import MARK
 from gradtide.transport.opening import HELLO, Meeting
 
 # Torch's store looks up the name of whoever connects, and answers nobody meanwhile.
@@ -279,7 +279,7 @@ class Stranger(threading.Thread):
             return draw.choice(front) + self.pickled
         said = self.heard.said.get(place)
         if kind == "of this run" and said:
-            return draw.choice(said) + MARK.pack(1, 1, 0, 1 << 20)
+            return draw.choice(said) + MARK.pack(1, 1, 0, 1 << 20, 1 << 20)
         if kind in ("of this run", "of an earlier run"):
             return draw.choice(self.heard.before) + draw.randbytes(64)
         return draw.randbytes(int(LONGEST ** draw.random()))

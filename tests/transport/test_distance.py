@@ -150,7 +150,7 @@ def test_what_has_begun_goes_on_while_another_waits() -> None:
     """And no more has begun at a time than the queue lets."""
     log: list[str] = []
     queue = CommQueue("a queue of test_distance", 3)
-    queue.suit_delay(lambda pending: pending == "here", lambda: None)
+    queue.suit_delay(lambda pending: pending == "here", lambda: None, 3)
 
     def note(*words: str) -> Callable[[], None]:
         return lambda: log.append(" ".join(words))

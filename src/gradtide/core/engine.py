@@ -144,10 +144,16 @@ class Engine:
             leave()
             self._run(flight, hold=False)
 
+        def go_on(here: Callable[[Any], bool]) -> None:
+            leave()
+            if (
+                flight.turned
+            ):  # else the first half is under way, which is not this job's
+                self._run(flight, False, False, here)
+
         flight.hold = False
         after = self._last(flight) if flight.hands_over else None
-        advance = partial(self._run, flight, False, False)
-        job = Job(leave, run, after=after, name=flight.name, advance=advance)
+        job = Job(leave, run, after=after, name=flight.name, advance=go_on)
         with record_function(f"gradtide::{flight.name}::release"):
             flight.ticket = self.transport.submit(job)
 
@@ -225,8 +231,9 @@ class Engine:
 
         It ends where links are handed over, too, unless it is to go `through`; and
         where an answer is not `here`, if that is given: by default it is waited for.
+        What is behind a cut where it holds is for who releases it, also if that began.
         """
-        while flight.asked is not None:
+        while flight.asked is not None and not (hold and flight.turned):
             if isinstance(flight.asked, Handover):
                 if not through:
                     return

@@ -177,13 +177,16 @@ class CommQueue:
     def _lane(self) -> _Lane:
         return getattr(self._own, "lane", self._main)
 
-    def suit_delay(self, here: Callable[[Any], bool], wake: Callable[[], None]) -> None:
+    def suit_delay(
+        self, here: Callable[[Any], bool], wake: Callable[[], None], abreast: int
+    ) -> None:
         """Suit ranks that are far apart: have items go on while others wait.
 
         `here` tells whether what was issued is answered; `wake` has who waits look for
-        what was submitted.
+        what was submitted; `abreast`: how many items may be under way at once.
         """
         self._far, self._here, self._wake = True, here, wake
+        self._abreast = abreast
 
     def submit(self, job: Job) -> WorkItem:
         """Put a job in line; RuntimeError once the queue was closed: none would run."""

@@ -24,6 +24,7 @@ from gradtide.transport.hosts import give_up
 from gradtide.transport.inquiry import Inquiry, end
 from gradtide.transport.link import DIFFERENT
 from gradtide.transport.links import (
+    FAR_TRACKS,
     LANES,
     TRACKS,
     Links,
@@ -93,7 +94,7 @@ class GlooTransport:
         """
         self.distance = distance
         if distance.far:
-            self._queue.suit_delay(_here, self._links[0].wake)
+            self._queue.suit_delay(_here, self._links[0].wake, FAR_TRACKS)
         for lane, links in enumerate(self._links):
             links.suit(distance.far and not lane)  # the others are inside hosts
 

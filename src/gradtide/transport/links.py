@@ -36,6 +36,7 @@ from gradtide.transport.link import (
 from gradtide.transport.opening import Meeting
 
 TRACKS = 3  # work items under way at once: of two rings that end together none is left
+FAR_TRACKS = 6  # the same where ranks are far apart: a link is not to wait for answers
 LANES = TRACKS, 1, 1  # of a queue: how many items of each are under way at once
 LOOK = 2.0  # seconds after which a socket is read that was not said to be readable
 
@@ -164,6 +165,7 @@ class Links:
         for link in self.to.values():
             link.suit(far)
         if far:
+            self._tracks = [Track(self) for _ in range(FAR_TRACKS)]
             self._heard, self._ringing = socket.socketpair()
             for end in (self._heard, self._ringing):
                 end.setblocking(False)
