@@ -51,7 +51,7 @@ EXPECTED = {
     "micro": 3,
     "exdyna": 3,
     "deft": 3,
-    "cltk": 3,
+    "cltk": 2,
     "tiledtopk": 1,
     "arctopk": 3,
     "covap": 2,

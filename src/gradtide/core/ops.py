@@ -181,10 +181,12 @@ def crossing(op: Op, group: Group) -> int:
     return 0 if op.inside else group.size // len(op.ranks)
 
 
-def part_sizes(op: Mean | ReduceScatter | AllGather, group: Group) -> list[int]:
+def part_sizes(
+    op: Mean | AllReduce | ReduceScatter | AllGather, group: Group
+) -> list[int]:
     """Lengths of the parts of a request, in rank order: stated or even."""
     length, size = op.tensor.numel(), group.size
-    if isinstance(op, Mean):
+    if isinstance(op, Mean | AllReduce):
         return [length // size + (rank < length % size) for rank in range(size)]
     if op.sizes is not None:
         return list(op.sizes)

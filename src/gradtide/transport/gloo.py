@@ -136,7 +136,7 @@ class GlooTransport:
     def _start(self, asked: _Asked) -> tuple[Any, Begun | None]:
         match asked.op:
             case ops.ToHost(tensor=x):
-                return x, _Later(asked.op, self._pg)
+                return x, None
             case _ if asked.group.size == 1:
                 return alone(asked.op), None
             case ops.ReduceScatter():
@@ -149,15 +149,15 @@ class GlooTransport:
                 return self._all_to_all(asked.op, asked)
             case ops.AllReduce(tensor=x) if self._is_small(x):
                 return x, self._exchange(x, asked)
-            case ops.AllReduce(tensor=x) if asked.some:
-                parts = x.view(-1).tensor_split(asked.group.size)
-                return x, asked.begin(ring.all_reduce(parts, asked.peers))
+            case ops.AllReduce():
+                return self._all_reduce(asked.op, asked, 1)
             case ops.Mean():
-                return self._mean(asked.op, asked)
-            case ops.Broadcast(tensor=x, source=source) if asked.some:
-                return x, _spread(x, source, asked)
-        assert isinstance(asked.op, ops.AllReduce | ops.Broadcast)
-        return asked.op.tensor, _Later(asked.op, self._pg)
+                return self._all_reduce(asked.op, asked, asked.group.size)
+            case ops.Broadcast(tensor=x, source=source):
+                if self._is_spread(asked.op, asked):
+                    return x, _spread(x, source, asked)
+                return x, _Broadcast(asked.op, self._pg)
+        raise AssertionError(asked.op)
 
     def wait(self, pending: Any) -> Any:
         answer, begun, name = pending
@@ -172,6 +172,8 @@ class GlooTransport:
         op, group = asked.op, asked.group
         if isinstance(op, ops.AllReduce) and self._is_small(op.tensor):
             return (group.size - 1) * op.tensor.nbytes
+        if isinstance(op, ops.Broadcast) and self._is_spread(op, asked):
+            return (group.size - 1) * ops.payload_bytes(op, group)
         return ops.payload_bytes(op, group)
 
     def carried(self, total: float, largest: float, smallest: float) -> float:
@@ -248,12 +250,15 @@ class GlooTransport:
         begun = rotation.all_to_all(leaving, arriving, asked.peers)
         return out, asked.begin(begun)
 
-    def _mean(self, op: ops.Mean, asked: _Asked) -> tuple[Tensor, Begun]:
-        x, peers, size = op.tensor, asked.peers, asked.group.size
-        parts = x.split_with_sizes(ops.part_sizes(op, asked.group))
+    def _all_reduce(
+        self, op: ops.AllReduce | ops.Mean, asked: _Asked, divisor: int
+    ) -> tuple[Tensor, Begun]:
+        x, peers = op.tensor, asked.peers
+        parts = x.view(-1).split_with_sizes(ops.part_sizes(op, asked.group))
         if not self._in_one_hop(parts, asked):
-            return x, asked.begin(ring.all_reduce(parts, peers, size))
-        half = asked.begin(rotation.reduce_scatter(parts, peers, asked.number, size))
+            return x, asked.begin(ring.all_reduce(parts, peers, divisor))
+        first = rotation.reduce_scatter(parts, peers, asked.number, divisor)
+        half = asked.begin(first)
 
         def second() -> Transfer:
             return asked.begin(rotation.all_gather(parts, peers))
@@ -272,6 +277,10 @@ class GlooTransport:
             return False
         whole = sum(part.nbytes for part in parts)
         return most <= HOP or self.distance.direct_pays(whole, asked.group.size)
+
+    def _is_spread(self, op: ops.Broadcast, asked: _Asked) -> bool:
+        """Whether a broadcast takes one hop, which some ranks have no other way for."""
+        return asked.some or self._in_one_hop([op.tensor], asked)
 
     def _is_small(self, x: Tensor) -> bool:
         return self.group.size <= FEW and x.nbytes <= SMALL
@@ -371,38 +380,33 @@ def _numbered(op: Op, item: WorkItem) -> int:
     return item.requests[ranks]
 
 
-class _Later:
-    """A collective of Gloo's, started when it is waited for.
+class _Broadcast:
+    """Gloo's broadcast, started when it is waited for.
 
     Gloo matches its collectives by their order alone, and only the order of working is
     the same on every rank, not that of beginning.
     """
 
-    def __init__(
-        self, op: ops.AllReduce | ops.Broadcast | ops.ToHost, pg: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, op: ops.Broadcast, pg: dist.ProcessGroup) -> None:
         self._op, self._pg = op, pg
 
     def here(self) -> bool:
-        return isinstance(self._op, ops.ToHost)
+        return False
 
     def finish(self, drained: Callable[[], None]) -> None:
-        work, pg = None, self._pg
-        match self._op:
-            case ops.AllReduce(tensor=x):
-                work = dist.all_reduce(x, group=pg, async_op=True)
-            case ops.Broadcast(tensor=x, source=root):
-                work = dist.broadcast(x, group_src=root, group=pg, async_op=True)
+        x, root = self._op.tensor, self._op.source
+        work = dist.broadcast(x, group_src=root, group=self._pg, async_op=True)
         drained()
         if work is not None:
             work.wait()
 
 
-Begun: TypeAlias = Transfer | _Halves | _Later  # what was begun, and is to be finished
+# What was begun, and is to be finished.
+Begun: TypeAlias = Transfer | _Halves | _Broadcast
 
 
 def _spread(x: Tensor, source: int, asked: _Asked) -> Transfer:
-    """A broadcast among some ranks: the source sends to each of them."""
+    """A broadcast in one hop: the source sends to everybody."""
     rank, size = asked.group
     nothing = x.new_empty(0)
     leaving = [x if rank == source else nothing] * size

@@ -31,17 +31,16 @@ def seconds(op: Op, group: Group, network: Network) -> float:
         return 0.0
     few = group.size <= network.one_hop_ranks
     match op:
-        case ops.Mean() | ops.ReduceScatter() | ops.AllGather():
-            width, halves = op.tensor.element_size(), 1 + isinstance(op, ops.Mean)
+        case ops.AllReduce(tensor=x) if few and x.nbytes <= network.small_bytes:
+            return direct([x.nbytes] * group.size, 0, network)
+        case ops.Mean() | ops.AllReduce() | ops.ReduceScatter() | ops.AllGather():
+            width = op.tensor.element_size()
+            halves = 1 + isinstance(op, ops.Mean | ops.AllReduce)
             sizes = [n * width for n in ops.part_sizes(op, group)]
             pays = network.distance.direct_pays(sum(sizes), group.size)
             if few and (pays or max(sizes) <= network.one_hop_bytes):
                 return halves * direct([max(sizes)] * group.size, 0, network)
             return halves * ring(sizes, network)
-        case ops.AllReduce(tensor=x):
-            if few and x.nbytes <= network.small_bytes:
-                return direct([x.nbytes] * group.size, 0, network)
-            return 2 * ring([x.nbytes / group.size] * group.size, network)
         case ops.AllToAll(tensor=x, send=send, recv=recv):
             row = x.nbytes / max(len(x), 1)
             ways = ([n * row for n in numels] for numels in (send, recv))
@@ -49,8 +48,19 @@ def seconds(op: Op, group: Group, network: Network) -> float:
         case ops.Swap(tensor=x, peer=peer):
             return swap(x.nbytes, group.rank, peer, network)
         case ops.Broadcast(tensor=x):
+            if is_spread(op, group, network):
+                return direct([x.nbytes] * group.size, 0, network)
             return broadcast(x.nbytes, network)
     return 0.0
+
+
+def is_spread(op: Op, group: Group, network: Network) -> bool:
+    """Whether this is a broadcast whose source sends to everybody."""
+    if not isinstance(op, ops.Broadcast) or group.size > network.one_hop_ranks:
+        return False
+    nbytes = op.tensor.nbytes
+    pays = network.distance.direct_pays(nbytes, group.size)
+    return pays or nbytes <= network.one_hop_bytes
 
 
 def hops(op: Op, group: Group) -> int:

@@ -9,7 +9,7 @@ order is a function of the program (guard: tests/planner/test_virtual.py).
 
 [Note: Moments to begin early] The real queue looks for the next item once all that a
 request sends has left: rings and direct messages near their end, swaps at any time, and
-Gloo's own collectives only when they start.
+Gloo's broadcast only when it starts.
 
 [Note: Lanes] What items do inside hosts before and after runs on a time of its own
 each, in the order of submission, as in the lanes of the real queue. It shares its link
@@ -205,10 +205,9 @@ class VirtualTransport:
         self._keep_busy(self.overhead * self.network.device.request)
         posted = cost.seconds(message, circle.group, circle.charges)
         self.processor += self.overhead * posted
-        size = circle.group.size
-        small = isinstance(message, ops.AllReduce) and self._is_small(message, size)
         pending = Pending(message, circle, None)
-        if small or not isinstance(message, ops.AllReduce | ops.Broadcast):
+        spread = cost.is_spread(message, circle.group, circle.charges)
+        if spread or not isinstance(message, ops.Broadcast):
             pending.ends = self._travel(pending)
         return pending
 
@@ -316,14 +315,15 @@ class VirtualTransport:
         return self._wire
 
     def _window(self, pending: Pending, ends: float) -> Window:
-        start, op = self.clock(), pending.op
-        if isinstance(op, ops.Swap | ops.AllReduce):
+        start, op, size = self.clock(), pending.op, pending.circle.group.size
+        if isinstance(op, ops.Swap) or self._is_small(op, size):
             return Window(start, ends, ends)
-        hops = (1 + isinstance(op, ops.Mean)) * (pending.circle.group.size - 1)
+        hops = (1 + isinstance(op, ops.Mean | ops.AllReduce)) * (size - 1)
         tail = (ends - start) / hops
         return Window(ends - tail, ends, ends)
 
-    def _is_small(self, op: ops.AllReduce, size: int) -> bool:
-        """Whether it goes in one hop, and not as one of Gloo's collectives."""
-        few = size <= self.network.one_hop_ranks
-        return few and op.tensor.nbytes <= self.network.small_bytes
+    def _is_small(self, op: Op, size: int) -> bool:
+        """Whether it is a sum of which everybody is sent all."""
+        if not isinstance(op, ops.AllReduce) or size > self.network.one_hop_ranks:
+            return False
+        return op.tensor.nbytes <= self.network.small_bytes

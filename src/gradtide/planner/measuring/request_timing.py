@@ -92,8 +92,8 @@ def kinds(bench: Bench, inside: bool = False) -> list[Kind]:
         Kind("Swap", "swap", 1 << 12, lambda x, _: ops.Swap(x, pair), 1.0, True),
         Kind("AllGather", "ring", ring, gather, 2.0),
         # A root that sends on and on would hide the tree.
-        Kind("Broadcast", "broadcast", 1 << 12, broadcast, 2.0, apart=True),
-        # Gloo's own, not fitted: beside the ring that stands for it.
+        Kind("Broadcast", "broadcast", ring // size, broadcast, 2.0, apart=True),
+        # Not fitted: beside the ring that stands for it.
         Kind("AllReduce", "", ring, lambda x, _: ops.AllReduce(x)),
     ]
 
