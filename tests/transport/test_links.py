@@ -163,11 +163,20 @@ def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
         together(work, size)
 
 
-@pytest.mark.parametrize("most", [0, link.HELD])
-def test_sockets_hold_pieces_where_the_system_lets_them(
-    most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("far", "most", "tuned", "asks"),
+    [
+        (False, 0, 0, False),
+        (False, link.HELD, 0, True),
+        (True, link.HELD, 4 * link.HELD, False),
+        (True, link.HELD, link.HELD, True),
+    ],
+)
+def test_sockets_hold_more_where_the_system_lets_them(
+    far: bool, most: int, tuned: int, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "_most_held", lambda: most)
+    monkeypatch.setattr(link, "_most_tuned", lambda: tuned)
     asked: list[int] = []
 
     class Watched(socket.socket):
@@ -176,8 +185,8 @@ def test_sockets_hold_pieces_where_the_system_lets_them(
             super().setsockopt(level, option, value)
 
     with Watched(socket.AF_INET) as connection:
-        link.Link(1, connection).suit(far=False)
-    assert (socket.SO_SNDBUF in asked) == bool(most)
+        link.Link(1, connection).suit(far)
+    assert (socket.SO_SNDBUF in asked) == asks
 
 
 def send(links: Links, peer: int, x: Tensor) -> Transfer:
