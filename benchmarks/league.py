@@ -15,7 +15,8 @@ from more seeds, whose curves are averaged.
 `race` trains at that rate over shaped links, one after the other, with the clock of
 training alone. `pace` is for links over which that would take hours: it times a
 training of a few steps whose warm-up is as short in proportion, and its clock,
-stretched, is put to the curve that the contestant had on loopback. The target is the
+stretched, is put to the curve that the contestant had on loopback; `predict` makes
+such clocks for links with a delay and writes nothing. The target is the
 loss at which tuned DDP ends, and half a per cent more; the table says how much sooner
 than DDP each is there. What the record holds already is not run again.
 """
@@ -49,6 +50,20 @@ OURS = ",".join(
         "topka2a(0.02, schedule='local', warmup=120, wire='e3m0')",
     )
 )
+
+
+# Messages that wait for each other in a step: in a dense first phase, how long that is
+# of all, and afterwards. Of Gloo's as many as such requests took in the lab
+# (`hops.py`), not as many as are needed.
+WAITS = {
+    "ddp": (14, 0.0, 14),
+    "ddp bf16": (14, 0.0, 14),
+    "powersgd hook, rank 32": (14, 0.1, 42),
+    "1-bit adam": (14, 0.2, 18),
+    "wfbp": (2, 0.0, 2),
+    "exdyna": (2, 0.4, 4),
+    "topka2a": (2, 0.4, 3),
+}
 
 
 def make(name: str, share: float = 1.0) -> Make:
@@ -221,6 +236,25 @@ class League:
             print(f"{name}, {rate}: {sum(laps) / len(laps):.3f} s a step", flush=True)
             args.out.write_text(json.dumps(self.record, indent=1) + "\n")
 
+    def predict(self, way: float) -> None:
+        """Paces over links on which a message is under way for so many seconds.
+
+        They are those that the record has of the same links without that, and what
+        waits.
+        """
+        for row in [*self.record["paces"]]:
+            name, laps = row["name"], row["laps"]
+            known = WAITS.get(name) or WAITS.get(name.split("(")[0])
+            if known is None or "," in row["rate"]:
+                continue
+            dense, share, after = known
+            late = [
+                lap + way * (dense if i < share * len(laps) else after)
+                for i, lap in enumerate(laps)
+            ]
+            rate = f"{row['rate']}, {2e3 * way:g}ms, predicted"
+            self.record["paces"].append({"name": name, "rate": rate, "laps": late})
+
     def learned(self, name: str) -> dict[str, Any]:
         """The curve that a contestant's paces are put to, and its `factor`."""
         if not self.args.curves:
@@ -302,7 +336,7 @@ def there(row: dict[str, Any], target: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("tune", "pace", "race", "table"))
+    parser.add_argument("what", choices=("tune", "pace", "race", "predict", "table"))
     parser.add_argument("--workload", default="gpt-small")
     parser.add_argument("--schemes", default=OURS, help="of gradtide, commas between")
     parser.add_argument("--rivals", default=";".join(RIVALS), help="semicolons between")
@@ -314,13 +348,17 @@ def main() -> None:
         "--curves", nargs="*", type=Path, default=[], help="learning.py's, not tuned"
     )
     parser.add_argument("--paced", type=int, default=40, help="steps that are timed")
+    parser.add_argument("--ways", type=float, nargs="*", default=[0.02, 0.05])
     parser.add_argument("--every", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of a race")
     parser.add_argument("--seeds", type=int, default=1, help="at the best rate")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     league = League(args)
-    if args.what == "table":
+    if args.what == "predict":
+        for way in args.ways:
+            league.predict(way)
+    if args.what in ("predict", "table"):
         print(league.table())
         return
     torch.set_num_threads(1)

@@ -20,6 +20,8 @@ import gradtide
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllGather, AllReduce, Flow, Group, ReduceScatter
 from gradtide.core.transport import Job
+from gradtide.planner.measure import measure
+from gradtide.planner.network import Network
 from gradtide.transport import connect, gloo
 from gradtide.transport.comm_queue import CommQueue
 from gradtide.transport.distance import Distance, distance_of, one_way
@@ -107,6 +109,21 @@ def _collected() -> bool:
     del transport
     gc.collect()
     return known() is None
+
+
+def test_a_measured_network_says_how_far_its_ranks_are() -> None:
+    """So that the planner asks as these ranks do."""
+    for network in run_ranks(2, _measured):
+        assert network.delay == AWAY.hop
+        assert network.distance.far
+
+
+def _measured() -> Network:
+    be_far()
+    transport = connect(None, torch.device("cpu"))
+    network = measure(transport, 0.1, torch.device("cpu"))
+    transport.close()
+    return network
 
 
 def test_items_go_on_while_others_wait_and_keep_their_order() -> None:

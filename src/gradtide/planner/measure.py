@@ -58,7 +58,7 @@ def measure(transport: Transport, budget: float, device: torch.device) -> Networ
     size, found = transport.group.size, alike(transport.hosts)
     local = found if isinstance(found, int) else len(found[0])
     local = 1 if local == size else local  # the ranks of a single host: so many hosts
-    like = Network(size // local, local, FREE)
+    like = Network(size // local, local, FREE, delay=transport.delay)
     inter, _ = measure_link(bench, like, SHARES[0] * budget)
     return finish(bench, replace(like, inter=inter), budget)
 

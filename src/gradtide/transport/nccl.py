@@ -82,7 +82,7 @@ class NcclTransport:
         self._pg, self._control, self._device = pg, control, device
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.gather_objects = control.gather_objects
-        self.progress = control.progress
+        self.progress, self.delay = control.progress, 0.0
         # On the parameters' device, which need not be the current one.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._worded = False  # what has begun asks for words, see [Note: Words]

@@ -67,6 +67,7 @@ class StagedTransport:
         self._pinned = Pinned()
         self.gather_objects, self.close = host.gather_objects, host.close
         self.carried, self.progress = host.carried, host.progress
+        self.delay = host.delay
 
     @property
     def payload_bytes(self) -> int:

@@ -100,7 +100,7 @@ class VirtualTransport:
         self.network = network
         self.group = Group(rank, network.size)
         self.hosts = network.members
-        self.progress = Progress()
+        self.progress, self.delay = Progress(), network.delay
         self.payload_bytes = 0
         self.processor = 0.0  # seconds of the rank's, for exchanges
         self.overhead = 1.0  # times what is counted, that the queue works for longer

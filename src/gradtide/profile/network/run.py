@@ -107,7 +107,7 @@ def measure(plan: Plan, tell: Tell = silent) -> Found:
     like = Network(hosts, 1, FREE, rate=plan.rate)
     inter, rows["inter"] = _between(heads, like, budget, device, tell)
     transport = connect(None, device)
-    network = replace(network, inter=inter)
+    network = replace(network, inter=inter, delay=transport.delay)
     network = finish(Bench(transport, device, tell), network, plan.seconds)
     transport.close()
     tell("inversions and products of matrices")
@@ -132,7 +132,8 @@ def _between(
     for group in made:
         if isinstance(group, dist.ProcessGroup):  # one that this rank is in
             transport = connect(group, device)
-            found = [measure_link(Bench(transport, device, tell), like, budget)]
+            known = replace(like, delay=transport.delay)
+            found = [measure_link(Bench(transport, device, tell), known, budget)]
             transport.close()
     dist.broadcast_object_list(found, src=0)
     assert found[0] is not None
