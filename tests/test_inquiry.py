@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing as mp
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -290,3 +292,23 @@ def test_the_timeout_of_the_users_store_stays() -> None:
         return bool(store.timeout == before)
 
     assert run_ranks(2, run) == [True, True]
+
+
+def test_no_garbage_is_collected_where_python_looks_at_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[bool] = []
+
+    def frames() -> dict[int, Any]:
+        found.append(gc.isenabled())
+        return {}
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    for collects in (True, False):
+        (gc.enable if collects else gc.disable)()
+        try:
+            assert inquiry.frame_of(7) is None
+            assert gc.isenabled() == collects
+        finally:
+            gc.enable()
+    assert found == [False, False]

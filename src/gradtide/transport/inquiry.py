@@ -22,6 +22,7 @@ peer may then never answer. (Guard: tests/test_program_end.py.)
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -259,7 +260,7 @@ class Inquiry:
         except (KeyError, ValueError, RuntimeError):
             doing = "has called destroy_process_group()"
             return Position(steps, items, doing, final=True)
-        seen = _seen(sys._current_frames().get(self._progress.trainer))
+        seen = _seen(frame_of(self._progress.trainer))
         return Position(steps, items, **at, **seen)
 
     # - The end ------------------------------------------------------------------------
@@ -352,6 +353,22 @@ def end(inquiry: Inquiry) -> None:
     inquiry.stop_queue()
     if error is None:
         inquiry.tell()
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of a thread, None if it has ended.
+
+    Python holds a lock meanwhile that a thread takes at its end. Some versions, 3.11
+    among them, may collect garbage there: were that a replica, whose end waits for its
+    threads, all would stand still (cpython's issue 106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _seen(frame: FrameType | None) -> dict[str, Any]:
