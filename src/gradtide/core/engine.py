@@ -146,9 +146,8 @@ class Engine:
 
         def go_on(here: Callable[[Any], bool]) -> None:
             leave()
-            if (
-                flight.turned
-            ):  # else the first half is under way, which is not this job's
+            # Until it is at its cut, its first half is another job's.
+            if flight.turned:
                 self._run(flight, False, False, here)
 
         flight.hold = False

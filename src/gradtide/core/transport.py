@@ -78,7 +78,11 @@ class Transport(Protocol):
     group: Group
     hosts: tuple[tuple[int, ...], ...]  # the ranks of each, by their first
     progress: Progress
-    delay: float  # seconds to another host, if ways to answer are chosen by them
+
+    @property
+    def delay(self) -> float:
+        """Seconds to another host, if ways to answer are chosen by them, or 0."""
+        ...
 
     @property
     def payload_bytes(self) -> int:

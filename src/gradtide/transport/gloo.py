@@ -55,7 +55,7 @@ class GlooTransport:
         self.hosts: Members = rows(pg.size(), 1)
         self.progress = Progress()
         self.payload_bytes = 0
-        self.distance, self.delay = Distance(), 0.0
+        self.distance = Distance()
         self._pg = pg
         self._queue = CommQueue(f"gradtide {pg.group_name}", TRACKS)
         self.submit = self._queue.submit
@@ -92,11 +92,16 @@ class GlooTransport:
 
         Nothing is under way.
         """
-        self.distance, self.delay = distance, distance.hop
+        self.distance = distance
         if distance.far:
             self._queue.suit_delay(_here, self._links[0].wake, FAR_TRACKS)
         for lane, links in enumerate(self._links):
             links.suit(distance.far and not lane)  # the others are inside hosts
+
+    @property
+    def delay(self) -> float:
+        """Seconds that a message is under way to the next host."""
+        return self.distance.hop
 
     @property
     def error(self) -> BaseException | None:

@@ -142,9 +142,7 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer, self.connection = peer, connection
         self.number = connection.fileno()
-        self.coming: dict[
-            int, deque[Coming]
-        ] = {}  # by their items; of none it is empty
+        self.coming: dict[int, deque[Coming]] = {}  # by items; no deque is empty
         self.events = 0  # that are polled for
         self._first = 0  # the first item that may yet ask for something
         self._kept: dict[int, deque[_Kept]] = {}  # by their items
@@ -194,7 +192,7 @@ class Link:
             rest, self._rest = self._rest, None
             if not self._push(*rest, more=False):
                 self._rest = rest
-        return self._rest is None
+        return self.flushed
 
     @property
     def flushed(self) -> bool:
@@ -226,8 +224,8 @@ class Link:
         self.coming.setdefault(coming.item, deque()).append(coming)
         if not early:
             self._first = coming.item
-            for item in self._kept:
-                self._refuse_past(item, *self._kept[item][0])
+            for kept in self._kept.values():
+                self._refuse_past(kept[0])
         self._hand_over(coming.item)
 
     def read(self) -> None:
@@ -265,7 +263,7 @@ class Link:
             self._due = self._into.due[: self._left]
             return
         self._into = _Kept(tuple(said), memoryview(bytearray(self._left)))
-        self._refuse_past(item, *self._into)
+        self._refuse_past(self._into)
         self._due = self._into.memory
 
     def _take(self, count: int) -> bool:
@@ -313,11 +311,11 @@ class Link:
         if not self.coming[item]:
             del self.coming[item]
 
-    def _refuse_past(self, item: int, said: tuple[int, ...], memory: Memory) -> None:
+    def _refuse_past(self, kept: _Kept) -> None:
         """Raise LostError if nobody will ask for what has come."""
-        if item < self._first and item not in self.coming:
+        if kept.said[0] < self._first and kept.said[0] not in self.coming:
             waiting = self.coming.get(self._first) or next(iter(self.coming.values()))
-            waiting[0].check(said, len(memory))
+            waiting[0].check(kept.said, len(kept.memory))
 
     def await_more(self) -> None:
         """Have this thread be woken by a piece, or by as much of a long one."""

@@ -37,8 +37,7 @@ def seconds(op: Op, group: Group, network: Network) -> float:
             width = op.tensor.element_size()
             halves = 1 + isinstance(op, ops.Mean | ops.AllReduce)
             sizes = [n * width for n in ops.part_sizes(op, group)]
-            pays = network.distance.direct_pays(sum(sizes), group.size)
-            if few and (pays or max(sizes) <= network.one_hop_bytes):
+            if in_one_hop(sizes, network, group):
                 return halves * direct([max(sizes)] * group.size, 0, network)
             return halves * ring(sizes, network)
         case ops.AllToAll(tensor=x, send=send, recv=recv):
@@ -48,19 +47,18 @@ def seconds(op: Op, group: Group, network: Network) -> float:
         case ops.Swap(tensor=x, peer=peer):
             return swap(x.nbytes, group.rank, peer, network)
         case ops.Broadcast(tensor=x):
-            if is_spread(op, group, network):
+            if in_one_hop([x.nbytes], network, group):
                 return direct([x.nbytes] * group.size, 0, network)
             return broadcast(x.nbytes, network)
     return 0.0
 
 
-def is_spread(op: Op, group: Group, network: Network) -> bool:
-    """Whether this is a broadcast whose source sends to everybody."""
-    if not isinstance(op, ops.Broadcast) or group.size > network.one_hop_ranks:
+def in_one_hop(sizes: Sequence[float], network: Network, group: Group) -> bool:
+    """Whether parts of so many bytes go directly, as `transport.gloo` decides it."""
+    if group.size > network.one_hop_ranks:
         return False
-    nbytes = op.tensor.nbytes
-    pays = network.distance.direct_pays(nbytes, group.size)
-    return pays or nbytes <= network.one_hop_bytes
+    pays = network.distance.direct_pays(sum(sizes), group.size)
+    return pays or max(sizes) <= network.one_hop_bytes
 
 
 def hops(op: Op, group: Group) -> int:

@@ -206,8 +206,10 @@ class VirtualTransport:
         posted = cost.seconds(message, circle.group, circle.charges)
         self.processor += self.overhead * posted
         pending = Pending(message, circle, None)
-        spread = cost.is_spread(message, circle.group, circle.charges)
-        if spread or not isinstance(message, ops.Broadcast):
+        # A long broadcast is Gloo's, and starts when it is waited for.
+        if not isinstance(message, ops.Broadcast) or cost.in_one_hop(
+            [message.tensor.nbytes], circle.charges, circle.group
+        ):
             pending.ends = self._travel(pending)
         return pending
 
