@@ -391,6 +391,26 @@ class Replica:
         more = residual_norms(self._training) if residual else {}
         return {**self._metrics.read(self._session.trained), **more}
 
+    def stop(self) -> None:
+        """Have all ranks stop after the same step. Local.
+
+        Any rank may call it. That is told in the message that ends the next backward,
+        which travels anyway. Ask `stopping` after each step. A signal's handler may
+        call this.
+        """
+        self._session.notices.stop = True
+
+    @property
+    def stopping(self) -> bool:
+        """Whether some rank has called `stop`. Local, and alike on all ranks.
+
+        Ask between `optimizer.step()` and the next backward: after the same step the
+        answer is the same on every rank. It comes with the step in which some rank has
+        called `stop` before backward ended, or, where updates are deferred, one step
+        later; in a round of several steps, with its exchange.
+        """
+        return self._session.heard.stop
+
     def flush(self) -> None:
         """Apply the updates that `step()` has deferred. Local.
 

@@ -40,6 +40,7 @@ from gradtide.runtime.guards.validation import (
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.layout.broadcast import synchronize
 from gradtide.runtime.layout.parameters import averaged
+from gradtide.runtime.notices import Heard, Notices
 from gradtide.runtime.optimizer.finder import Finder
 from gradtide.runtime.training import Training
 from gradtide.scheme import (
@@ -123,6 +124,7 @@ class Session:
         self.engine.levels = levels_of(transport.group, self.scheme.levels)
         synchronize(self.engine, alike)  # tensors that become rank 0's
         self._shared_buffers = SharedBuffers(model, self.engine)
+        self.notices = Notices(self._shared_buffers)
         self._buffers = buffers == "broadcast"
         self._check_every = check_every
         self._scales = Scales(self.engine, grad_scaler)
@@ -150,7 +152,8 @@ class Session:
         model, now, self.optimizer = self.model, self._now(self.scheme), optimizer
         self._admitted = SetupGuard(model, optimizer)
         known = self.engine, self._scales, self._check_every, self._shared_buffers
-        self.trained = Training(Setup(model, optimizer, now, *known))
+        setup = Setup(model, optimizer, now, *known, self.notices)
+        self.trained = Training(setup)
         self._hooks = Hooks(
             self.training,
             self._buffers,
@@ -249,6 +252,12 @@ class Session:
         before.actions.members.follow(after)
         if self._comm_hook:
             self._exchange_by_hook(*self._comm_hook)
+
+    @property
+    def heard(self) -> Heard:
+        """What all ranks have heard of each other, alike after the same step."""
+        deferred = self.training.step.schedule.update == "forward"
+        return self.notices.settled if deferred else self.notices.last
 
     # - The scheme ---------------------------------------------------------------------
 

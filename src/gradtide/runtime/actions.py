@@ -28,6 +28,7 @@ from gradtide.runtime.guards.scales import Scales
 from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.runtime.layout.placement import Placement
 from gradtide.runtime.members import Members
+from gradtide.runtime.notices import Notices
 from gradtide.runtime.turns import Turns
 from gradtide.scheme import Scheme
 
@@ -47,6 +48,7 @@ class Setup:
     scales: Scales
     check_every: int
     buffers: SharedBuffers
+    notices: Notices
 
 
 class Actions:
@@ -56,6 +58,7 @@ class Actions:
         step: The order of a step.
         placement: Where gradients go.
         tally: The message at the end of backward.
+        notices: What all ranks hear of each other, whatever a step exchanges.
         guard, check: What refuses gradients, and parameters that have come apart.
         exchange: What this step exchanges; `eager` is its own, for the hot path.
         chosen: What the scheme exchanges, once its warm-up is over.
@@ -71,13 +74,13 @@ class Actions:
     ) -> None:
         model, engine = setup.model, setup.engine
         self.engine, self._optimizer = engine, setup.optimizer
-        self._scales = setup.scales
+        self._scales, self.notices = setup.scales, setup.notices
         self.step = Step(self, setup.scheme.schedule)
         self.placement = placement = Placement(model, setup.scheme, engine.group.size)
         self.guard = NonFiniteGuard(placement, engine.transport)
         every, shards = setup.check_every, placement.shards
         self.check = ParameterCheck(model, engine.transport, every, shards)
-        told = self.guard, self.check, setup.buffers, setup.scales
+        told = self.guard, self.check, setup.notices, setup.scales
         self.tally = Tally(engine, placement, *told)
         self.preconditioning = stage(placement)
         self._stage = self.preconditioning or Unpreconditioned(placement)
@@ -92,7 +95,7 @@ class Actions:
             engine,
             placement,
             self.guard,
-            setup.buffers,
+            setup.notices,
             setup.optimizer,
         )
         self.gradients = GradientExchange(
@@ -167,6 +170,7 @@ class Actions:
         number = bool(self.placement.recorded) if self.eager else self.step.position
         ordering = self.members.announce(Event.BACKWARD, number) and self.eager
         self.tally.learn()  # on every rank, whatever each has asked for since
+        self.notices.settle()
         self.check.refuse()
         self._scales.refuse()
         self.turn_to(self.chosen.next())

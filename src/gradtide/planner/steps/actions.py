@@ -21,6 +21,7 @@ from gradtide.planner.trace import StepTrace, Unit
 from gradtide.runtime.exchange.preconditioned import Launchable, Preconditioning
 from gradtide.runtime.exchange.unpreconditioned import Unpreconditioned
 from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.notices import COUNT
 from gradtide.scheme import Scheme
 
 
@@ -109,8 +110,9 @@ class Actions:
         self.stage.collect()
 
     def conclude(self, hold: bool) -> None:
-        # Who used what, who met what is not finite; two flags, three of a GradScaler.
-        numel = len(self.trace.units) + self._ranks + 5
+        # Who used what, who met what is not finite; notices, a wish for norms, and
+        # three numbers of a GradScaler.
+        numel = len(self.trace.units) + self._ranks + COUNT + 4
         norms = hold and self.second is not None  # see `deferred.tally`
         if norms:
             numel += len(self.trace.units) + 2 * len(self.buckets)

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from gradtide.planner.trace import Unit
 from gradtide.runtime.layout.buckets import LARGE, GradientBucket
+from gradtide.runtime.notices import COUNT
 from gradtide.scheme import Scheme
 
 BEFORE, OFFERED, SETTLED = 1, 3, 3  # passes: see [Note: Passes]
@@ -94,5 +95,5 @@ def exchange_of(
     late = LATE if schedule.delay else 0
     passes = SETTLED + late + (MOMENTUM if momentum else 0)
     if schedule.rounds:  # also what is trained, and a checksum of what leaves
-        return SimSteps(passes, 0, (size + 2 + num_units + 2 * size, 0))
-    return SimSteps(passes, BEFORE, (size + 2, 1 + num_units))
+        return SimSteps(passes, 0, (size + COUNT + 1 + num_units + 2 * size, 0))
+    return SimSteps(passes, BEFORE, (size + COUNT + 1, 1 + num_units))

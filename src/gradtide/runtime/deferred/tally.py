@@ -1,11 +1,11 @@
 """What all ranks add up at the end of backward, in one small message.
 
-It says who used which parameters, who met what is not finite, who has other buffers
-than all agreed on, and whether GradScalers have the same scale; now and then it has a
-checksum of each rank's parameters. Once any rank has been asked for a norm it also
-holds, of every parameter, the square of the 2-norm of the mean: each rank adds up that
-of the part it owns. A rank's wish travels with the message of one step and is granted
-by all in the next: so nobody asks by itself.
+It says who used which parameters, who met what is not finite, and whether GradScalers
+have the same scale; the notices that go with any such message are in it (`notices`),
+and now and then a checksum of each rank's parameters. Once any rank has been asked for
+a norm it also holds, of every parameter, the square of the 2-norm of the mean: each
+rank adds up that of the part it owns. A rank's wish travels with the message of one
+step and is granted by all in the next: so nobody asks by itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from gradtide.core.engine import Engine
 from gradtide.core.ops import AllReduce
 from gradtide.core.payload import traits
-from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.deferred.partial_norms import measure
 from gradtide.runtime.guards.checksum import ParameterCheck
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.guards.scales import Scales
 from gradtide.runtime.layout.buckets import GradientBucket, Slot
 from gradtide.runtime.layout.placement import Placement
+from gradtide.runtime.notices import COUNT, Notices
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Tally:
     _placement: Placement
     _guard: NonFiniteGuard
     _check: ParameterCheck
-    _buffers: SharedBuffers
+    _notices: Notices
     _scales: Scales
     _answer: Callable[[], Any] | None = None
     _measured: bool = False  # the message on its way has norms
@@ -58,11 +58,11 @@ class Tally:
         # The training thread may finish them before the message is made.
         flights = [bucket.flight for bucket in buckets]
         words, scales = self._check.words(abstain), self._scales.words(abstain)
-        changed = self._buffers.changed()
+        notices = self._notices.flags()
         self._measured = measured = self.granted and hold
 
         def message() -> AllReduce:
-            own = changed, self.wished
+            own = *notices, self.wished
             flags = [*arrived, *words(), *scales(), *self._guard.flags(), *own]
             if not measured:
                 return AllReduce(torch.tensor(flags, dtype=torch.int32, device="cpu"))
@@ -91,8 +91,8 @@ class Tally:
             self._note(slots, iter(numbers[-count:]))
             del numbers[-count:]
         self.granted |= numbers.pop() > 0
-        self._buffers.note(numbers.pop() > 0)
-        self._guard.update(numbers)
+        self._notices.hear(numbers[-COUNT:])
+        self._guard.update(numbers[:-COUNT])
 
     def _note(self, slots: Sequence[Slot], norms: Iterator[float]) -> None:
         """Take in what `measure` has told, added up over all ranks.

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
 from gradtide.core.step import Step
-from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import Saved
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.runtime.layout.placement import Placement
+from gradtide.runtime.notices import Notices
 
 
 class Exchange(Protocol):
@@ -95,5 +95,5 @@ class Surroundings:
     engine: Engine
     placement: Placement
     guard: NonFiniteGuard
-    buffers: SharedBuffers
+    notices: Notices
     optimizer: Optimizer

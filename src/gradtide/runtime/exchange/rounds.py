@@ -39,6 +39,7 @@ from gradtide.runtime.exchange.round_state import SavedRound
 from gradtide.runtime.guards.checksum import checksum, differ, words_of
 from gradtide.runtime.guards.nonfinite import not_finite
 from gradtide.runtime.layout.buckets import GradientBucket, Slot
+from gradtide.runtime.notices import COUNT
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local
 
@@ -62,7 +63,7 @@ class RoundExchange:
         before: Exchange,
     ) -> None:
         self._engine, self._placement = around.engine, around.placement
-        self._guard, self._buffers = around.guard, around.buffers
+        self._guard, self._notices = around.guard, around.notices
         self._around, self._step = around, around.step
         self._schedule, self._before = scheme.schedule, before
         self.consensus = consensus
@@ -105,24 +106,24 @@ class RoundExchange:
     def _add_up(self, flags: Sequence[int], leaving: int | None) -> list[int]:
         """Add up the ranks' flags.
 
-        Others go with them: whether buffers are others, whether any parameter has
-        become infinite or NaN, what is trained, and a checksum of what is leaving. What
+        Others go with them: this rank's notices, whether any parameter has become
+        infinite or NaN, what is trained, and a checksum of what is leaving. What
         is trained is what a round's steps have changed, or the one to come will; when
         it is closing, whatever may differ between ranks.
         """
         astray, leave = self._astray(), self._leaving(leaving)
         slots = [*self._placement.slots]
-        more = [self._buffers.changed(), astray is not None]
+        more = [*self._notices.flags(), astray is not None]
         more += [slot.arrived or self._is_changed(slot) for slot in slots]
         own = [*flags, *more, *self._words(leave)]
         message = AllReduce(torch.tensor(own, dtype=torch.int32, device="cpu"))
         told = iter(self._engine.ask("finite", message)().tolist())
         counts = [*islice(told, len(flags))]
-        changed, gone = islice(told, 2)
+        *notices, gone = islice(told, COUNT + 1)
         self.consensus.hear(slots, [*islice(told, len(slots))])
         if self._placement.shards.anywhere(gone > 0):
             self._refuse(astray)
-        self._buffers.note(changed > 0)
+        self._notices.hear(notices)
         if differ([*told]):
             alike = {slot.param for bucket in leave for slot in bucket.slots}
             self.consensus.compare("as a fragment leaves", APART, alike)

@@ -59,6 +59,7 @@ from gradtide.runtime.checkpoint import (
 from gradtide.runtime.exchange import Exchange, Surroundings
 from gradtide.runtime.exchange.consensus import Consensus
 from gradtide.runtime.layout.buckets import GradientBucket, Slot
+from gradtide.runtime.notices import COUNT
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local
 
@@ -81,7 +82,7 @@ class StepExchange:
         before: Exchange,
     ) -> None:
         self._engine, self._placement = around.engine, around.placement
-        self._guard, self._buffers = around.guard, around.buffers
+        self._guard, self._notices = around.guard, around.notices
         self._optimizer = around.optimizer
         self._schedule, self._before = scheme.schedule, before
         self._outer_momentum = scheme.outer is not None and scheme.outer.momentum > 0
@@ -109,17 +110,17 @@ class StepExchange:
     # - A step -------------------------------------------------------------------------
 
     def agree(self, leaving: int | None) -> None:
-        """All ranks learn of gradients that are not finite, and of other buffers."""
+        """All ranks learn of gradients that are not finite, and of notices."""
         flags = self._guard.look()
         self._passes += 1
         consensus, late = self.consensus, self._passes > PASSES
         moved = late and bool(consensus.moved_outside())
-        own = [*flags, self._buffers.changed(), moved]
-        *flags, changed, gone = self._engine.ask("finite", _sum(own))().tolist()
+        own = [*flags, *self._notices.flags(), moved]
+        *told, gone = self._engine.ask("finite", _sum(own))().tolist()
         if self._placement.shards.anywhere(gone > 0):
             consensus.compare(f"after {self._passes} backward passes without step()")
-        self._buffers.note(changed > 0)
-        self._guard.hear(flags)
+        self._notices.hear(told[-COUNT:])
+        self._guard.hear(told[:-COUNT])
 
     def before_update(self, fresh: bool) -> None:
         self._passes = 0

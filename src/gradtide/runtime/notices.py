@@ -1,0 +1,94 @@
+"""What every rank tells the others in the message that ends a backward.
+
+Which message that is depends on what a step exchanges: the tally, or the flags of local
+steps and of rounds. What ranks have to hear of each other whichever it is stands here:
+that buffers are others than all agreed on, that a rank wants all to stop, that what it
+saves is not yet whole, or never will be.
+
+[Note: the same step] All ranks have to act on it after the same step. Where gradients
+are there when backward is over, so is the answer, on every rank. Where updates are
+deferred a rank may learn the answer at once, because it reads a parameter, and another
+one as the next backward begins: so what counts is what all have heard by then, which is
+the answer of the step before. In the silent steps of a round nothing is heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gradtide.runtime.buffers import SharedBuffers
+
+COUNT = 4  # numbers in a message
+
+
+class Saves(Protocol):
+    """Who saves this rank's states, in the background.
+
+    Attributes:
+        begun: How many saves have begun; alike on all ranks after the same step.
+        torn: Whether the last of them is not whole, yet or for ever.
+        failures: How many have failed.
+    """
+
+    @property
+    def begun(self) -> int: ...
+
+    @property
+    def torn(self) -> bool: ...
+
+    @property
+    def failures(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What all ranks together have said, up to a message.
+
+    Attributes:
+        stop: Whether some rank wants all to stop.
+        failures: How many saves have failed, on all ranks together.
+        whole: The last save, by its number, that is known to be whole on all ranks.
+    """
+
+    stop: bool = False
+    failures: int = 0
+    whole: int = 0
+
+
+class Notices:
+    """This rank's part of the message, and what all say; see [Note: the same step].
+
+    Attributes:
+        stop: Whether this rank wants all to stop.
+        saves: Who saves its states, if somebody does.
+        last: What was heard in the last message that this rank has learned of.
+        settled: What all ranks had heard when the backward of this step began.
+    """
+
+    saves: Saves | None
+
+    def __init__(self, buffers: SharedBuffers) -> None:
+        self.stop, self.saves = False, None
+        self.last = self.settled = Heard()
+        self._buffers, self._begun = buffers, 0
+
+    def flags(self) -> list[int]:
+        """This rank's part of a sum over all ranks (hot path)."""
+        saves, torn, failures = self.saves, False, 0
+        if saves is not None:
+            self._begun = saves.begun
+            torn, failures = saves.torn, saves.failures
+        return [self._buffers.changed(), self.stop, torn, failures]
+
+    def hear(self, told: Sequence[int]) -> None:
+        """Take the sum of all ranks' flags."""
+        changed, stop, torn, failures = told
+        self._buffers.note(changed > 0)
+        whole = self.last.whole if torn else self._begun
+        self.last = Heard(self.last.stop or stop > 0, int(failures), whole)
+
+    def settle(self) -> None:
+        """A backward has begun: what was told in earlier ones, all ranks have heard."""
+        self.settled = self.last
