@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
+from tests.ranks import run_ranks
+from torch import nn
 
+import gradtide
 from gradtide.core.ops import Group
 from gradtide.core.transport import Progress
 from gradtide.transport.fault import FailureReporter
@@ -36,3 +43,38 @@ def test_who_is_gone_without_a_word_is_not_waited_for() -> None:
     begin = time.monotonic()
     reporter(dist.HashStore(), 0, lambda _: True).await_known(10)
     assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear", "topka2a(schedule='local')"])
+def test_threads_end_when_who_failed_lets_go_of_all(scheme: str) -> None:
+    """An error that a thread knew had frames, and in these were model and optimizer."""
+    told = run_ranks(2, _let_go, scheme)
+    assert told == [("CommunicationError", []), ("", [])]
+
+
+def _let_go(scheme: str) -> tuple[str, list[str]]:
+    error = _train_until_alone(scheme)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any("gradtide" in name for name in _names()):
+        gc.collect()
+        time.sleep(0.02)
+    return error, [name for name in _names() if "gradtide" in name]
+
+
+def _train_until_alone(scheme: str) -> str:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    sync = gradtide.replicate(model, optimizer, scheme)
+    for _ in range(3 + 3 * (dist.get_rank() == 0)):
+        try:
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+        except gradtide.CommunicationError as error:
+            return type(error).__name__
+        optimizer.zero_grad()
+    sync.remove()
+    return ""
+
+
+def _names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]

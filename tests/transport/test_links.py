@@ -389,6 +389,14 @@ def test_a_rank_that_never_moves_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         assert error.value.peer == 0
 
 
+def test_a_timeout_is_no_longer_than_it_says() -> None:
+    with connected(2, 0.3) as links:
+        begin = time.monotonic()
+        with pytest.raises(LostError, match=r"Timed out after 0.3 s"):
+            run(links[0], send(links[0], 1, torch.zeros(30_000_000)))
+        assert time.monotonic() - begin < streams.LOOK
+
+
 def test_who_waits_is_woken_when_the_links_are_closed() -> None:
     with connected(2) as links:
 

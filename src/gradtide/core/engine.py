@@ -7,6 +7,10 @@ launches in plan order, releases in forward order. Nothing looks at completion, 
 load, so every rank puts the same requests on the wire in the same order (guard:
 tests/core/test_engine.py).
 
+[Note: Closed] A flow that fails is closed at once: what it does to its bucket when it
+is closed may not happen later, when somebody begins anew with that. Who only collects
+it as garbage would not know when (guard: tests/collectives/test_vanished.py).
+
 [Note: Two links] A flow that hands links over has three stages: inside the host,
 between hosts, inside again. The middle ones of all flows run in that order, and so do
 the first and the last, each beside the others: while one bucket is between hosts, the
@@ -118,7 +122,12 @@ class Engine:
         assert flight.ticket is not None
         start = self.clock()
         with record_function(f"gradtide::{flight.name}::wait"):
-            flight.ticket.join()
+            try:
+                flight.ticket.join()
+            except CommunicationError:
+                if flight.ticket.done():  # no queue is at work on it
+                    flight.flow.close()
+                raise
         self.telemetry.wait(start, self.clock())
 
     def here(self, flight: InFlight) -> bool:
@@ -216,7 +225,11 @@ class Engine:
         flight.label = "+".join([ops.name_of(op) for op in several])
         sent = self.transport.payload_bytes
         with record_function(f"gradtide::{flight.name}::{flight.label}::issue"):
-            flight.pending = [self.transport.issue(op) for op in several]
+            try:
+                flight.pending = [self.transport.issue(op) for op in several]
+            except CommunicationError:
+                flight.flow.close()
+                raise
         flight.sent = self.transport.payload_bytes - sent
 
     def _run(
@@ -256,6 +269,7 @@ class Engine:
             try:
                 answers = tuple([self.transport.wait(one) for one in pending])
             except CommunicationError as error:
+                flight.flow.close()
                 raise CommunicationError(f"{error} [{flight.name}]") from error
         if flight.label != ops.ToHost.__name__:  # which does not travel
             assert flight.asked is not None

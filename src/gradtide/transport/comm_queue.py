@@ -3,6 +3,11 @@
 [Note: Patience] Linux does not let a thread that is scheduled as a batch interrupt
 another when it wakes up. A lane that does so, at every piece that arrives, leaves the
 training thread with a cold cache.
+
+[Note: Frames] An error that was raised has the frames that it passed, and these have
+model, optimizer and replica. A thread that knew it would keep them all, and itself, for
+ever. So what is kept of an exchange's error was never raised, and each time that it is
+told another one is (guard: tests/transport/test_fault.py).
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 from zlib import crc32
 
-from gradtide.core.transport import Job
+from gradtide.core.transport import CommunicationError, Job
 
 NOTHING = Job(lambda: None, lambda: None)
 PATIENCE = 3.0  # seconds after which who waits for an item asks what is the matter
@@ -61,7 +66,7 @@ class WorkItem:
             patience = self.late()
         self.working.release()
         if self.error is not None:
-            raise self.error
+            raise anew(self.error)
 
     def done(self) -> bool:
         return not self.working.locked()
@@ -250,8 +255,8 @@ class CommQueue:
                 try:
                     return self.late()
                 except BaseException as error:
-                    self.error = self.error or error
-            raise self.error
+                    self.error = self.error or anew(error)
+            raise anew(self.error)
 
     def _prepare(self, item: WorkItem) -> None:
         self._before.current = item
@@ -288,7 +293,7 @@ class CommQueue:
             try:
                 work()
             except BaseException as error:  # the submitter's to handle, in join()
-                self.error = self.error or error
+                self.error = self.error or anew(error)
 
     def _begin(self, item: WorkItem) -> None:
         if item.begun or self.error is not None:
@@ -308,12 +313,18 @@ class CommQueue:
         try:
             work()
         except BaseException as error:  # raised when the item's turn comes
-            item.error = error
+            item.error = anew(error)
         self._main.current = working
 
 
 # Those of this process, by their names.
 QUEUES: WeakValueDictionary[str, CommQueue] = WeakValueDictionary()
+
+
+def anew(error: BaseException) -> BaseException:
+    """The same, if it is an exchange's, without frames: see [Note: Frames]."""
+    own = type(error) is CommunicationError
+    return CommunicationError(str(error)) if own else error
 
 
 def _be_patient() -> None:

@@ -50,6 +50,7 @@ from gradtide.transport.comm_queue import (
     STUCK,
     CommQueue,
     WorkItem,
+    anew,
 )
 from gradtide.transport.fault import (
     AGENT,
@@ -134,7 +135,7 @@ class Inquiry:
         rank, step = self._group.rank, self._progress.steps + 1
         error = CommunicationError(f"rank {rank} waits in vain in step {step}: {why}")
         # First: the queue's thread need not find out what is known already.
-        self._queue.error = self._queue.error or error
+        self._queue.error = self._queue.error or anew(error)
         self._sever()
         raise error
 

@@ -260,9 +260,10 @@ class Links:
                     self._poll.register(number, events)
                 else:  # also of one that is closed nobody wants to know
                     self._poll.unregister(number)
-        ready = [number for number, _ in self._poll.poll(1e3 * LOOK)]
-        self._idle = 0.0 if ready else self._idle + LOOK
-        if self._idle > self._seconds:
+        look = min(LOOK, self._seconds - self._idle)
+        ready = [number for number, _ in self._poll.poll(1e3 * look)]
+        self._idle = 0.0 if ready else self._idle + look
+        if self._idle >= self._seconds:
             raise self._late()
         if self._bell in ready:
             ready.remove(self._bell)
