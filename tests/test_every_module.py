@@ -24,6 +24,9 @@ TESTS = Path(__file__).parent
 # What is tested by what uses it, or together with its neighbours.
 ELSEWHERE = {
     "__main__": "test_refusals_cli",
+    "checkpoint/loading": "checkpoint/test_checkpointer",
+    "checkpoint/sending": "checkpoint/test_checkpointer",
+    "checkpoint/signals": "checkpoint/test_checkpointer",
     "collectives/_entries": "collectives/test_topk",
     "collectives/_indices": "collectives/test_partitioned",
     "collectives/_tiles": "collectives/test_tiled",

@@ -24,7 +24,7 @@ LAYERS = (
     {"session"},
     {"uneven"},
     {"replica"},
-    {"ddp_arguments"},
+    {"checkpoint", "ddp_arguments"},
     {"parallel"},
     {"installing"},
     {"lab", "integrations", "startup"},

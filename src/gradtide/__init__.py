@@ -5,6 +5,7 @@ name or a text, or is built by `recipe`, or from the parts that are exported her
 have the names that the text has.
 """
 
+import importlib
 import typing
 
 from gradtide import collectives
@@ -39,6 +40,7 @@ from gradtide.selectors import Exact, Threshold
 from gradtide.transport import CommunicationError
 
 if typing.TYPE_CHECKING:
+    from gradtide import checkpoint as checkpoint
     from gradtide.collectives import (
         ACPSGD,
         COVAP,
@@ -102,7 +104,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> typing.Any:
-    """A collective that is loaded by who asks for it."""
+    """A collective, or the room of checkpoints, that is loaded by who asks for it."""
+    if name == "checkpoint":
+        return importlib.import_module("gradtide.checkpoint")
     if name in collectives.LATER:
         globals()[name] = getattr(collectives, name)
         return globals()[name]

@@ -431,15 +431,17 @@ class Session:
         how = self.training, lambda: self.scheme, self._choosing()
         return saving.save(*how, world_size, shards)
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """As `Replica.load_state_dict`; collective."""
+    def load_state_dict(
+        self, saved: Mapping[str, Any], beside: saving.Beside | None = None
+    ) -> None:
+        """As `Replica.load_state_dict`, with what is loaded `beside` it; collective."""
         if self.waiting:
             raise RuntimeError(
                 f"load_state_dict() while {self.scheme!r} waits for the optimizer: "
                 "call attach(optimizer) before, on every rank"
             )
         how = self.training, lambda: self.scheme, self._choosing()
-        saving.load(*how, saved)
+        saving.load(*how, saved, beside)
 
     def _choosing(self) -> list[Saved]:
         """What is saved by those that choose a scheme, or cut buckets anew."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,7 +123,8 @@ def test_the_folder_goes_with_its_last_file_and_may_be_an_address() -> None:
     folder = "memory://checkpoints/x.gradtide"
     for rank in range(2):
         states.save({"step": rank}, rank, folder)
-    files, path = states._place(folder, 0)
+    files = fsspec.filesystem("memory")
+    path = "/checkpoints/x.gradtide/rank0.pt"
     assert sorted(entry["name"] for entry in files.ls(files._parent(path))) == [
         "/checkpoints/x.gradtide/rank0.pt",
         "/checkpoints/x.gradtide/rank1.pt",
@@ -131,6 +133,11 @@ def test_the_folder_goes_with_its_last_file_and_may_be_an_address() -> None:
         assert files.exists(path)
         states.remove(1 - rank, folder)
     assert not files.exists("/checkpoints/x.gradtide")
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    torch.save({"step": 3}, tmp_path / "rank0.pt")
+    assert states._file(str(tmp_path), 0) == {"step": 3}
 
 
 def test_ranks_that_remove_their_files_at_once_do_not_disturb_each_other(

@@ -98,7 +98,7 @@ class Unchanged:
 
 
 class Saving:
-    begun, torn, failures = 0, False, 0
+    begun, torn, failures = 0, 0, 0
 
 
 def test_a_save_is_whole_when_no_rank_has_it_unfinished() -> None:
@@ -115,16 +115,20 @@ def test_a_save_is_whole_when_no_rank_has_it_unfinished() -> None:
 
     assert exchange() == Heard()
     one.saves.begun = other.saves.begun = 1
-    other.saves.torn = True
+    other.saves.torn = 1
     assert exchange().whole == 0
-    other.saves.torn = False
+    other.saves.torn = 0
     assert exchange().whole == 1
-    one.saves.begun = other.saves.begun = 2
-    one.saves.torn, one.saves.failures = True, 1
-    assert exchange() == Heard(failures=1, whole=1)
-    one.saves.begun = other.saves.begun = 3
-    one.saves.torn = False
-    assert exchange() == Heard(failures=1, whole=3)
+    one.saves.begun = other.saves.begun = 3  # the second is over
+    one.saves.torn = other.saves.torn = 1
+    assert exchange().whole == 2
+    one.saves.failures = 1
+    assert exchange() == Heard(failures=1, whole=2)
+    one.saves.begun = other.saves.begun = 4  # the third is not, and never will be
+    one.saves.torn = 2
+    assert exchange() == Heard(failures=1, whole=2)
+    one.saves.torn = other.saves.torn = 0
+    assert exchange() == Heard(failures=1, whole=4)
     one.stop = True
     assert exchange().stop
     assert exchange().stop  # for good

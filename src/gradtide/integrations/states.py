@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import count, repeat
 from typing import Any, TypeAlias
 
-import fsspec  # torch requires it; a folder may be an address as well ("s3://...")
-import torch
-
+from gradtide.checkpoint import files
+from gradtide.checkpoint.files import Folder
 from gradtide.core.payload import traits
 from gradtide.replica import Replica
 from gradtide.runtime.guards.validation import Signature, check_ranks_agree
@@ -29,11 +27,7 @@ def save(state: State, rank: int, folder: str) -> None:
 
     A file that is there already stays whole until the new one is written to its end.
     """
-    files, path = _place(folder, rank)
-    files.makedirs(files._parent(path), exist_ok=True)
-    with files.open(f"{path}.new", "wb") as file:
-        torch.save(state, file)
-    files.mv(f"{path}.new", path)
+    Folder(folder).write(_name(rank), state, {"rank": rank})
 
 
 def load(replica: Replica, folder: str, step: int | None = None) -> None:
@@ -91,16 +85,13 @@ def _numbered(folder: str) -> Iterator[str]:
 
 def remove(rank: int, folder: str) -> None:
     """Remove a rank's file, and with the last one the folder. Local."""
-    files, path = _place(folder, rank)
-    if files.exists(path):
-        files.rm(path)
-    with suppress(OSError):  # other ranks' files are there, or another rank was faster
-        files.rmdir(files._parent(path))
+    own = Folder(folder)
+    own.remove(_name(rank))
+    own.remove_empty()
 
 
-def _place(folder: str, rank: int) -> tuple[Any, str]:
-    files, root = fsspec.url_to_fs(folder)
-    return files, f"{root}/rank{rank}.pt"
+def _name(rank: int) -> str:
+    return f"rank{rank}.pt"
 
 
 def _read(folder: str, rank: int, size: int) -> State:
@@ -114,15 +105,20 @@ def _read(folder: str, rank: int, size: int) -> State:
 
 
 def _file(folder: str, rank: int) -> State:
-    files, path = _place(folder, rank)
-    if not files.exists(path):
+    own = Folder(folder)
+    if not own.exists(_name(rank)):
         return {}
-    with files.open(path, "rb") as file:
-        try:
-            state: State = torch.load(file, weights_only=True, map_location="cpu")
-        except Exception as error:  # torch raises many kinds, for many kinds of damage
-            raise ValueError(
-                f"{path} cannot be read ({type(error).__name__}: {error}): resume from "
-                "an earlier checkpoint"
-            ) from error
+    data = own.read(_name(rank))
+    try:
+        # An earlier version said nothing behind the state.
+        state: State = (
+            files.unpacked(data, "it")[1]
+            if files.is_sealed(data)
+            else (files.loaded(data))
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{own.path(_name(rank))} cannot be read ({error}): resume from an earlier "
+            "checkpoint"
+        ) from error
     return state

@@ -195,7 +195,9 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> RunSta
     if size < 1:
         raise ValueError(f"the state has world_size={size}: 1 or more ranks saved one")
     # Of the first that are missing: there may be as many as a number can say.
-    few = range(group.rank, size, group.size)[: len(state) + 1]
+    few = [*range(group.rank, size, group.size)[: len(state) + 1]]
+    lost = {*state.get("lost", ())}  # ranks whose own states are nowhere
+    few = [rank for rank in few if rank not in lost]
     keys = [f"rank{rank}" for rank in few]
     missing = [key for key in keys if key not in state]
     if missing:
@@ -205,7 +207,7 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> RunSta
             f"{', '.join(keys[:9])} in one dictionary"
         )
     parts = int(state.get("shards", 1))
-    alike = (size, parts) == (group.size, placement.shards.number[1])
+    alike = (size, parts) == (group.size, placement.shards.number[1]) and not lost
     own = state[own_key(placement, group)] if alike else {}
     sums: dict[str, Tensor] = {}
     for key in keys:
@@ -287,8 +289,8 @@ def load(placement: Placement, scheme: object, saved: RunState) -> None:
     """Go on from a state that all ranks have read and agreed on.
 
     With another number of ranks each takes over the residuals of some, so that their
-    sum is kept, and the algorithms start anew; so they do under another scheme, and
-    with another number of parts.
+    sum is kept, and the algorithms start anew; so they do under another scheme, with
+    another number of parts, and where some ranks' own states are lost.
     """
     placement.resume(saved.order, saved.seen)
     resized = not saved.algorithms

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from gradtide.runtime.buffers import SharedBuffers
 
-COUNT = 4  # numbers in a message
+COUNT = 5  # numbers in a message
 
 
 class Saves(Protocol):
@@ -28,7 +28,8 @@ class Saves(Protocol):
 
     Attributes:
         begun: How many saves have begun; alike on all ranks after the same step.
-        torn: Whether the last of them is not whole, yet or for ever.
+        torn: How many of the last two are not whole, yet or for ever; but for the very
+            last one, saves are over.
         failures: How many have failed.
     """
 
@@ -36,7 +37,7 @@ class Saves(Protocol):
     def begun(self) -> int: ...
 
     @property
-    def torn(self) -> bool: ...
+    def torn(self) -> int: ...
 
     @property
     def failures(self) -> int: ...
@@ -76,17 +77,19 @@ class Notices:
 
     def flags(self) -> list[int]:
         """This rank's part of a sum over all ranks (hot path)."""
-        saves, torn, failures = self.saves, False, 0
+        saves, torn, failures = self.saves, 0, 0
         if saves is not None:
             self._begun = saves.begun
             torn, failures = saves.torn, saves.failures
-        return [self._buffers.changed(), self.stop, torn, failures]
+        return [self._buffers.changed(), self.stop, torn > 0, torn > 1, failures]
 
     def hear(self, told: Sequence[int]) -> None:
         """Take the sum of all ranks' flags."""
-        changed, stop, torn, failures = told
+        changed, stop, torn, before, failures = told
         self._buffers.note(changed > 0)
-        whole = self.last.whole if torn else self._begun
+        whole = self.last.whole
+        if not before:
+            whole = max(whole, self._begun - (torn > 0))
         self.last = Heard(self.last.stop or stop > 0, int(failures), whole)
 
     def settle(self) -> None:

@@ -14,7 +14,7 @@ Behind those that choose a scheme come
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from gradtide.runtime import checkpoint
 from gradtide.runtime.checkpoint import RunState, Saved, StateDict
@@ -22,6 +22,16 @@ from gradtide.runtime.guards.validation import Signature, check_ranks_agree
 from gradtide.runtime.training import Training
 
 REMEDY = "load what was saved at one moment, on every rank"
+
+
+class Beside(Protocol):
+    """What is loaded together with a state, once all ranks have read all."""
+
+    def check(self) -> None:
+        """Raise ValueError for what does not fit. Local, and changes nothing."""
+
+    def load(self) -> None:
+        """Load it. Local."""
 
 
 class Run:
@@ -81,8 +91,9 @@ def load(
     scheme: Callable[[], object],
     choosing: Sequence[Saved],
     saved: Mapping[str, Any],
+    beside: Beside | None = None,
 ) -> None:
-    """Go on from a state; a collective call.
+    """Go on from a state, and from what is saved `beside` it; a collective call.
 
     Raises ValueError, on every rank and before anything changes, for what is damaged,
     does not fit, or is not of one moment.
@@ -93,6 +104,8 @@ def load(
 
     def prepare() -> tuple[list[Any], Signature]:
         try:
+            if beside is not None:
+                beside.check()
             found = {part: part.read(saved) for part in first}
         except ValueError:
             raise
@@ -110,6 +123,8 @@ def load(
     def change() -> tuple[None, Signature]:
         training.drop()
         training.flush()
+        if beside is not None:  # the optimizer, of which ranks may have states here
+            beside.load()
         for part, own in zip(parts, found, strict=True):
             part.load(own)
         training.actions.turn_to(training.actions.chosen.now())

@@ -1,0 +1,207 @@
+"""Which of what was saved a run goes on from, and which rank reads what of it.
+
+A generation is what all ranks saved after one step: a file of each rank's own, and from
+the first rank of each host one of what all have in common. Ranks list what is whole in
+their folders, which may be one folder or many, and all learn what all have. The rest is
+arithmetic on that, the same on every rank: the newest generation of which nothing is
+missing; who reads a file that is in its folder, and to whom it is sent.
+
+[Note: runs] Steps alone do not tell generations apart. A run that went on from step 500
+may have been one that had saved 600 on some of its ranks: of what it saves there later,
+other ranks must not read the older half. So a run has a name of its own.
+
+[Note: the first] Where nothing is whole, the first save may have been interrupted, and
+the run has to begin anew; or files are gone that were there. So a folder has a mark
+once it is known that all ranks have a generation whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gradtide.checkpoint.files import UNREADABLE, About, Folder
+
+FOLDER = re.compile(r"step-(\d{1,18})")
+FILE = re.compile(r"(rank|common)(\d{1,9})\.pt")
+WHOLE = re.compile(r"whole\d+\.pt")  # see [Note: the first]
+
+
+class Generation(NamedTuple):
+    """What ranks saved after a step, by the run's name and its number of ranks.
+
+    Later ones are greater, see [Note: runs].
+    """
+
+    step: int
+    run: str
+    size: int
+
+
+class Held(NamedTuple):
+    """A whole file that a rank has in its folder."""
+
+    generation: Generation
+    name: str  # in the generation's folder
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a rank has in its folder.
+
+    Attributes:
+        files: Those that say of themselves what they should.
+        empty: Whether there is nothing of any step: the disk is a new one.
+        known: Whether all ranks once had a generation whole, see [Note: the first].
+    """
+
+    files: Sequence[Held]
+    empty: bool
+    known: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to read; `holders` are the ranks that have a file, `lost` has nobody."""
+
+    generation: Generation
+    holders: Mapping[str, Sequence[int]]
+    lost: Sequence[int] = field(default_factory=list)
+
+    def common(self, rank: int) -> str:
+        """The file of what ranks have in common that a rank reads: its own host's."""
+        names = [name for name in self.holders if name.startswith("common")]
+        return next((n for n in names if rank in self.holders[n]), names[0])
+
+    def needs(self, rank: int, size: int, everything: bool) -> list[str]:
+        """The files that one of now `size` ranks needs, or of all old ranks."""
+        then = self.generation.size
+        mine = range(then) if everything and then != size else range(rank, then, size)
+        ranks = [name_of("rank", old) for old in mine if old not in self.lost]
+        return [self.common(rank), *ranks]
+
+    def source(self, name: str, rank: int) -> int:
+        """Who reads a file for a rank: itself, if it can."""
+        there = self.holders[name]
+        return rank if rank in there else there[rank % len(there)]
+
+
+def folder_of(step: int) -> str:
+    return f"step-{step}"
+
+
+def name_of(kind: str, rank: int) -> str:
+    return f"{kind}{rank}.pt"
+
+
+def steps_in(folder: Folder) -> list[int]:
+    """The steps of which there is anything, whole or not."""
+    found = map(FOLDER.fullmatch, folder.names())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def mark(folder: Folder, rank: int) -> None:
+    """All ranks have a generation whole, see [Note: the first]. Local."""
+    if not _is_marked(folder):
+        folder.write(name_of("whole", rank), None, {})
+
+
+def _is_marked(folder: Folder) -> bool:
+    return any(map(WHOLE.fullmatch, folder.names()))
+
+
+def listing(folder: Folder) -> Listing:
+    """What is in a folder; local."""
+    found, steps = [], steps_in(folder)
+    for step in steps:
+        for name in folder.names(folder_of(step)):
+            if FILE.fullmatch(name):
+                try:
+                    about = folder.about(f"{folder_of(step)}/{name}")
+                    found.append(held(about, step, name))
+                except UNREADABLE:  # cut, or not gradtide's
+                    continue
+    return Listing(found, not steps, _is_marked(folder))
+
+
+def held(about: About, step: int, name: str) -> Held:
+    """A file by what it says of itself; ValueError if its place says otherwise."""
+    run, size, rank = about.get("run"), about.get("size"), about.get("rank")
+    if type(size) is not int or type(rank) is not int or not isinstance(run, str):
+        raise ValueError(f"{name} does not say of which run it is")
+    if not 0 <= rank < size or type(about.get("step")) is not int:
+        raise ValueError(f"{name} is of no rank, or of no step")
+    if (about["step"], name_of(str(about.get("kind")), rank)) != (step, name):
+        raise ValueError(f"{name} is not in its place: it says {about}")
+    return Held(Generation(step, run, size), name)
+
+
+def choose(
+    told: Sequence[Listing], torn: Iterable[tuple[int, Held]], lossy: bool
+) -> Plan | None:
+    """What to go on from, of what each rank holds; None to begin anew.
+
+    Files of ranks that are `torn` do not count. Of generations that are whole it is the
+    newest. If none ever was, a run begins anew. Else it is the newest one without what
+    is nowhere: with as many ranks as then, if so many have an empty folder, as where a
+    host and its disk were replaced; or in any case if that may be `lossy`. Otherwise
+    this raises ValueError, which says who has what.
+    """
+    size, broken = len(told), set(torn)
+    found: dict[Generation, dict[str, list[int]]] = {}
+    for rank, own in enumerate(told):
+        for file in own.files:
+            holders = found.setdefault(file.generation, {}).setdefault(file.name, [])
+            if (rank, file) not in broken:
+                holders.append(rank)
+    plans = [_plan(generation, found[generation]) for generation in sorted(found)]
+    usable = [p for p in plans if any(n.startswith("common") for n in p.holders)]
+    whole = [plan for plan in usable if not plan.lost]
+    if whole:
+        return whole[-1]
+    if not any(own.known for own in told):
+        return None
+    new = sum(own.empty for own in told)
+    partly = [
+        plan
+        for plan in usable
+        if len(plan.lost) < plan.generation.size
+        and (lossy or (plan.generation.size == size and len(plan.lost) <= new))
+    ]
+    if partly:
+        return partly[-1]
+    raise ValueError(_refusal(told, broken, plans))
+
+
+def _plan(generation: Generation, names: Mapping[str, Sequence[int]]) -> Plan:
+    """A generation as it is: who has which of its files."""
+    there = {name: ranks for name, ranks in sorted(names.items()) if ranks}
+    lost = [r for r in range(generation.size) if name_of("rank", r) not in there]
+    return Plan(generation, there, lost)
+
+
+def _refusal(
+    told: Sequence[Listing], broken: set[tuple[int, Held]], plans: Sequence[Plan]
+) -> str:
+    """Who has what, and what is missing of the newest generation."""
+    have = [
+        sorted({f.generation.step for f in own.files if (rank, f) not in broken})
+        for rank, own in enumerate(told)
+    ]
+    who = "; ".join(
+        f"rank {rank} of " + (", ".join(map(str, steps)) or "none")
+        for rank, steps in enumerate(have)
+    )
+    missing = "all are gone"
+    if plans:
+        (step, _, then), lost = plans[-1].generation, plans[-1].lost
+        gone = ", ".join(map(str, lost)) or "none, but of what all have in common"
+        missing = f"of step {step}, which {then} ranks saved, those of rank {gone}"
+    return (
+        f"no step has whole files of all ranks. Files that are missing: {missing}. "
+        f"What is there, by steps: {who}. Copy the files of all ranks that saved a "
+        "step into any of the folders; or go on without what some had not delivered, "
+        "by resume(lossy=True); or remove the folders, to begin anew"
+    )

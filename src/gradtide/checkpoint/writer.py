@@ -1,0 +1,124 @@
+"""The thread that writes what was copied, and what of earlier generations stays.
+
+A save begins when the one before is over. What was saved before stays until it is known
+that all ranks have a later generation whole: one of them may be slower, may have been
+killed while it was writing, or its disk may be full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from gradtide.checkpoint.files import NEW, Folder
+from gradtide.checkpoint.generations import folder_of, mark, name_of, steps_in
+
+
+class Writer:
+    """Writes a rank's files in the background, and removes what is not to stay.
+
+    `begun`, `torn` and `failures` are what ranks tell each other (`runtime.notices`).
+
+    Attributes:
+        begun: How many saves have begun.
+        reasons: Why saves failed.
+    """
+
+    def __init__(self, folder: Folder, rank: int, keep: int) -> None:
+        self._folder, self._rank, self._keep = folder, rank, keep
+        # Whoever ends without close() waits for it, too.
+        self._pool = ThreadPoolExecutor(1, "gradtide checkpoint")
+        self._last: Future[None] | None = None
+        self._saved: list[tuple[int, int]] = []  # numbers of saves, and their steps
+        self._own, self._whole = 0, 0  # the last whole one here, and on all ranks
+        self.begun, self.reasons = 0, list[str]()
+
+    @property
+    def torn(self) -> int:
+        """How many of the last two saves are not whole, yet or for ever."""
+        return min(self.begun - self._own, 2)
+
+    @property
+    def failures(self) -> int:
+        """How many saves have failed."""
+        return len(self.reasons)
+
+    def begin_at(self, step: int) -> None:
+        """All ranks have gone on from a generation: it stays, as it is whole."""
+        self._saved = [(self.begun, step)]
+        self._pool.submit(mark, self._folder, self._rank)
+
+    def save(
+        self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Write files, each named by its kind, once the last ones are written."""
+        self.wait()
+        self.begun += 1
+        self._saved.append((self.begun, about["step"]))
+        self._last = self._pool.submit(self._write, self.begun, dict(about), files)
+
+    def wait(self) -> None:
+        """Wait for the save that is under way; what it fails by stays in `reasons`."""
+        if self._last is not None:
+            with suppress(Exception):
+                self._last.result()
+
+    def close(self) -> None:
+        """Wait, and take no more."""
+        self._pool.shutdown(wait=True)
+
+    def confirm(self, whole: int) -> None:
+        """All ranks have a save whole: what is not to stay is removed, later."""
+        if whole <= self._whole:
+            return
+        self._whole = whole
+        steps = kept(self._saved, whole, self._keep)
+        self._saved = [one for one in self._saved if one[1] in steps]
+        if steps:
+            newest = max(step for number, step in self._saved if number <= whole)
+            self._pool.submit(self._tidy, frozenset(steps), newest)
+
+    def give_up(self) -> None:
+        """A save has failed on some rank: what may not be whole never counts."""
+        self._saved = [one for one in self._saved if one[0] <= self._whole]
+
+    def _write(
+        self,
+        number: int,
+        about: Mapping[str, Any],
+        files: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        try:
+            self._sweep()
+            for kind, state in files.items():
+                name = f"{folder_of(about['step'])}/{name_of(kind, self._rank)}"
+                self._folder.write(name, state, {**about, "kind": kind})
+        except BaseException as error:
+            self.reasons.append(f"{type(error).__name__}: {error}")
+            raise
+        self._own = number
+
+    def _sweep(self) -> None:
+        """Remove what an interrupted save of this rank's has left."""
+        own = {f"{name_of(kind, self._rank)}{NEW}" for kind in ("rank", "common")}
+        for step in steps_in(self._folder):
+            for name in own & set(self._folder.names(folder_of(step))):
+                self._folder.remove(f"{folder_of(step)}/{name}")
+
+    def _tidy(self, steps: frozenset[int], newest: int) -> None:
+        """Remove generations before the newest whole one that are not to stay.
+
+        Any rank may: others that share the folder find nothing more to do.
+        """
+        mark(self._folder, self._rank)
+        for step in steps_in(self._folder):
+            if step < newest and step not in steps:
+                self._folder.remove(folder_of(step))
+
+
+def kept(saved: list[tuple[int, int]], whole: int, keep: int) -> set[int]:
+    """The steps that stay: of whole generations the newest, and those to come."""
+    done = sorted(step for number, step in saved if number <= whole)
+    return {*done[-keep:], *(step for number, step in saved if number > whole)}
