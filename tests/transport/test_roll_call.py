@@ -24,6 +24,7 @@ from torch import nn
 import gradtide
 from gradtide.core.ops import Group
 from gradtide.transport import connect, roll_call
+from gradtide.transport.answering import Answering
 from gradtide.transport.doors import Door
 from gradtide.transport.fault import GONE, Failure, Position, part_of
 from gradtide.transport.hosts import Whereabouts
@@ -85,7 +86,8 @@ def test_of_an_earlier_failure_only_who_is_gone_counts() -> None:
     """What else ranks fell out over then, and have mended, is not why one dies now."""
     store, where = dist.HashStore(), Position(3, 7, "is at work")
     call, before = object.__new__(roll_call.RollCall), part_of(store, "before")
-    call._store, call._last, call._size = part_of(store, "now"), "before", 3
+    call._store = Answering(part_of(store, "now"), 5.0)
+    call._last, call._size = "before", 3
     before.set("failed/0", Failure(where, "ranks ask for different things").write())
     assert call._learnt_before() == ""
     before.set("failed/1", Failure(where, f"rank 2 {GONE}").write())

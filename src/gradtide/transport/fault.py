@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gradtide.core.ops import Group
 from gradtide.core.torch_internals.distributed import default_store
 from gradtide.core.transport import Progress
+from gradtide.transport.answering import Answering, SilentError
 from gradtide.transport.link import DIFFERENT
 
 REPORT_SECONDS = 2.0  # what a rank needs to notice a closed connection, or to answer
@@ -95,7 +96,7 @@ class FailureReporter:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | Answering,
         group: Group,
         progress: Progress,
         gone: Callable[[int], bool],
@@ -122,6 +123,8 @@ class FailureReporter:
             certain = self._find(own, text)
             why = certain or self._guess(peer)
             self.fail(own, certain, looked=True)
+        except SilentError as silent:
+            why = host_is_silent(self._host, self._group.rank) or str(silent)
         except RuntimeError:  # the store lived in a process that has ended
             why = self._look_for_host() or "the job's store is gone"
         rank, step = self._group.rank, self._progress.steps + 1
@@ -288,6 +291,16 @@ def host_is_gone(ranks: Sequence[int]) -> str:
     if AGENT in os.environ or 0 not in ranks:
         return "the job's store is gone"
     return f"rank {ranks.index(0)} {GONE}, and the job's store was there"
+
+
+def host_is_silent(host: int | None, rank: int) -> str:
+    """What to say where the store does not answer that one of these ranks hosts."""
+    if host is None or host == rank:
+        return ""
+    return (
+        f"rank {host} does not respond (stalled, or not to be reached), and the job's "
+        "store is there"
+    )
 
 
 def own_store(name: str) -> PrefixStore:

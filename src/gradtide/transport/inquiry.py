@@ -40,10 +40,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradtide.core.ops import Group
 from gradtide.core.transport import CommunicationError, Progress
+from gradtide.transport.answering import Answering
 from gradtide.transport.comm_queue import (
     PATIENCE,
     QUEUES,
@@ -86,7 +87,7 @@ class Inquiry:
         queue: CommQueue,
         progress: Progress,
         meeting: Meeting,
-        stores: tuple[Store, Store],
+        stores: tuple[PrefixStore, PrefixStore],
     ) -> None:
         """`stores`: two connections to the job's store, one to wait for questions."""
         self._pg, self._queue, self._progress = pg, queue, progress
@@ -101,7 +102,8 @@ class Inquiry:
         # The ranks of which something is to be read now.
         self.unread: Callable[[], Collection[int]] = lambda: ()
         self._closed = False
-        self._store, self._asking = stores
+        self._store, asking = stores
+        self._asking = Answering(asking, REPORT_SECONDS)
         self._turn = threading.Lock()  # to ask
         ranks = dist.get_process_group_ranks(pg)
         self._host = None if AGENT in os.environ or 0 not in ranks else ranks.index(0)

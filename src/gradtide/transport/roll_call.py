@@ -37,6 +37,7 @@ import torch.distributed as dist
 from gradtide.core.torch_internals.distributed import default_store
 from gradtide.core.transport import CommunicationError
 from gradtide.transport.addresses import VARIABLE, chosen, loops
+from gradtide.transport.answering import Answering, SilentError
 from gradtide.transport.doors import Door
 from gradtide.transport.fault import (
     AGENT,
@@ -45,6 +46,7 @@ from gradtide.transport.fault import (
     Failure,
     Position,
     host_is_gone,
+    host_is_silent,
     own_store,
     part_of,
 )
@@ -121,7 +123,8 @@ class RollCall:
             f"roll call {n} of {names}" for n in (number, number - 1)
         )
         # Torch waits for a store, too, if who hosts it has died.
-        self._store = self._apart(lambda: own_store(self.name), self._look_for_store)
+        found = self._apart(lambda: own_store(self.name), self._look_for_store)
+        self._store = Answering(found, seconds)
 
     def answer(self) -> list[Whereabouts]:
         """Say where this rank is, and learn where all are, and where they listen.
@@ -129,6 +132,12 @@ class RollCall:
         Raises ValueError, on every rank, if one cannot take part, and
         CommunicationError if one never will.
         """
+        try:
+            return self._answer()
+        except SilentError as error:
+            self._fail(self._silent(error))
+
+    def _answer(self) -> list[Whereabouts]:
         here = whereabouts()
         problem = self._meeting.problem or short_of(self._size)
         word = Word(here, self._meeting.door, self._kind, problem)
@@ -211,7 +220,8 @@ class RollCall:
         """Who is gone, as exchanges of the last call's replica failed for that."""
         if not hasattr(self, "_store"):
             return ""
-        last = part_of(self._store.underlying_store, self._last)
+        plain = part_of(self._store.plain.underlying_store, self._last)
+        last = Answering(plain, REPORT_SECONDS)
         keys = [key for r in range(self._size) if last.check([key := f"failed/{r}"])]
         told = (Failure.read(last.get(key).decode()).why for key in keys)
         return next((why for why in told if GONE in why), "")
@@ -264,12 +274,20 @@ class RollCall:
             gone = [r for r in gone if not self._has_left_word(r)] or gone
             if gone:
                 self._fail(f"rank {', '.join(map(str, gone))} {GONE}")
+        except SilentError as error:
+            self._fail(self._silent(error))
         except RuntimeError as error:
             if isinstance(error, CommunicationError):
                 raise
             lost = isinstance(error, dist.DistNetworkError)
             silent = f"the job's store does not answer ({error})"
             self._fail(host_is_gone(self._ranks) if lost else silent)
+
+    def _silent(self, error: SilentError) -> str:
+        """What to say where the store does not answer."""
+        hosted = 0 in self._ranks and AGENT not in os.environ
+        host = self._ranks.index(0) if hosted else None
+        return host_is_silent(host, self._rank) or str(error)
 
     def _has_left_word(self, rank: int) -> bool:
         return any(self._store.check([f"{w}/{rank}"]) for w in ("failed", "ended"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from copy import deepcopy
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import Tensor, nn
 
-from gradtide import replicate
+from gradtide import Replica, replicate
 from gradtide.collectives import Dense
 from gradtide.runtime.layout.buckets import LARGE, GradientBucket, Slot, copied_at_once
 
@@ -191,3 +192,43 @@ def test_only_a_cpu_copies_large_gradients_at_once() -> None:
     for device, expected in (("cpu", True), ("meta", False)):
         assert copied_at_once(torch.empty(LARGE, device=device)) is expected
     assert not copied_at_once(torch.empty(LARGE - 1))
+
+
+@pytest.mark.parametrize(
+    "scheme", ["wfbp(wire='sign')", "demo(schedule='wfbp')", "gtopk(0.3, wire='2bit')"]
+)
+def test_nothing_is_left_between_slots_that_a_state_would_not_have(scheme: str) -> None:
+    run_ranks(3, _resumed, scheme)
+
+
+def _resumed(scheme: str) -> None:
+    """Slots are padded here; a wire of one bit has something for each element."""
+    model, optimizer, sync = _started(scheme)
+    _train(model, optimizer, 0)
+    states = model.state_dict(), optimizer.state_dict(), sync.state_dict()
+    saved = deepcopy(states)
+    _train(model, optimizer, 3)
+    expected = [p.detach().clone() for p in model.parameters()]
+    sync.remove()
+    model, optimizer, sync = _started(scheme)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    sync.load_state_dict(saved[2])
+    _train(model, optimizer, 3)
+    assert all(map(torch.equal, model.parameters(), expected))
+    sync.remove()
+
+
+def _started(scheme: str) -> tuple[nn.Module, torch.optim.Optimizer, Replica]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, optimizer, replicate(model, optimizer, scheme)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int) -> None:
+    for step in range(begin, begin + 3):
+        rng = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(4, 8, generator=rng)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()

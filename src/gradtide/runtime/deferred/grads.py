@@ -9,6 +9,10 @@ read or change gradients, as under DDP, and no question is a collective call.
 
 One that the program keeps beyond its step has its own values (`Past`), as under DDP.
 
+[Note: collected] Python does not see that a parameter holds what is in its `.grad`. One
+that kept the replica there would never be collected, nor would threads and connections
+end, where a program lets go of a model between backward and step, as after an error.
+
 A delivered one stays in its place until step(): a norm has to have the same bits on all
 ranks, whether they had it delivered or not.
 """
@@ -19,6 +23,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -63,9 +68,9 @@ class DeferredGrad(Tensor):
     """
 
     slot: Slot
-    source: GradientSource
     scales: Scales
     zeroed: bool
+    _source: ref[GradientSource]
     value: Tensor | None
     before: Tensor | None
 
@@ -77,6 +82,21 @@ class DeferredGrad(Tensor):
         deferred.slot, deferred.source = slot, source
         deferred.renew(None)
         return deferred
+
+    @property
+    def source(self) -> GradientSource:
+        """Where it comes from, which it does not keep, see [Note: collected]."""
+        found = self._source()
+        if found is None:
+            raise RuntimeError(
+                "a deferred gradient cannot be read when its model and its replica are "
+                "gone: clone what is to be kept"
+            )
+        return found
+
+    @source.setter
+    def source(self, source: GradientSource) -> None:
+        self._source = ref(source)
 
     def renew(self, before: Tensor | None) -> None:
         """Stand for another gradient."""

@@ -16,6 +16,10 @@ dropped, and every rank has back what it offered, bit for bit: so the law holds.
 then on that waits outside of the flat buffer, or it would be selected in every step in
 the place of what is trained. It comes back as soon as some rank trains the parameter:
 before the exchange on ranks that did, before the next one on others.
+
+[Note: gaps] Between slots, which are padded, are elements of no parameter. Some wires
+and transforms leave something there, too. It is dropped: a state has none of it, and
+the run that is resumed is to have the bits of the one that went on.
 """
 
 from __future__ import annotations
@@ -119,6 +123,7 @@ class GradientBucket(Bucket):
             slot.index, slot.address = i, view.data_ptr()
         self.payload = Payload(flat, self.views)
         self._kind = flat.layout, flat.dtype, flat.device
+        self._gaps = _gaps(slots, flat)
         self.residual_empty = True
         self.waiting: dict[
             Slot, Parts
@@ -389,6 +394,8 @@ class GradientBucket(Bucket):
         self.gradients = self.views
         if not self.residual_empty:
             self.gradients = [slot.of(mean) for slot in self.slots]
+            if self._gaps is not None:
+                self.payload.flat.index_fill_(0, self._gaps, 0)  # see [Note: gaps]
 
     def delivered(self) -> list[Tensor | None]:
         """The gradients of slots that some rank trained; None of others."""
@@ -472,6 +479,18 @@ class Place:
 
     bucket: GradientBucket
     slot: Slot
+
+
+def _gaps(slots: Sequence[Slot], flat: Tensor) -> Tensor | None:
+    """Where a bucket has elements of no parameter, see [Note: gaps]; None: nowhere."""
+    begins = [*[slot.begin for slot in slots[1:]], len(flat)]
+    ends = [slot.begin + slot.local.numel() for slot in slots]
+    places = [
+        i for end, begin in zip(ends, begins, strict=True) for i in range(end, begin)
+    ]
+    if not places:
+        return None
+    return torch.tensor(places, dtype=torch.int64, device=flat.device)
 
 
 def copied_at_once(p: Tensor) -> bool:

@@ -1,0 +1,95 @@
+"""A store that does not answer holds nobody up."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gradtide.core.ops import Group
+from gradtide.core.transport import Progress
+from gradtide.transport.answering import Answering, SilentError
+from gradtide.transport.fault import FailureReporter
+
+
+class Stopped(dist.HashStore):
+    """A store whose host is stopped, until it is woken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.woken = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.woken.wait(20)
+        return super().check(keys)
+
+
+def asked(store: Any, seconds: float = 5.0) -> Answering:
+    return Answering(store, seconds)
+
+
+def test_answers_and_errors_are_those_of_the_store() -> None:
+    store = asked(dist.HashStore())
+    store.set("a", "1")
+    assert (store.get("a"), store.check(["a"]), store.check(["b"])) == (
+        b"1",
+        True,
+        False,
+    )
+    with pytest.raises(TypeError):
+        store.set("a", 1)  # type: ignore[arg-type]
+    assert store.get("a") == b"1"
+
+
+def test_who_has_no_answer_is_told_and_the_next_one_at_once() -> None:
+    plain = Stopped()
+    store = asked(plain, 0.3)
+    begin = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(SilentError, match="does not answer"):
+            store.check(["a"])
+    assert 0.3 <= time.monotonic() - begin < 3
+    plain.woken.set()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            assert not store.check(["a"])
+            return
+        except SilentError:
+            time.sleep(0.01)
+    pytest.fail("it answers again, and nobody hears")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_its_thread_ends(ends: bool) -> None:
+    before = set(threading.enumerate())
+    store = asked(dist.HashStore())
+    store.check(["a"])
+    (thread,) = set(threading.enumerate()) - before
+    if ends:
+        store.end()
+        thread.join(5)
+        assert not store.check(["a"])  # by another one
+    del store
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [(0, "rank 0 does not respond .* and the job's store is there"), (None, "answer")],
+)
+def test_who_hosts_a_store_that_is_silent_is_named(host: Any, words: str) -> None:
+    store = asked(Stopped(), 0.2)
+    own = FailureReporter(store, Group(1, 2), Progress(), lambda _: False, host)
+    begin = time.monotonic()
+    text = own.explain("Mean", RuntimeError("Timed out after 5 s"), 0)
+    assert time.monotonic() - begin < 1.5
+    assert text.startswith("rank 1: Mean failed in step 1: ")
+    assert re.search(words, text)
