@@ -428,6 +428,7 @@ class Session:
                 "state_dict() between backward and step, while means are on their way: "
                 "call it after optimizer.step()"
             )
+        self.training.note_skipped()
         how = self.training, lambda: self.scheme, self._choosing()
         return saving.save(*how, world_size, shards)
 

@@ -37,7 +37,7 @@ class Run:
         self.optimizer = kinds[kind](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [4, 8])
         self.generator = torch.Generator().manual_seed(rank)
-        self.seen = 0
+        self.seen, self.skipped = 0, 0
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(rank + 1)
         self.sync = gradtide.replicate(self.model, self.optimizer, scheme)
@@ -58,9 +58,10 @@ class Run:
         x = torch.randn(4, 6, generator=self.generator) + random.random() / 10
         x += float(np.random.rand()) / 10
         self.model(x).square().mean().backward()
-        self.optimizer.step()
+        if self.seen + 1 != self.skipped:  # as by a GradScaler
+            self.optimizer.step()
+            self.scheduler.step()
         self.optimizer.zero_grad()
-        self.scheduler.step()
         self.seen += 1
         return self.keeper.step()
 

@@ -19,7 +19,7 @@ from tests.checkpoint.runs import Run, listed
 from tests.ranks import run_ranks
 
 import gradtide
-from gradtide.checkpoint import SaveError, loading, sending
+from gradtide.checkpoint import Checkpointer, SaveError, loading, sending
 from gradtide.checkpoint.signals import Signals
 
 SCHEMES = [
@@ -62,6 +62,82 @@ def test_a_resumed_run_is_the_undisturbed_one(
     kind = "sgd" if "momentum" in scheme or "kfac" in scheme else "adamw"
     stop = 7 if "local" in scheme else 10
     assert run_ranks(size, undisturbed, tmp_path, scheme, kind, stop) == [True] * size
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "wfbp",
+        "dear",
+        "exdyna(0.2, schedule='dear')",
+        "exdyna(0.2, schedule='local')",
+        "diloco(every=4)",
+    ],
+)
+@pytest.mark.parametrize("skipped", [5, 6, 7])
+def test_steps_that_a_scaler_skips_may_be_saved(
+    scheme: str, skipped: int, tmp_path: Path
+) -> None:
+    def stopped() -> bool:
+        whole = Run(tmp_path / "whole", scheme)
+        whole.skipped = skipped
+        whole.go()
+        expected = whole.end()
+        first = Run(tmp_path / "parts", scheme)
+        first.skipped = skipped
+        first.go(end=7)
+        first.keeper.close()
+        first.sync.remove(end_round=False)
+        second = Run(tmp_path / "parts", scheme)
+        second.skipped = skipped
+        assert second.resume() == 6
+        second.go(6)
+        return second.end() == expected
+
+    assert run_ranks(2, stopped) == [True, True]
+
+
+@pytest.mark.slow
+def test_what_auto_has_decided_goes_on(tmp_path: Path) -> None:
+    def stopped() -> int:
+        first = Run(tmp_path, "auto", every=None)
+        first.go(end=40)
+        first.keeper.save()
+        first.keeper.close()
+        decided = first.sync.scheme
+        first.sync.remove()
+        second = Run(tmp_path, "auto")
+        begin = second.resume()
+        assert second.sync.scheme == decided
+        second.go(begin, begin + 3)
+        second.end()
+        return begin
+
+    assert run_ranks(2, stopped) == [40, 40]
+
+
+def test_a_scheme_that_waits_for_its_optimizer_begins(tmp_path: Path) -> None:
+    def resumed() -> None:
+        first = Run(tmp_path, "dear")
+        first.go()
+        expected = first.end()
+        second = Run(tmp_path, "dear")
+        second.sync.remove()
+        sync = gradtide.replicate(second.model, None, "dear")
+        second.keeper = Checkpointer(
+            tmp_path,
+            sync,
+            model=second.model,
+            optimizer=second.optimizer,
+            scheduler=second.scheduler,
+            generator=second.generator,
+            seen=lambda: 0,
+        )
+        second.sync = sync
+        assert second.resume() == 12
+        assert second.end() == expected
+
+    run_ranks(2, resumed)
 
 
 # - Where files are --------------------------------------------------------------------

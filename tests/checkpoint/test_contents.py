@@ -43,7 +43,9 @@ def test_copies_share_nothing_and_can_be_read_again() -> None:
     found = copied(value, "value")
     x.zero_()
     assert found["x"].tolist() == [0, 1, 2, 3]
+    found["long"] = [bytes(range(256)), b"", {"b": b"x"}]
     again = read(found)
+    assert again["long"] == found["long"]
     assert again["x"].tolist() == [0, 1, 2, 3]
     assert again[1][1] == value[1][1]
     assert again["odd"] == [1.5, 3, torch.Size([2]), torch.float16]

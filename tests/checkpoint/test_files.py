@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import runpy
 import sys
 import zipfile
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 
 from gradtide.checkpoint import files
 from gradtide.checkpoint.files import END, NEW, Folder
 
+MUTATIONS = Path(__file__).parents[2] / "benchmarks" / "mutations.py"
 STATE = {"x": torch.arange(300.0), "n": 3, "text": "ä"}
 ABOUT = {"step": 7, "run": "a", "size": 2, "rank": 1, "kind": "rank"}
 
@@ -153,3 +156,23 @@ def test_a_line_that_is_none_is_a_value_error(about: bytes, tmp_path: Path) -> N
 def test_a_long_line_is_not_read() -> None:
     with pytest.raises(ValueError, match="x is not whole"):
         files.unpacked(sealed(b"PK", json.dumps({"a": "b" * (1 << 21)}).encode()), "x")
+
+
+def test_bytes_take_their_own_room() -> None:
+    noise = random.Random(0).randbytes(100_000)
+    data = files.packed({"piece": noise}, {})
+    assert len(data) < 102_000
+    assert files.unpacked(data, "x")[1] == {"piece": noise}
+
+
+def test_any_saved_run_is_loaded_or_refused_at_once_and_imports_nothing() -> None:
+    """By a rank of its own, as what is mutated trains."""
+
+    def survey() -> dict[str, Any]:
+        found = runpy.run_path(str(MUTATIONS))["survey_states"](2500, seed=1)
+        return {key: found[key] for key in ("outcomes", "wrong", "imported")}
+
+    (found,) = run_ranks(1, survey)
+    assert not found["wrong"]
+    assert not found["imported"]
+    assert found["outcomes"].keys() == {"ValueError", "loaded", "whole"}

@@ -14,6 +14,7 @@ from gradtide.checkpoint.generations import (
     choose,
     held,
     name_of,
+    spoken,
 )
 
 OLD, NEW = "00001", "00002"  # runs
@@ -159,12 +160,14 @@ def test_a_first_save_that_was_interrupted_is_begun_anew() -> None:
         ({"rank": 0}, "not in its place"),
         ({"step": 5}, "not in its place"),
         ({"kind": "common"}, "not in its place"),
-        ({"rank": 2}, "of no rank"),
-        ({"rank": -1}, "of no rank"),
-        ({"step": "4"}, "no step"),
-        ({"size": True}, "of which run"),
-        ({"rank": None}, "of which run"),
-        ({"run": 3}, "of which run"),
+        ({"rank": 2}, "rank 2 of 2"),
+        ({"rank": -1}, "rank -1"),
+        ({"step": -4}, "step -4"),
+        ({"step": "4"}, "which step"),
+        ({"size": True}, "which step"),
+        ({"rank": None}, "which step"),
+        ({"run": 3}, "which run"),
+        ({"kind": "other"}, "which run"),
     ],
 )
 def test_a_file_in_another_place_is_none(
@@ -174,3 +177,9 @@ def test_a_file_in_another_place_is_none(
     assert held(about, 4, "rank1.pt") == of(4, 2, "rank1")[0]
     with pytest.raises(ValueError, match=message):
         held({**about, **changed}, 4, "rank1.pt")
+
+
+@pytest.mark.parametrize("about", [None, 3, [], {}, "run"])
+def test_what_says_nothing_of_itself_is_no_file(about: object) -> None:
+    with pytest.raises(ValueError, match="does not say"):
+        spoken(about)

@@ -256,6 +256,8 @@ class Checkpointer:
                 unless an item did not take its state.
         """
         self._occupied = False
+        if self._session.waiting:  # for the optimizer, which is known here
+            self._session.attach(self._subject.optimizer)
         found = self._read(lossy)
         if found is None:
             return 0

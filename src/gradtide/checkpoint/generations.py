@@ -20,12 +20,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradtide.checkpoint.files import UNREADABLE, About, Folder
 
 FOLDER = re.compile(r"step-(\d{1,18})")
 FILE = re.compile(r"(rank|common)(\d{1,9})\.pt")
+SAID = "run", "step", "size", "rank", "kind"  # by every file
 WHOLE = re.compile(r"whole\d+\.pt")  # see [Note: the first]
 
 
@@ -128,14 +129,25 @@ def listing(folder: Folder) -> Listing:
 
 def held(about: About, step: int, name: str) -> Held:
     """A file by what it says of itself; ValueError if its place says otherwise."""
-    run, size, rank = about.get("run"), about.get("size"), about.get("rank")
-    if type(size) is not int or type(rank) is not int or not isinstance(run, str):
-        raise ValueError(f"{name} does not say of which run it is")
-    if not 0 <= rank < size or type(about.get("step")) is not int:
-        raise ValueError(f"{name} is of no rank, or of no step")
-    if (about["step"], name_of(str(about.get("kind")), rank)) != (step, name):
-        raise ValueError(f"{name} is not in its place: it says {about}")
-    return Held(Generation(step, run, size), name)
+    generation, own = spoken(about)
+    if (generation.step, own) != (step, name):
+        raise ValueError(f"{name} is not in its place: it says {own} of {generation}")
+    return Held(generation, name)
+
+
+def spoken(about: Any) -> tuple[Generation, str]:
+    """What a file says of itself, and its name then; ValueError if that is nothing."""
+    known = about if isinstance(about, dict) else {}
+    run, step, size, rank, kind = (known.get(key) for key in SAID)
+    if not isinstance(run, str) or kind not in ("rank", "common"):
+        raise ValueError("a file does not say of which run or kind it is")
+    if type(step) is not int or type(size) is not int or type(rank) is not int:
+        raise ValueError("a file does not say of which step and rank it is")
+    if step < 0 or not 0 <= rank < size:
+        raise ValueError(
+            f"a file says that it is of step {step}, rank {rank} of {size}"
+        )
+    return Generation(step, run, size), name_of(kind, rank)
 
 
 def choose(

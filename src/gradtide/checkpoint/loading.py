@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gradtide.checkpoint.contents import Items, Random, check_random, copied
 from gradtide.checkpoint.files import About, unpacked
-from gradtide.checkpoint.generations import Plan
+from gradtide.checkpoint.generations import Plan, name_of, spoken
 from gradtide.runtime.guards.validation import is_joinable
 from gradtide.runtime.layout.parameters import shared_parameters
 
@@ -119,19 +119,20 @@ class Contents:
         Each is what it says of itself, and what is in it.
         """
         about, shared = common
-        _check_parts(shared, PARTS, "common")
-        sync, own = dict(shared["sync"]), None
+        generation, name = spoken(about)
+        _check_parts(shared, PARTS, name)
+        sync, mine = dict(shared["sync"]), State()
         for said, state in ranks:
-            _check_parts(state, OWN, "rank")
-            odd = [k for k in ("run", "step", "size") if said.get(k) != about.get(k)]
-            if odd:
-                raise ValueError(f"files are of different moments: see their {odd[0]}")
-            own = state if said.get("rank") == rank else own
+            then, name = spoken(said)
+            _check_parts(state, OWN, name)
+            if then != generation:
+                raise ValueError(f"files are of {then} and of {generation}")
+            if name == name_of("rank", rank):
+                mine = state
             sync |= state["sync"]
-        mine: State = {} if own is None else own
         return cls(
-            about["step"],
-            about["run"],
+            generation.step,
+            generation.run,
             sync,
             {**shared["model"], **mine.get("model", {})},
             mine.get("optimizer", shared["optimizer"]),
@@ -157,11 +158,11 @@ class Contents:
         return cls.joined(common, [(about, {**own, "sync": saved["sync"]})], rank)
 
 
-def _check_parts(state: Any, names: tuple[str, ...], kind: str) -> None:
+def _check_parts(state: Any, names: tuple[str, ...], file: str) -> None:
     """Raise ValueError unless a file has all its parts."""
     for name in names:
         if not isinstance(state, dict) or not isinstance(state.get(name), dict):
-            raise ValueError(f"the file {kind!r} has no {name!r}")
+            raise ValueError(f"{file} has no {name!r}")
 
 
 @dataclass(frozen=True)

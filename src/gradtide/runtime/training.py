@@ -111,11 +111,15 @@ class Training:
             self.begun = self.step.open = False
             raise
 
-    def _open(self, quiet: bool) -> bool:
+    def note_skipped(self) -> None:
+        """Count a step that nobody has made of the last backward's gradients."""
         if self._untaken and not self.step.open and not self._accumulating():
             self.num_skipped += 1
             self._untaken = False
             self.num_steps += self.step.skipped()
+
+    def _open(self, quiet: bool) -> bool:
+        self.note_skipped()
         opened = self.step.begin(quiet)
         if opened and self._undone is not None:
             self._undone.resolve()
