@@ -17,7 +17,7 @@ from torch import nn
 import gradtide
 from gradtide.core.ops import Group
 from gradtide.core.transport import Progress
-from gradtide.transport.fault import FailureReporter
+from gradtide.transport.fault import FailureReporter, Position
 
 
 def reporter(store: Any, rank: int, gone: Callable[[int], bool]) -> FailureReporter:
@@ -43,6 +43,15 @@ def test_who_is_gone_without_a_word_is_not_waited_for() -> None:
     begin = time.monotonic()
     reporter(dist.HashStore(), 0, lambda _: True).await_known(10)
     assert time.monotonic() - begin < 5
+
+
+def test_who_ended_is_named_though_another_has_yet_to_notice() -> None:
+    store = dist.HashStore()  # rank 0 hears of it when the others have hung up
+    where = Position(2, 7, "its program has ended", final=True, error="Broken: no")
+    reporter(store, 2, lambda _: False).leave("ended", where.write())
+    own = reporter(store, 1, lambda _: False)
+    text = own.explain("Mean", RuntimeError("Connection closed by peer"), 0)
+    assert "rank 2 took 2 steps and its program has ended by Broken" in text
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ class Answering:
 
     def __init__(self, store: PrefixStore, seconds: float) -> None:
         self.plain, self._seconds = store, seconds
-        self._questions: SimpleQueue[Any] | None = None
+        self._questions = SimpleQueue[Any]()
+        self._thread: threading.Thread | None = None
         self._open: SimpleQueue[Any] | None = None  # where an answer is missing
         self._lock = threading.Lock()
 
@@ -49,18 +50,22 @@ class Answering:
     def end(self) -> None:
         """Let the thread end; whoever asks again has another one."""
         with self._lock:
-            if self._questions is not None:
+            if self._thread is not None:
                 self._questions.put(None)
-                self._questions = None
+                self._thread.join(0.0 if self._is_stuck() else self._seconds)
+                self._thread = None
+
+    def _is_stuck(self) -> bool:
+        """Whether a question is open that had no answer in time."""
+        return self._open is not None and self._open.empty()
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         answer = SimpleQueue[Any]()
         with self._lock:
-            if self._open is not None and self._open.empty():
+            if self._is_stuck():
                 raise SilentError
-            self._open = None
-            if self._questions is None:
-                self._questions = _begin(self)
+            if self._thread is None:
+                self._questions, self._thread = _begin(self)
             self._questions.put((call, args, answer))
         try:
             value, error = answer.get(timeout=self._seconds)
@@ -72,7 +77,7 @@ class Answering:
         return value
 
 
-def _begin(owner: Answering) -> SimpleQueue[Any]:
+def _begin(owner: Answering) -> tuple[SimpleQueue[Any], threading.Thread]:
     """A thread that asks, as long as its owner is there."""
     questions = SimpleQueue[Any]()
     thread = threading.Thread(
@@ -80,7 +85,7 @@ def _begin(owner: Answering) -> SimpleQueue[Any]:
     )
     thread.start()
     weakref.finalize(owner, questions.put, None).atexit = False
-    return questions
+    return questions, thread
 
 
 def _serve(questions: SimpleQueue[Any]) -> None:

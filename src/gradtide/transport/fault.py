@@ -148,6 +148,8 @@ class FailureReporter:
     def _guess(self, peer: int | None) -> str:
         """What there is to say where nothing is certain."""
         silent = self.silent(("failed", "ended"))
+        if silent and (ended := self.ended()):  # others may only wait for these
+            return self.uneven(ended)
         if not silent:
             return f"all ranks noticed{_link(peer)}"
         # If the peer is, the others may only be waiting for one another.

@@ -212,6 +212,8 @@ class GlooTransport:
         (self._meeting.close if ended else self._meeting.hang_up)()
         if self._queue.error is None:
             give_up(self._pg)
+        elif ended:
+            self._inquiry.give_up()
 
     def _reduce_scatter(
         self, op: ops.ReduceScatter, asked: _Asked

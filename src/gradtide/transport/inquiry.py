@@ -280,6 +280,10 @@ class Inquiry:
         if self._closed:
             return
         self._closed = True
+        self._tell_end(doing, error)
+        self._asking.end()
+
+    def _tell_end(self, doing: str, error: str) -> None:
         steps, items = self._progress.steps, self._queue.submitted
         where = Position(steps, items, doing, final=True, error=error)
         try:
@@ -298,6 +302,7 @@ class Inquiry:
         with suppress(RuntimeError):
             failed = self._queue.error is not None
             self.reporter.await_known(HEARD if failed else LINGER)
+        self._asking.end()
 
     def tell(self) -> None:
         """Raise what ended the queue, which is printed where nobody can handle it."""

@@ -156,7 +156,10 @@ class RollCall:
 
     def watch(self, make: Callable[[], T]) -> T:
         """Have something made that waits for all ranks, while all of them live."""
-        return self._apart(make, lambda: self._look(range(self._size)))
+        try:
+            return self._apart(make, lambda: self._look(range(self._size)))
+        finally:
+            self._store.end()
 
     def _apart(self, make: Callable[[], T], look: Callable[[], None]) -> T:
         """Make something in a thread of its own, and `look` whether that will be."""
