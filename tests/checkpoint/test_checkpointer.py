@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 import gradtide
 from gradtide.checkpoint import Checkpointer, SaveError, loading, sending
 from gradtide.checkpoint.signals import Signals
+from gradtide.optim import DistributedMuon
 
 SCHEMES = [
     "wfbp",
@@ -36,6 +37,8 @@ SCHEMES = [
     "spd_kfac",
     "pad_kfac(schedule='dear')",
     "dear(fusion=BinarySearch(steps=2))",
+    "wfbp(wire='sign')",
+    "demo",
 ]
 
 
@@ -138,6 +141,96 @@ def test_a_scheme_that_waits_for_its_optimizer_begins(tmp_path: Path) -> None:
         assert second.end() == expected
 
     run_ranks(2, resumed)
+
+
+def test_what_ranks_have_of_their_own_is_theirs_again(tmp_path: Path) -> None:
+    """Buffers, and parameters that are not averaged, with their optimizer's state."""
+
+    def begun(folder: Path) -> tuple[Any, Checkpointer, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        own = torch.nn.Parameter(torch.zeros(3))
+        model.register_parameter("own", own)
+        model._ddp_params_and_buffers_to_ignore = ["own"]
+        optimizer = torch.optim.Adam(model.parameters())
+        sync = gradtide.replicate(model, optimizer, "topk(0.5)", buffers="local")
+        how: dict[str, Any] = {"model": model, "optimizer": optimizer, "signals": ()}
+        keeper = Checkpointer(folder, sync, every=2, **how)
+
+        def step(number: int) -> None:
+            x = torch.full((4, 3), float(number * (dist.get_rank() + 1)))
+            x[0] += torch.arange(3)
+            (model(x) + own * dist.get_rank()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keeper.step()
+
+        def end() -> list[Any]:
+            keeper.close()
+            sync.remove()
+            memory = optimizer.state_dict()["state"].values()
+            return listed(
+                [*model.state_dict().values(), *(v for s in memory for v in s.values())]
+            )
+
+        return step, keeper, end
+
+    def resumed() -> list[Any]:
+        step, _, end = begun(tmp_path)
+        for number in range(5):
+            step(number)
+        expected = end()
+        step, keeper, end = begun(tmp_path)
+        assert keeper.resume() == 4
+        step(4)
+        assert end() == expected
+        return expected
+
+    one, other = run_ranks(2, resumed)
+    assert one != other
+
+
+def test_optimizers_that_divide_their_state_go_on(tmp_path: Path) -> None:
+    def begun() -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        muon = DistributedMuon(matrices, lr=0.02)
+        rest = torch.optim.AdamW([p for p in model.parameters() if p.dim() != 2])
+        sync = gradtide.replicate(model, None)
+        how: dict[str, Any] = {"model": model, "optimizer": rest, "muon": muon}
+        return model, (muon, rest), Checkpointer(tmp_path, sync, every=2, **how)
+
+    def resumed() -> bool:
+        ends = []
+        for _ in range(2):
+            model, optimizers, keeper = begun()
+            for number in range(keeper.resume(), 5):
+                x = torch.full((2, 4), number + dist.get_rank() / 3)
+                model(x).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                keeper.step()
+            keeper.close()
+            ends.append(listed(model.parameters()))
+        return ends[0] == ends[1] and keeper.steps == 5
+
+    assert run_ranks(2, resumed) == [True, True]
+
+
+def test_an_optimizer_whose_state_one_rank_alone_gets_is_refused() -> None:
+    def refused() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit's, where it is imported
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        model = torch.nn.Linear(2, 2)
+        zero: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        sync = gradtide.replicate(model, None)
+        with pytest.raises(ValueError, match="divides its state"):
+            Checkpointer("nowhere", sync, model=model, optimizer=zero)
+
+    run_ranks(2, refused)
 
 
 # - Where files are --------------------------------------------------------------------
@@ -343,16 +436,16 @@ def test_a_first_save_that_was_interrupted_begins_anew(tmp_path: Path) -> None:
     [
         (lambda run: run.model.append(torch.nn.Linear(2, 2)), "build the model"),
         (lambda run: run.optimizer.add_param_group({"params": []}), "groups"),
-        (lambda run: setattr(run.keeper, "_items", None), None),
+        (None, None),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_changes(
-    change: Callable[[Run], Any], message: str | None, tmp_path: Path
+    change: Callable[[Run], Any] | None, message: str | None, tmp_path: Path
 ) -> None:
     def refused() -> None:
         run = Run(tmp_path)
-        if message is None:
-            run.keeper._items._items.pop("seen")
+        if change is None:
+            run.keeper._subject.items._items.pop("seen")
         elif dist.get_rank() == 1:
             change(run)
         before = listed(run.model.parameters())

@@ -83,7 +83,7 @@ class Checkpointer:
                 run's own. It need not be there.
             sync: The replica of the model.
             model: The model, with parameters that are not sharded.
-            optimizer: Its optimizer.
+            optimizer: Its optimizer; where there are two, another one is an item.
             every: After how many steps to save. None saves when all are to stop, and
                 when `save` is called.
             keep: How many steps stay; one more while it is not known that all ranks
@@ -104,10 +104,9 @@ class Checkpointer:
         self._session, transport = sync._session, sync.engine.transport
         self._transport, self.steps = transport, 0
         group, host = transport.group, _host_of(transport)
-        self._items, self._folder = Items(items), Folder(folder)
-        self._subject = Subject(model, optimizer, self._items)
+        self._folder = Folder(folder)
 
-        def prepare() -> tuple[None, Signature]:
+        def prepare() -> tuple[tuple[Subject, bool], Signature]:
             if self._session.training.placement.shards:
                 raise ValueError(
                     "the model is sharded: put sync.state_dict() into what "
@@ -116,11 +115,15 @@ class Checkpointer:
             if (every is not None and not _counts(every)) or not _counts(keep):
                 told = f"every={every!r}, keep={keep!r}"
                 raise ValueError(f"{told}: whole numbers, from 1 on")
-            self._subject.validate()
-            return None, {"every": every, "keep": keep, "items": sorted(items)}
+            subject = Subject(model, optimizer, Items(items))
+            subject.validate()
+            there = not listing(self._folder).empty
+            signature = {"every": every, "keep": keep, "items": sorted(items)}
+            return (subject, there), signature
 
-        check_ranks_agree(transport, prepare, "pass the same on every rank")
-        told = transport.gather_objects((_name(), not listing(self._folder).empty))
+        remedy = "pass the same on every rank"
+        self._subject, there = check_ranks_agree(transport, prepare, remedy)
+        told = transport.gather_objects((_name(), there))
         self._run, self._occupied = told[0][0], any(there for _, there in told)
         self._every, self._leads = every, host[0] == group.rank
         self._writer = Writer(self._folder, group.rank, keep)
@@ -130,7 +133,7 @@ class Checkpointer:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        return self._items.values
+        return self._subject.items.values
 
     def stop(self) -> None:
         """Have all ranks save and leave after the same step. Local, on any rank."""

@@ -88,6 +88,11 @@ class Items:
         self._items = dict(items)
         self.values: dict[str, Any] = {}
 
+    def of(self, kind: type) -> list[Any]:
+        """Those of a kind, by name."""
+        named = sorted(self._items.items())
+        return [item for _, item in named if isinstance(item, kind)]
+
     def copies(self) -> dict[str, Any]:
         """What is saved of each, as copies."""
         return {name: copied(_state(item), name) for name, item in self._items.items()}

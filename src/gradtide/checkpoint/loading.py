@@ -40,16 +40,25 @@ class Subject:
 
     def validate(self) -> None:
         """Raise ValueError for an optimizer whose state cannot be had."""
-        if is_joinable(self.optimizer) and not _consolidates(self.optimizer):
-            raise ValueError(
-                f"{type(self.optimizer).__name__} divides its state among ranks: save "
-                "it by hand, after its consolidate_state_dict()"
-            )
+        for one in self._optimizers():
+            if is_joinable(one) and not getattr(one, "exchanges", False):
+                raise ValueError(
+                    f"{type(one).__name__} divides its state among ranks: save it by "
+                    "hand, after its consolidate_state_dict()"
+                )
 
     def consolidate(self) -> None:
-        """Have the whole state of an optimizer that is divided; collective then."""
-        if is_joinable(self.optimizer):
-            self.optimizer.consolidate_state_dict()  # type: ignore[attr-defined]
+        """Have the whole state of optimizers that divide it; collective then.
+
+        All ranks have it afterwards, as of gradtide's own.
+        """
+        for one in self._optimizers():
+            if is_joinable(one):
+                one.consolidate_state_dict()
+
+    def _optimizers(self) -> list[Any]:
+        """Those that were passed, in the same order on every rank."""
+        return [self.optimizer, *self.items.of(Optimizer)]
 
     def copies(self, whole: bool) -> tuple[State, State]:
         """Copies of what a rank has of its own and, if `whole`, of what all have."""
@@ -80,11 +89,6 @@ class Subject:
         shared = {id(p) for _, p in shared_parameters(self.model)}
         groups = self.optimizer.param_groups
         return any(id(p) not in shared for group in groups for p in group["params"])
-
-
-def _consolidates(optimizer: Optimizer) -> bool:
-    """Whether all ranks have the whole state afterwards, as of gradtide's Muon."""
-    return bool(getattr(optimizer, "exchanges", False))
 
 
 @dataclass(frozen=True)
