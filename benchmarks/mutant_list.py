@@ -861,8 +861,8 @@ def adjust_lr(lr, *_):  # type: ignore
     Mutant(
         "sim-flags",
         "planner/steps/exchange.py",
-        "return SimSteps(passes, BEFORE, (size + 2, 1 + num_units))",
-        "return SimSteps(passes, BEFORE, (size + 2, 0))",
+        "return SimSteps(passes, BEFORE, (size + COUNT + 1, 1 + num_units))",
+        "return SimSteps(passes, BEFORE, (size + COUNT + 1, 0))",
         "steps begin without asking whether parameters are alike",
         ("planner/steps/test_steps_exchange.py",),
     ),
@@ -1158,5 +1158,73 @@ def adjust_lr(lr, *_):  # type: ignore
         "if int(ones) == place.size:",
         "a group that works is told not to",
         ("doctor/test_run.py",),
+    ),
+    # - checkpoint ---------------------------------------------------------------------
+    Mutant(
+        "checkpoint-renamed-before-it-is-there",
+        "checkpoint/files.py",
+        """\
+                    file.flush()
+                    os.fsync(file.fileno())
+""",
+        """\
+                    file.flush()
+""",
+        "a file has its name before it is on the disk",
+        ("checkpoint/test_files.py",),
+    ),
+    Mutant(
+        "checkpoint-sum-of-what-was-saved",
+        "checkpoint/files.py",
+        "    if crc32(state) != total:\n",
+        "    if False:\n",
+        "what was changed since is loaded",
+        ("checkpoint/test_files.py",),
+    ),
+    Mutant(
+        "checkpoint-removed-before-all-have-it",
+        "checkpoint/writer.py",
+        "    done = sorted(step for number, step in saved if number <= whole)\n",
+        "    done = sorted(step for number, step in saved)\n",
+        "a generation goes before all ranks have a later one whole",
+        ("checkpoint/test_writer.py",),
+    ),
+    Mutant(
+        "checkpoint-runs-are-mixed",
+        "checkpoint/generations.py",
+        "    return Generation(step, run, size), name_of(kind, rank)\n",
+        '    return Generation(step, "", size), name_of(kind, rank)\n',
+        "of a step some ranks read what another run has saved",
+        ("checkpoint/test_generations.py",),
+    ),
+    Mutant(
+        "checkpoint-lost-without-a-new-disk",
+        "checkpoint/generations.py",
+        "len(plan.lost) <= new",
+        "True",
+        "a residual is lost although its file may be found",
+        ("checkpoint/test_generations.py",),
+    ),
+    Mutant(
+        "checkpoint-a-stop-heard-early",
+        "session.py",
+        "        return self.notices.settled if deferred else self.notices.last\n",
+        "        return self.notices.last\n",
+        "a rank that reads a parameter stops a step before the others",
+        ("runtime/test_notices.py",),
+    ),
+    Mutant(
+        "checkpoint-random-numbers-of-numpy",
+        "checkpoint/contents.py",
+        """\
+        import numpy
+
+        numpy.random.set_state(_of_numpy(saved["numpy"]))
+""",
+        """\
+        pass
+""",
+        "NumPy's random numbers begin anew",
+        ("checkpoint/test_contents.py",),
     ),
 )

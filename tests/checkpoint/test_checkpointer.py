@@ -622,6 +622,7 @@ def test_what_fails_last_is_told_by_close(tmp_path: Path) -> None:
         run.go()
         with pytest.raises(SaveError, match="No space left"):
             run.keeper.close()
+        run.keeper.close()
 
     run_ranks(1, trained)
 

@@ -127,7 +127,8 @@ class Checkpointer:
         self._run, self._occupied = told[0][0], any(there for _, there in told)
         self._every, self._leads = every, host[0] == group.rank
         self._writer = Writer(self._folder, group.rank, keep)
-        self._failures = 0  # of saves, that all ranks were told of
+        # Failures of saves: on all ranks together, and of this rank's those told.
+        self._failures = self._told = 0
         self._session.notices.saves = self._writer
         self._signals = Signals(signals, self.stop)
 
@@ -198,6 +199,7 @@ class Checkpointer:
 
     def _refuse(self, reasons: Sequence[str]) -> None:
         """Raise SaveError on all ranks if any has reasons; a collective call."""
+        self._told = self._writer.failures
         told = enumerate(self._transport.gather_objects(list(reasons)))
         words = [f"rank {rank}: {own[-1]}" for rank, own in told if own]
         if words:
@@ -210,14 +212,15 @@ class Checkpointer:
         """Wait for what is being written, and give signals back. Local.
 
         Raises:
-            SaveError: The last save could not be written, and nobody was told.
+            SaveError: A save could not be written, and this rank was not told of it.
         """
         self._signals.restore()
         self._writer.close()
-        if self._writer.torn and self._session.notices.saves is self._writer:
+        if self._session.notices.saves is self._writer:
             self._session.notices.saves = None
-            raise SaveError(f"the last save failed: {self._writer.reasons[-1]}")
-        self._session.notices.saves = None
+        if self._writer.failures > self._told:
+            self._told = self._writer.failures
+            raise SaveError(f"a save failed: {self._writer.reasons[-1]}")
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -312,13 +315,16 @@ class Checkpointer:
             readers = (r for r, own in enumerate(needs) if name in own)
             if rank not in {plan.source(name, r) for r in readers}:
                 continue
-            place = f"{folder_of(plan.generation.step)}/{name}"
+            file = Held(plan.generation, name)
             try:
-                data[name] = self._folder.read(place)
+                data[name] = self._folder.read(
+                    f"{folder_of(file.generation.step)}/{name}"
+                )
                 about, _ = files.check(data[name])
-                held(about, plan.generation.step, name)
+                if held(about, file.generation.step, name) != file:
+                    raise ValueError("another run has written it since")
             except UNREADABLE:
-                odd.append(Held(plan.generation, name))
+                odd.append(file)
         return data, odd
 
     def _send(

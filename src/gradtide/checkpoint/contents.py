@@ -41,8 +41,10 @@ def copied(value: Any, place: str, known: dict[Any, Tensor] | None = None) -> An
     known = {} if known is None else known
     if isinstance(value, Tensor):
         plain = value.detach()
+        if type(plain) is not Tensor or not plain.numel():  # in no memory of its own
+            return plain.to("cpu", copy=True)
         where = plain.data_ptr(), plain.dtype, plain.shape, plain.stride()
-        if not plain.numel() or where not in known:
+        if where not in known:
             known[where] = plain.to("cpu", copy=True)
         return known[where]
     if isinstance(value, PLAIN):
