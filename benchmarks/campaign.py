@@ -43,7 +43,7 @@ import torch
 import torch._dynamo  # or every rank does, at length
 import typer
 from campaign_faults import FAULTS, QUIET, Trial, draw_trial
-from campaign_rank import FAR_TIMEOUT, TIMEOUT, in_lab, start
+from campaign_rank import FAR_TIMEOUT, LATER, TIMEOUT, in_lab, start
 
 from gradtide.lab.record import commit, machine, versions
 from gradtide.runtime import join  # noqa: F401  # as above
@@ -62,11 +62,13 @@ TURN = 0.01  # seconds between two looks
 HERE = Path(__file__)
 COMPILES = "gradtide-compiles-"
 LAB = ("--rate", "100mbit")
-LATER = "8s"  # after which a link changes: ranks take some seconds to begin
 WAYS: dict[str, list[dict[str, Any]]] = {  # timetables of the lab
-    "link: down": [{"at": LATER, "link": "down"}],
-    "link: down and up": [{"at": LATER, "link": "down"}, {"at": "9.5s", "link": "up"}],
-    "link: slow": [{"at": LATER, "rate": "1%"}],
+    "link: down": [{"at": f"{LATER}s", "link": "down"}],
+    "link: down and up": [
+        {"at": f"{LATER}s", "link": "down"},
+        {"at": f"{LATER + 1.5}s", "link": "up"},
+    ],
+    "link: slow": [{"at": f"{LATER}s", "rate": "1%"}],
     "link: loss": [],
 }
 UNDER_WAY = re.compile(
@@ -169,9 +171,14 @@ def _until_ended(
         if stopped and not woken and job.fault and (not others or over):
             woken = now
             job.hung += others
+            for rank in others:
+                os.kill(ranks[rank].pid, signal.SIGUSR1)
             os.kill(ranks[trial.dead].pid, signal.SIGCONT)
         elif over:
             job.hung = sorted({*job.hung, *alive})
+            for rank in alive:  # so that it tells where it is
+                os.kill(ranks[rank].pid, signal.SIGUSR1)
+            time.sleep(0.2)
             return
         yield None
 
@@ -212,15 +219,16 @@ def run_in_lab(trial: Trial) -> Iterator[Job | None]:
         table.write_text(json.dumps({"events": events}))
         words = [sys.executable, "-m", "gradtide", "lab", "run"]
         words += ["--hosts", str(trial.ranks), *LAB, "--events", str(table)]
-        words += ["--delay", "1ms", "--timeout", "80"]
+        words += ["--delay", "1ms", "--timeout", "120"]
         if trial.fault.act == "link: loss":
             words += ["--loss", "1%"]
         words += ["--", sys.executable, str(HERE), "in-lab", str(trial.seed)]
         words += [str(trial.number), str(folder), trial.fault.name]
         log = (folder / "log").open("w+")
+        (folder / "begun").write_text(str(begin))
         environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
         lab = subprocess.Popen(words, stdout=log, stderr=log, env=environment)
-        while lab.poll() is None and time.monotonic() < begin + 2 * WHOLE:
+        while lab.poll() is None and time.monotonic() < begin + 3 * WHOLE:
             if job.fault is None and "loses its link" in (folder / "log").read_text():
                 job.fault = time.monotonic()
             yield None

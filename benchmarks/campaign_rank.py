@@ -7,6 +7,7 @@ parameters; and, after an error, what is still there when it has let go of all i
 from __future__ import annotations
 
 import copy
+import faulthandler
 import gc
 import hashlib
 import io
@@ -50,7 +51,10 @@ AWAY = Distance(0.05, 0.05)
 FULL = "/dev/full"
 BYTES = 1 << 13  # that a file may have
 NAP = 0.1  # seconds of a step in the lab, where a timetable says when
-LAB_STEPS = 150
+LAB_STEPS = 120
+HELD = 10  # the step after which ranks wait for the timetable
+LATER = 40.0  # seconds after which a link changes: ranks take long to begin
+STARTING = 60.0  # seconds that ranks of the lab may take to come
 
 
 class Broken(RuntimeError):
@@ -288,6 +292,9 @@ class Training:
             self.make_step(step)
             if self.trial.fault.point == "lab":
                 time.sleep(NAP)
+                if step == HELD:  # until the timetable is about to begin
+                    begun = float((self.points.folder / "begun").read_text())
+                    time.sleep(max(begun + LATER - time.monotonic(), 0.0))
                 note(self.points.folder, f"step{self.rank}")
             self.after(step)
         self.points.reached("end")
@@ -449,28 +456,29 @@ def sockets() -> dict[str, str]:
         with suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{number}")
             if name.startswith("socket"):
-                found[name] = kinds.get(name, "?")
+                found[name] = kinds.get(name, "? ?")
     return found
 
 
-def after_letting_go(before: Collection[str], stores: bool) -> dict[str, Any]:
+def after_letting_go(before: Collection[str], port: int) -> dict[str, Any]:
     """What is still there that is the library's, when its user has let go of all.
 
-    The job's store `stores` here, and has connections of its own.
+    The job's store, if it is here, has connections of its own, at this port.
     """
+    store = f":{port:04X}"
     deadline, patience = time.monotonic() + LEAVES, 0.01
     while True:
         gc.collect()
         threads, opened = own_threads(), sockets()
         more = [kind for name, kind in opened.items() if name not in before]
-        more = [kind for kind in more if not (stores and kind.startswith("tcp6"))]
+        more = [kind for kind in more if not kind.split()[1].endswith(store)]
         if not (threads or more) or time.monotonic() > deadline:
             return {"threads": threads, "sockets": more}
         time.sleep(patience)
         patience = min(2 * patience, 0.2)
 
 
-def work(rank: int, trial: Trial, folder: Path, store: Any = None) -> None:
+def work(rank: int, trial: Trial, folder: Path, port: int = 0) -> None:
     """A rank's program, in a process of its own."""
     points = Points(trial, rank, folder)
     told: dict[str, Any] = {"pid": os.getpid()}
@@ -500,7 +508,7 @@ def work(rank: int, trial: Trial, folder: Path, store: Any = None) -> None:
             sys.last_value = error  # as the interpreter does
             raise
     if told["ended"] == "error":
-        told |= after_letting_go(before, stores=trial.tcp and rank == 0)
+        told |= after_letting_go(before, port)
         told["let go"] = time.monotonic() - told["at"]
         tell(folder, rank, told)
         raise SystemExit(1)
@@ -534,10 +542,12 @@ def start(rank: int, trial: Trial, folder: Path, door: Any) -> None:
     log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)  # where it is, if it hangs
     limit = timedelta(seconds=TIMEOUT)
     store: Any
+    port = door.getsockname()[1]
     if trial.tcp:
-        port, own = door.getsockname()[1], rank == 0
+        own = rank == 0
         # Of a listening socket that is there already: nobody else has the port.
         number = door.detach() if own else None
         if not own:
@@ -556,15 +566,25 @@ def start(rank: int, trial: Trial, folder: Path, door: Any) -> None:
         "gloo", store=store, rank=rank, world_size=trial.ranks, timeout=limit
     )
     del store
-    work(rank, trial, folder)
+    work(rank, trial, folder, port)
 
 
 def in_lab(trial: Trial, folder: Path) -> None:
     """A rank of the lab's: its end is never a failure, or the others were ended."""
     torch.set_num_threads(1)
-    limit = timedelta(seconds=FAR_TIMEOUT)
-    dist.init_process_group("gloo", timeout=limit)
-    rank = dist.get_rank()
+    rank, where = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+    port, longer = int(os.environ["MASTER_PORT"]), timedelta(seconds=STARTING)
+    store = c10d.TCPStore(where, port, trial.ranks, rank == 0, timeout=longer)
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(trial.ranks)])
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=trial.ranks,
+        timeout=timedelta(seconds=FAR_TIMEOUT),
+    )
+    del store
     trial = replace(trial, steps=LAB_STEPS, saves=LAB_STEPS, lets_go=False)
     try:
         work(rank, trial, folder)

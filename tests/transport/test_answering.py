@@ -83,7 +83,10 @@ def test_its_thread_ends(ends: bool) -> None:
 
 @pytest.mark.parametrize(
     ("host", "words"),
-    [(0, "rank 0 does not respond .* and the job's store is there"), (None, "answer")],
+    [
+        (0, "rank 0 does not respond .* and the job's store is there"),
+        (None, "the job's store does not answer, nor does rank 0"),
+    ],
 )
 def test_who_hosts_a_store_that_is_silent_is_named(host: Any, words: str) -> None:
     store = asked(Stopped(), 0.2)

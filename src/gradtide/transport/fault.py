@@ -124,7 +124,9 @@ class FailureReporter:
             why = certain or self._guess(peer)
             self.fail(own, certain, looked=True)
         except SilentError as silent:
-            why = host_is_silent(self._host, self._group.rank) or str(silent)
+            why = host_is_silent(self._host, self._group.rank)
+            nor = "" if peer is None else f", nor does rank {peer}, of the exchange"
+            why = why or f"{silent}{nor}"
         except RuntimeError:  # the store lived in a process that has ended
             why = self._look_for_host() or "the job's store is gone"
         rank, step = self._group.rank, self._progress.steps + 1
