@@ -24,6 +24,7 @@ TESTS = Path(__file__).parent
 # What is tested by what uses it, or together with its neighbours.
 ELSEWHERE = {
     "__main__": "test_refusals_cli",
+    "admission": "test_elastic",
     "checkpoint/loading": "checkpoint/test_checkpointer",
     "checkpoint/sending": "checkpoint/test_checkpointer",
     "checkpoint/signals": "checkpoint/test_checkpointer",
@@ -124,6 +125,7 @@ ELSEWHERE = {
     "ddp_arguments": "test_parallel",
     "installing": "test_run",
     "runtime/metrics": "test_metrics",
+    "runtime/regroup": "test_regrouping",
     "session": "test_replica",
     "uneven": "runtime/test_join",
     "scheme/config": "test_scheme",

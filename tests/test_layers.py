@@ -21,6 +21,7 @@ LAYERS = (
     {"scheme"},
     {"runtime"},
     {"optim", "planner"},
+    {"admission", "elastic", "regrouping"},
     {"session"},
     {"uneven"},
     {"replica"},
@@ -34,7 +35,7 @@ LAYERS = (
     {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LATE = 64  # imports of ours that wait for a call
+LATE = 65  # imports of ours that wait for a call
 FREE = LEVEL["ddp_arguments"]  # from here up, torch.distributed may be imported
 
 

@@ -18,19 +18,17 @@ from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
 from gradtide.runtime.checkpoint import StateDict
-from gradtide.runtime.guards.validation import (
-    check_kinds,
-)
+from gradtide.runtime.copied import Unlinked
+from gradtide.runtime.guards.validation import check_kinds
 from gradtide.runtime.layout.parameters import shared_buffers, shared_parameters
 from gradtide.runtime.metrics import Metrics, residual_norms
 from gradtide.runtime.training import Training
-from gradtide.scheme import (
-    Scheme,
-)
+from gradtide.scheme import Scheme
 from gradtide.session import Buffers, Session
 from gradtide.transport import Mesh, ProcessGroup
 
-if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
+if TYPE_CHECKING:  # loaded by what needs them (tests/test_imports.py)
+    from gradtide.core.membership import Membership
     from gradtide.kfac.preconditioner import Preconditioner
     from gradtide.planner.tuning.online import Tuner
 
@@ -44,6 +42,7 @@ def replicate(
     buffers: Buffers = "broadcast",
     grad_scaler: torch.amp.GradScaler | None = None,
     check_every: int = 100,
+    elastic: str | Membership | None = None,
 ) -> Replica:
     """Average the gradients of `model` over the ranks of a process group.
 
@@ -83,6 +82,10 @@ def replicate(
             names the first parameter that does. It costs a reading pass over the
             parameters, and no message. 0 compares nothing. Where steps are exchanged
             (LOCAL), parameters are looked at in every step anyway.
+        elastic: The address of a lighthouse of torchft's, or a
+            `gradtide.elastic.Lighthouse`, for ranks that come and go: the call has the
+            default process group formed of those that are there, and forms it anew when
+            a rank is lost or comes. Do not call `init_process_group`.
 
     Returns:
         The `Replica`, which links module, optimizer and ranks. Training goes on
@@ -99,19 +102,12 @@ def replicate(
     check_kinds(model, optimizer)
     alike: list[Tensor] = [p for _, p in shared_parameters(model)]
     alike += [buffer for _, buffer in shared_buffers(model)]
-    rest = buffers, grad_scaler, alike, check_every
+    if isinstance(elastic, str):
+        from gradtide.elastic import Lighthouse
+
+        elastic = Lighthouse(elastic)
+    rest = buffers, grad_scaler, alike, check_every, elastic
     return Replica(model, optimizer, scheme, process_group, *rest)
-
-
-class Unlinked:
-    """What a copy has in the place of a `Replica`: of a model that holds its own."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{name}: this is a copy of a Replica, or was loaded from a pickle, and "
-            "has no link to the other ranks: call replicate() for the copied model; "
-            "what a run needs to go on is saved by sync.state_dict()"
-        )
 
 
 class Replica:
@@ -131,8 +127,9 @@ class Replica:
         grad_scaler: torch.amp.GradScaler | None,
         alike: Sequence[Tensor],
         check_every: int = 100,
+        elastic: Membership | None = None,
     ) -> None:
-        how = buffers, grad_scaler, alike, check_every
+        how = buffers, grad_scaler, alike, check_every, elastic
         self._session = Session(self, model, optimizer, scheme, process_group, *how)
         self.wrapper: Callable[[], object] | None = None
         self.shares_buffers = buffers == "broadcast"  # whoever begins forwards
@@ -372,6 +369,10 @@ class Replica:
         - `residual_norm`: The 2-norm of this rank's residual, in the units of
           gradients, or of steps where these are exchanged (LOCAL). It is there only if
           `residual` is True.
+        - `ranks`, `generation`, `lost_ranks`, `lost_steps`: Only with `elastic`: how
+          many ranks train now; the number of groups that they have formed so far; and
+          how many ranks, and how many of this rank's steps, were lost. With a lost rank
+          its residual is lost.
         - `waiting_norm`: That of the part of it that waits for parameters which no rank
           trained in the last step: frozen ones, say. It is there with `residual_norm`.
 
@@ -389,6 +390,8 @@ class Replica:
                 step under a deferred schedule.
         """
         more = residual_norms(self._training) if residual else {}
+        if (ranks := self._session.regrouping) is not None:
+            more |= ranks.numbers()
         return {**self._metrics.read(self._session.trained), **more}
 
     def stop(self) -> None:

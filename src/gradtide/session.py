@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from gradtide.admission import admit, refuse_elastic
 from gradtide.core.engine import Engine
 from gradtide.core.fields import refuse
 from gradtide.core.levels import levels_of
-from gradtide.core.payload import traits
 from gradtide.fusion import BySize, Search
 from gradtide.runtime import ahead, saving
 from gradtide.runtime.actions import Setup
@@ -32,8 +32,6 @@ from gradtide.runtime.guards.validation import (
     Signature,
     check_ranks_agree,
     describe,
-    is_joinable,
-    validate,
     validate_optimizer,
     validate_scheme,
 )
@@ -51,12 +49,14 @@ from gradtide.scheme import (
     undecided,
     with_levels,
 )
-from gradtide.transport import Mesh, ProcessGroup, connect, members
+from gradtide.transport import Mesh, ProcessGroup, connect
 
-if TYPE_CHECKING:  # loaded by the schemes that need them (tests/test_imports.py)
+if TYPE_CHECKING:  # loaded by what needs them (tests/test_imports.py)
+    from gradtide.core.membership import Membership
     from gradtide.kfac.preconditioner import Preconditioner
     from gradtide.planner.auto.selector import AutoSelector
     from gradtide.planner.tuning.online import Tuner
+    from gradtide.regrouping import Regrouping
 
 LOG = logging.getLogger("gradtide")
 
@@ -74,7 +74,12 @@ class Session:
         auto: What chooses the scheme, if that is still to be done.
         engine: What drives the exchanges.
         trained: What carries steps out, also of a session that is over.
+        regrouping: What has ranks come and go, or None.
     """
+
+    engine: Engine
+    trained: Training
+    notices: Notices
 
     def __init__(
         self,
@@ -87,55 +92,85 @@ class Session:
         grad_scaler: torch.amp.GradScaler | None,
         alike: Sequence[Tensor],
         check_every: int,
+        elastic: Membership | None = None,
     ) -> None:
-        trained = averaged(model)
-        device = next((p.device for _, p in trained), torch.device("cpu"))
         self.removed, self._owner = False, owner
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
-        self.engine = Engine(transport := connect(process_group, device))
         self.model, self.process_group = model, process_group
+        self._given, self._buffering = as_scheme(scheme), buffers
+        self._check_every, self._grad_scaler = check_every, grad_scaler
+        self._unknown = optimizer is None
+        params = [p for _, p in averaged(model)]
+        # What stands for an optimizer that is not known never makes a step.
+        self.optimizer = SGD(params) if optimizer is None else optimizer
+        found = params if self._unknown else []
+        self._finder = Finder(found, self._step_begins, self._step_ends)
+        self.regrouping: Regrouping | None = None
+        if elastic is None:
+            self.connect()
+            synchronize(self.engine, alike)  # tensors that become rank 0's
+            self.train()
+        else:
+            from gradtide.regrouping import Regrouping
+
+            refuse_elastic(self._given, optimizer, process_group)
+            self.regrouping = Regrouping(self, elastic)
+            self.regrouping.begin()
+        if self.engine.group.rank == 0:
+            LOG.info("%s is replicated: %s", type(model).__name__, self._words())
+
+    # - The ranks ----------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Connect to the ranks, and agree with them; collective."""
+        where = (p.device for _, p in averaged(self.model))
+        device = next(where, torch.device("cpu"))
+        transport = connect(self.process_group, device)
 
         def prepare() -> tuple[Scheme, Signature]:
-            chosen = with_levels(as_scheme(scheme), transport.hosts)
-            validate(model, buffers, check_every, members(process_group))
-            refuse(
-                {
-                    f"{name} is on {p.device}, and others are on {device}: move the "
-                    "model to one device": p.device != device
-                    for name, p in trained
-                }
-            )
-            validate_scheme(model, chosen)
-            if optimizer is not None:
-                validate_optimizer(model, optimizer, chosen.schedule)
-                momentum_of(optimizer, chosen)
-            if chosen.preconditioner is not None:
-                from gradtide.kfac.costs import admitted
-
-                admitted(model, chosen.preconditioner)
-            ahead.prepare(dict(averaged(model)).values(), chosen)
-            return chosen, describe(model, chosen, check_every, buffers)
+            chosen = with_levels(self._given, transport.hosts)
+            how = self._buffering, self._check_every
+            admit(self.model, self.known_optimizer, chosen, self.process_group, *how)
+            return chosen, describe(self.model, chosen, how[1], how[0])
 
         try:
             self.scheme = check_ranks_agree(transport, prepare)
         except Exception:
             transport.close()
             raise
+        if hasattr(self, "engine"):
+            self.engine.move(transport)
+        else:
+            self.engine = Engine(transport)
+        self.engine.undoes = self.regrouping is not None
         self.engine.levels = levels_of(transport.group, self.scheme.levels)
-        synchronize(self.engine, alike)  # tensors that become rank 0's
-        self._shared_buffers = SharedBuffers(model, self.engine)
+
+    def train(self) -> Training:
+        """Begin to train, when parameters are alike on all ranks."""
+        self._shared_buffers = SharedBuffers(self.model, self.engine)
+        before = getattr(self, "notices", None)  # of ranks that were others
         self.notices = Notices(self._shared_buffers)
-        self._buffers = buffers == "broadcast"
-        self._check_every = check_every
-        self._scales = Scales(self.engine, grad_scaler)
-        params = [p for _, p in averaged(model)]
-        self._unknown = optimizer is None
-        found = params if self._unknown else []
-        self._finder = Finder(found, self._step_begins, self._step_ends)
-        # What stands for an optimizer that is not known never makes a step.
-        self._train_with(SGD(params) if optimizer is None else optimizer)
-        if transport.group.rank == 0:
-            LOG.info("%s is replicated: %s", type(model).__name__, self._words())
+        if before is not None:
+            self.notices.stop, self.notices.saves = before.stop, before.saves
+        self._scales = Scales(self.engine, self._grad_scaler)
+        self._train_with(self.optimizer)
+        return self.trained
+
+    def give_up(self) -> None:
+        """Close the connections, if there are any, and wait for nobody."""
+        if hasattr(self, "engine"):
+            self.engine.transport.abandon()
+
+    def _met(self) -> Hooks | None:
+        """A training forward begins: the hooks to go on with, if ranks have changed."""
+        if self.regrouping is None or not self.regrouping.due(self.training):
+            return None
+        return self._hooks
+
+    @property
+    def known_optimizer(self) -> Optimizer | None:
+        """The optimizer that was passed or found."""
+        return None if self._unknown else self.optimizer
 
     def _words(self) -> str:
         """What was chosen, for the log."""
@@ -154,11 +189,14 @@ class Session:
         known = self.engine, self._scales, self._check_every, self._shared_buffers
         setup = Setup(model, optimizer, now, *known, self.notices)
         self.trained = Training(setup)
+        if self.regrouping is not None:
+            self.trained.survive(self.regrouping.surviving)
         self._hooks = Hooks(
-            self.training,
-            self._buffers,
-            lambda: None if self.tuning is None else self.tuning.stepped(),
+            self.trained,
+            self._buffering == "broadcast",
+            self._stepped,
             self._owner,
+            self._met,
         )
         self._hooks.follow()
         self.training.check_setup = self._admitted.check
@@ -169,6 +207,13 @@ class Session:
 
             self.auto = AutoSelector(self, auto)
         self.tuning = self._search()
+
+    def _stepped(self, silent: bool) -> None:
+        """A step is over; nothing has left in it if it was `silent`."""
+        if self.tuning is not None:
+            self.tuning.stepped()
+        if self.regrouping is not None:
+            self.regrouping.stepped(self.trained, silent)
 
     def _now(self, scheme: Scheme) -> Scheme:
         """What to train with until the optimizer is known, or `auto` has decided."""
@@ -242,7 +287,7 @@ class Session:
     def _change(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, when nothing is on its way."""
         before = self.training
-        self._detach()
+        self.detach()
         self._unknown = False
         self._train_with(optimizer)
         after = self.training
@@ -296,6 +341,7 @@ class Session:
         chosen = check_ranks_agree(self.engine.transport, prepare)
         self.training.end_round()
         self._adopt(chosen)
+        self._given = chosen
         self.tuning = self._search()
 
     def _adopt(self, scheme: Scheme) -> None:
@@ -364,7 +410,7 @@ class Session:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without exchanging them."""
-        quiet = self.training.no_sync_active
+        quiet = self.training.quiet
         self.be_quiet(True)
         try:
             yield
@@ -373,13 +419,15 @@ class Session:
 
     def be_quiet(self, quiet: bool) -> None:
         """Exchange nothing from now on, or exchange again."""
-        self.training.no_sync_active = quiet
+        self.training.quiet = quiet
         if self.kfac is not None:
             self.kfac.statistics.quiet = quiet
 
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """As `Replica.clip_grad_norm_`."""
         norm = self.training.gradient_info.clip(max_norm, error_if_nonfinite)
+        if self.training.lost:  # the step is none
+            return torch.zeros((), dtype=torch.float32)
         if self.auto is not None:
             self.auto.inspector.note()
         return norm
@@ -397,26 +445,6 @@ class Session:
         if self.scheme.schedule.rounds:
             self.refuse_moment("end_round")
             training.end_round()
-
-    def refuse_join(self, over_all: bool) -> None:
-        """Raise ValueError where uneven inputs cannot be trained."""
-        searching = self.tuning is not None and not self.tuning.done
-        local = self.scheme.schedule.launch == "step"
-        exact = traits(self.scheme.collective).dense and not local
-        reasons = {
-            "divide_by_initial_world_size=False where a residual is kept: use a dense "
-            "scheme ('wfbp', 'dear'), or leave that out": not over_all and not exact,
-            "K-FAC, whose factors would miss the ranks that have joined: use a scheme "
-            "without it": self.training.preconditioning is not None,
-            "a scheme or a fusion that is still being searched for: adopt() a decided "
-            "one before": searching or undecided(self.scheme) is not None,
-            f"{type(self.optimizer).__name__}, which exchanges parameters inside its "
-            "step: use a plain optimizer": is_joinable(self.optimizer),
-            "another join()": self.training.actions.members.inside,
-            "sharded parameters, whose parts other ranks wait for: give all ranks "
-            "inside as many batches": bool(self.training.placement.shards),
-        }
-        refuse({f"join() does not work with {why}": t for why, t in reasons.items()})
 
     # - What is saved ------------------------------------------------------------------
 
@@ -460,12 +488,12 @@ class Session:
             return
         self.training.gather()
         self.apply_pending(end_round)
-        self._detach()
+        self.detach()
         self._finder.rest()
         self.engine.transport.close()
         self.removed = True
 
-    def _detach(self) -> None:
+    def detach(self) -> None:
         """Take the hooks from module and optimizer, when nothing is on its way."""
         if self.auto is not None:
             self.auto.remove()

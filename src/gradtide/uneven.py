@@ -10,8 +10,14 @@ import torch
 
 from gradtide.core.engine import Engine
 from gradtide.core.fields import refuse
-from gradtide.runtime.guards.validation import Signature, check_ranks_agree
+from gradtide.core.payload import traits
+from gradtide.runtime.guards.validation import (
+    Signature,
+    check_ranks_agree,
+    is_joinable,
+)
 from gradtide.runtime.join import Join
+from gradtide.scheme import undecided
 from gradtide.session import Session
 from gradtide.transport import connect
 
@@ -43,7 +49,7 @@ def join(ones: Sequence[Trained], over_all: bool, throw: bool) -> Iterator[None]
         }
         refuse(wrong)
         for one in sessions:
-            one.refuse_join(over_all)
+            _refuse_join(one, over_all)
         return None, {
             "join(also=)": repr([one.scheme for one in also]),
             "join(throw_on_early_termination=)": str(throw),
@@ -63,3 +69,24 @@ def join(ones: Sequence[Trained], over_all: bool, throw: bool) -> Iterator[None]
         joining.finish()
     finally:
         joining.leave()
+
+
+def _refuse_join(session: Session, over_all: bool) -> None:
+    """Raise ValueError where a session cannot train uneven inputs."""
+    searching = session.tuning is not None and not session.tuning.done
+    local = session.scheme.schedule.launch == "step"
+    exact = traits(session.scheme.collective).dense and not local
+    reasons = {
+        "divide_by_initial_world_size=False where a residual is kept: use a dense "
+        "scheme ('wfbp', 'dear'), or leave that out": not over_all and not exact,
+        "K-FAC, whose factors would miss the ranks that have joined: use a scheme "
+        "without it": session.training.preconditioning is not None,
+        "a scheme or a fusion that is still being searched for: adopt() a decided "
+        "one before": searching or undecided(session.scheme) is not None,
+        f"{type(session.optimizer).__name__}, which exchanges parameters inside its "
+        "step: use a plain optimizer": is_joinable(session.optimizer),
+        "another join()": session.training.actions.members.inside,
+        "sharded parameters, whose parts other ranks wait for: give all ranks "
+        "inside as many batches": bool(session.training.placement.shards),
+    }
+    refuse({f"join() does not work with {why}": t for why, t in reasons.items()})

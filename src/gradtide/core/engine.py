@@ -68,11 +68,24 @@ class Engine:
         self.transport, self.clock = transport, clock
         self.telemetry = Telemetry()
         self.levels: Levels | None = None  # where hosts have several ranks
+        self.undoes = False  # exchanges that fail are undone: what leaves is kept
+        self.progress = 0  # exchanges of buckets that have taken effect, if so
+        self._sent = 0  # bytes, over transports before this one
 
     @property
     def group(self) -> Group:
         """This rank, and how many there are."""
         return self.transport.group
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of payload that this rank has sent."""
+        return self._sent + self.transport.payload_bytes
+
+    def move(self, transport: Transport) -> None:
+        """Go on over another transport; nothing is under way."""
+        self._sent += self.transport.payload_bytes
+        self.transport = transport
 
     def launch(
         self,

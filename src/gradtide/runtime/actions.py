@@ -101,7 +101,7 @@ class Actions:
         self.gradients = GradientExchange(
             self.around, setup.scheme, self.updates, self._stage
         )
-        self._consensus: Consensus | None = None  # of ranks that exchange steps
+        self.consensus: Consensus | None = None  # of ranks that exchange steps
         self.use(self._exchange_of(setup.scheme))
 
     @property
@@ -142,9 +142,9 @@ class Actions:
         from gradtide.runtime.exchange.rounds import RoundExchange
         from gradtide.runtime.exchange.steps import StepExchange
 
-        self._consensus = self._consensus or Consensus(self.around)
+        self.consensus = self.consensus or Consensus(self.around)
         kind = RoundExchange if scheme.schedule.rounds else StepExchange
-        return kind(self.around, scheme, self._consensus, self.gradients)
+        return kind(self.around, scheme, self.consensus, self.gradients)
 
     # - What a step does ---------------------------------------------------------------
 

@@ -42,26 +42,31 @@ class Hooks:
     """Hooks for every schedule, and those through which parameters change.
 
     With `buffers` every training forward begins with rank 0's buffers. `stepped` is
-    called after each of the optimizer's steps. `owner` is whom the hooks belong to.
+    called after each of the optimizer's steps, and told whether it was silent. `owner`
+    is whom the hooks belong to.
+    `meet` is called as a training forward begins: it returns the hooks that have taken
+    the place of these, if the ranks have changed, and None if not.
     """
 
     def __init__(
         self,
         training: Training,
         buffers: bool,
-        stepped: Callable[[], None],
+        stepped: Callable[[bool], None],
         owner: object,
+        meet: Callable[[], Hooks | None] = lambda: None,
     ) -> None:
         model, optimizer = training.model, training.optimizer
         self._model, self._optimizer, self._training = model, optimizer, training
         self._buffers, self._stepped, self._owner = buffers, stepped, owner
+        self._meet, surviving = meet, training.surviving
         self._compilations = Compilations(self._before_compilation)
         self._handles: list[Any] = []
         self._update_handles: list[Any] = []  # of what depends on the schedule
         keep = self._handles.append
         calls = (
-            training.begin,
-            training.full,
+            surviving(training.begin),
+            surviving(training.full),
             _take_again,
             GradientBucket.copy_in_one,
             redistribute,
@@ -155,6 +160,8 @@ class Hooks:
                 shard(p)
             if not training.begun:  # it is the first
                 begin()
+                if training.lost:
+                    return
             slot, bucket = place.slot, place.bucket
             if not actions.eager:
                 slot.arrived = True  # and it stays in `.grad`
@@ -223,17 +230,20 @@ class Hooks:
                 "rank and replicate() again"
             )
         exchanged = self._model.training and torch.is_grad_enabled() and not is_traced()
-        if training.no_sync_active or not exchanged:
+        if not exchanged or (training.no_sync_active and not training.lost):
+            return
+        if (hooks := self._meet()) is not None:
+            hooks._before_forward()
             return
         if training.preconditioning is not None:
             training.step.forward()
         if self._buffers:
-            self.send_buffers()
+            training.surviving(self.send_buffers)()
 
     def _after_forward(self, *args: Any) -> None:
         training = self._training
         if training.turns.trains and not is_traced():
-            before_backward(args[-1], training.expect)
+            before_backward(args[-1], training.surviving(training.expect))
 
     def send_buffers(self) -> None:
         """Overwrite the buffers with rank 0's; of a round, before its first step."""
@@ -263,13 +273,18 @@ class Hooks:
             changed = _evaluated(args, kwargs)
         if deferred:
             self._compilations.watch()
-        training.stepping(args[0])
+        training.surviving(training.stepping)(args[0])
+        if training.lost:
+            if closes(args, kwargs):
+                changed = changed or _evaluated(args, kwargs)
+            training.skip()
         return changed
 
     def stepped(self, optimizer: Optimizer, closed: bool = False) -> None:
         """It is over; `closed` if it had a closure."""
-        self._training.stepped(optimizer, closed)
-        self._stepped()
+        silent = self._training.step.silent
+        self._training.surviving(self._training.stepped)(optimizer, closed)
+        self._stepped(silent)
 
 
 def _evaluated(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ class Metrics:
 
     def _totals(self) -> dict[str, float]:
         """All that was counted so far."""
-        sent = self._engine.transport.payload_bytes
+        sent = self._engine.sent_bytes
         return {**self._engine.telemetry.totals(), "sent_bytes": sent}
 
 

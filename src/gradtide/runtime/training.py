@@ -43,6 +43,10 @@ class Training:
         # RuntimeError, by name, for a parameter that no bucket has.
         self.check_setup: Callable[[], None] = lambda: None
         self.no_sync_active = False  # inside no_sync()
+        # Where ranks may be lost, goes on without what a call would have exchanged.
+        self.surviving: Callable[[Callable[..., Any]], Callable[..., Any]] = _plainly
+        self.lost = False  # nothing is exchanged any more: ranks have to meet anew
+        self._quiet = False  # as `no_sync_active` would be if it were not lost
         self.num_steps = 0  # steps of the optimizer
         self.begun = False  # a gradient of the backward under way is there
         self.num_skipped = 0  # exchanged gradients that no step took
@@ -91,7 +95,8 @@ class Training:
             opened = self._open(self.no_sync_active)
         if opened:
             # Behind what others have called then: FSDP2 may have gradients till then.
-            after_backward(lambda: after_backward(self._end))
+            end = self.surviving(self._end)
+            after_backward(lambda: after_backward(end))
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -253,6 +258,46 @@ class Training:
             self.actions.exchange.before_update(fresh=False)
             self._leave()
 
+    def survive(
+        self, surviving: Callable[[Training, Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """End a step, and not the run, where an exchange fails."""
+        self.surviving = partial(surviving, self)
+        self.gradient_info.surviving = self.surviving
+
+    @torch.no_grad()
+    def lose(self) -> None:
+        """An exchange has failed: this step is none, and nothing else is sent.
+
+        Zeros are in the place of gradients, which the program may look at, until the
+        optimizer's step, which finds none.
+        """
+        self._quiet = self.no_sync_active
+        self.lost = self.no_sync_active = True
+        self.begun = self.step.open = False
+        self.updates.abandon()
+        if not self._stepping:
+            for p in self.placement.places:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the program wants nothing exchanged, as inside no_sync()."""
+        return self._quiet if self.lost else self.no_sync_active
+
+    @quiet.setter
+    def quiet(self, quiet: bool) -> None:
+        if self.lost:
+            self._quiet = quiet
+        else:
+            self.no_sync_active = quiet
+
+    def skip(self) -> None:
+        """The optimizer's step is to change nothing: it is one of a lost exchange."""
+        for p in self.placement.places:
+            p.grad = None
+
     # - What a replica asks for --------------------------------------------------------
 
     @torch.no_grad()
@@ -339,3 +384,7 @@ class Training:
             elif grad is not None and local(grad).any():
                 return True
         return False
+
+
+def _plainly(call: Callable[..., Any]) -> Callable[..., Any]:
+    return call

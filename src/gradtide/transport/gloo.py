@@ -215,6 +215,15 @@ class GlooTransport:
         elif ended:
             self._inquiry.give_up()
 
+    def abandon(self) -> None:
+        self._meeting.hang_up()
+        self._queue.error = self._queue.error or CommunicationError(
+            "the ranks have changed: what was under way is undone"
+        )
+        self._queue.close()
+        self._inquiry.close("trains with other ranks now")
+        self._at_exit.cancel()
+
     def _reduce_scatter(
         self, op: ops.ReduceScatter, asked: _Asked
     ) -> tuple[Tensor, Begun]:

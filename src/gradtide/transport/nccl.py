@@ -168,6 +168,10 @@ class NcclTransport:
     def wait(self, pending: Pending) -> Any:
         return pending()
 
+    def abandon(self) -> None:
+        self._control.abandon()
+        self._abort()
+
     def close(self) -> None:
         self._control.close()
         if self._control.error is not None:

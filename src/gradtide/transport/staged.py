@@ -66,6 +66,7 @@ class StagedTransport:
         self._here = threading.local()  # whether a thread's stream is set
         self._pinned = Pinned()
         self.gather_objects, self.close = host.gather_objects, host.close
+        self.abandon = host.abandon
         self.carried, self.progress = host.carried, host.progress
         self.delay = host.delay
 

@@ -236,6 +236,7 @@ class VirtualTransport:
         return [value] * self.group.size
 
     def close(self) -> None: ...
+    def abandon(self) -> None: ...
 
     # - Time ---------------------------------------------------------------------------
 

@@ -31,12 +31,15 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_turn(method: Method) -> Method:
-    """A method of `GradientInfo` that any thread may call, one at a time."""
+    """A method of `GradientInfo` that any thread may call, one at a time.
+
+    Where ranks may be lost, it tells nothing if its exchange fails.
+    """
 
     @wraps(method)
     def taken(self: GradientInfo, *args: Any) -> Any:
         with self.turns:
-            return method(self, *args)
+            return self.surviving(method)(self, *args)
 
     return cast(Method, taken)
 
@@ -62,6 +65,8 @@ class GradientInfo:
     _tally: Tally
     _guard: NonFiniteGuard
     _preconditioning: SquaresGradients | None
+    # As `Training` has it.
+    surviving: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda call: call
     _versions: int | None = None  # of means that were asked for before step()
     _early: bool = False  # a norm was asked for that no rank had sent yet
     _warned: bool = False

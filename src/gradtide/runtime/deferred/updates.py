@@ -67,6 +67,19 @@ class Updates:
             deferred.source = PAST  # if somebody has kept it
         self._deferred_grads, self._kinds = {}, {}
 
+    def abandon(self) -> None:
+        """Nothing that is deferred will come: parameters are as they are now."""
+        for p, plain, due in chain.from_iterable(self._kinds.values()):
+            if type(p) is due and (grad := end_due(p, plain)) is not None:
+                p.grad = grad
+        for deferred in self._all():
+            deferred.source = PAST
+            if deferred.slot.param.grad is deferred:
+                deferred.slot.param.grad = deferred.value
+        self.promised = False
+        self._gradient_info.end()
+        self.rest(self._hooks)
+
     def _all(self) -> Iterator[DeferredGrad]:
         return chain.from_iterable(self._deferred_grads.values())
 

@@ -48,7 +48,7 @@ class Consensus:
         self._optimizer = around.optimizer
         self._traits = probe(around.optimizer)
         self.begun = False  # steps are exchanged, and no gradients any more
-        self._to_widen = False  # what the optimizer remembers, see [Note: gain]
+        self.to_widen = False  # what the optimizer remembers, see [Note: gain]
         self.shared: dict[Tensor, Tensor] = {}
         # What was done to parameters when they left, where that is asked for later.
         self.moved: dict[Tensor, Tensor] = {}
@@ -79,7 +79,7 @@ class Consensus:
 
     def resume(self) -> None:
         """Buckets have residuals of steps, and no gradient may live in them."""
-        self.begun = self._to_widen = True
+        self.begun = self.to_widen = True
         for place in self._placement.places.values():
             grad = place.slot.grad
             if grad is not None and lives_in(grad, place.bucket.payload.flat):
@@ -87,8 +87,8 @@ class Consensus:
 
     def widen_once(self) -> None:
         """Have the optimizer expect a rank's own gradients, see [Note: gain]."""
-        first, due = self._placement.buckets[0], self._to_widen
-        self._to_widen = False
+        first, due = self._placement.buckets[0], self.to_widen
+        self.to_widen = False
         if not due or not dense_last(first.collective, first.payload.state):
             return
         for p in self._placement.places:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from gradtide.core.payload import traits
+from gradtide.core.step import Stage
 from gradtide.core.torch_internals import record_function
 from gradtide.runtime.checkpoint import Saved
 from gradtide.runtime.deferred.updates import Updates
@@ -67,6 +69,7 @@ class GradientExchange:
         gain = self.members.gain
         if gain != 1:
             bucket.payload.flat.mul_(gain)
+        bucket.keep(self._engine, traits(bucket.collective).residual)
 
     def launch(self, bucket: Any, hold: bool) -> None:
         bucket.launch(self._engine, hold)
@@ -88,6 +91,9 @@ class GradientExchange:
     def after_update(self) -> None:
         if self._momentum is not None:
             self._momentum.give_back()
+        for bucket in self._placement.buckets:
+            if bucket.stage is Stage.IDLE:
+                bucket.settle(self._engine)
 
     def left(self) -> None: ...
 
@@ -105,6 +111,8 @@ class GradientExchange:
         start = self._engine.clock()
         with record_function(f"gradtide::{buckets[0].name}::apply"):
             self._updates.apply(buckets)
+        for bucket in buckets:
+            bucket.settle(self._engine)
         self._engine.telemetry.applied.append((start, self._engine.clock()))
 
 

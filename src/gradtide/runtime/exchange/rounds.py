@@ -211,6 +211,8 @@ class RoundExchange:
             view.add_(consensus.done(slot, keep), alpha=consensus.weight(slot.param))
             if not slot.used:  # of an optimizer that steps without gradients
                 bucket.set_aside(slot)
+        # With a `mix` what was done stays in the parameters, too.
+        bucket.keep(self._engine, copy=mix is None)
         bucket.payload.weigh = None
 
     def apply(self, buckets: Sequence[GradientBucket]) -> None:
@@ -224,6 +226,7 @@ class RoundExchange:
 
     def _apply(self, bucket: GradientBucket) -> None:
         bucket.hold_back()
+        bucket.settle(self._engine)
         consensus, mix = self.consensus, self._schedule.mix
         trained = [slot for slot in bucket.slots if slot.used]
         late = self._schedule.delay > 0 and not self._closing

@@ -222,6 +222,7 @@ class StepExchange:
             # Some optimizers step without gradients.
             if slot not in absent or bucket.hold(slot, step, weight):
                 view.add_(step, alpha=weight)
+        bucket.keep(self._engine, copy=True)
         known = any(self._mean(slot.param) is not None for slot in bucket.slots)
         weighed = known and self._schedule.against is not None
         bucket.payload.weigh = partial(self._weigh, bucket) if weighed else None
@@ -238,6 +239,7 @@ class StepExchange:
 
     def _apply(self, bucket: GradientBucket) -> None:
         bucket.hold_back()
+        bucket.settle(self._engine)
         consensus = self.consensus
         trained = [slot for slot in bucket.slots if slot.used]
         # What is shared already is left alone: rounding would move it.

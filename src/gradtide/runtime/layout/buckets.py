@@ -20,6 +20,11 @@ before the exchange on ranks that did, before the next one on others.
 [Note: gaps] Between slots, which are padded, are elements of no parameter. Some wires
 and transforms leave something there, too. It is dropped: a state has none of it, and
 the run that is resumed is to have the bits of the one that went on.
+
+[Note: undone] Where ranks may be lost, an exchange may fail that has taken entries out
+of the residual already. So what leaves is kept until it has taken effect here. If the
+exchange is undone, all of it is the residual again, gradients that had just arrived
+too: they are late, and not lost.
 """
 
 from __future__ import annotations
@@ -131,6 +136,8 @@ class GradientBucket(Bucket):
         self._offered: dict[Slot, Parts] = {}  # copies, of what this rank did not train
         self.momentum_applied = False  # the exchange computes the optimizer's momentum
         self.mean: Tensor | None = None  # as last delivered
+        self._left: Tensor | None = None  # a copy of what has left: [Note: undone]
+        self.open = False  # what has left has yet to take effect
         self.flight: InFlight | None = None
 
     def rearm(self) -> None:
@@ -266,6 +273,38 @@ class GradientBucket(Bucket):
     def per_entry(self) -> set[str]:
         """The keys of what the algorithm remembers of every entry of the residual."""
         return {k for each in layers(self.collective) for k in traits(each).per_entry}
+
+    # - What may be undone, see [Note: undone] -----------------------------------------
+
+    def keep(self, engine: Engine, copy: bool) -> None:
+        """It is about to leave; a `copy` is kept of what is to come back."""
+        if not engine.undoes:
+            return
+        self.open = True
+        if not copy:
+            self._left = None
+        elif self._left is None:
+            self._left = self.payload.flat.clone()
+        else:
+            self._left.copy_(self.payload.flat)
+
+    def settle(self, engine: Engine) -> None:
+        """What has left has taken effect."""
+        if self.open:
+            engine.progress += 1
+            self.open = False
+
+    def undo(self, delivered: bool) -> None:
+        """Have back what has left and taken no effect here.
+
+        If it was `delivered` elsewhere, it is no more in the residual.
+        """
+        if not self.open:
+            return
+        self.open, self._offered = False, {}
+        self.residual_empty = delivered or self._left is None
+        if self._left is not None and not delivered:
+            self.payload.flat.copy_(self._left)
 
     # - What no rank trains, see [Note: untrained] -------------------------------------
 

@@ -1,0 +1,322 @@
+"""Ranks that are killed while the others train on, and ranks that come back.
+
+    python benchmarks/elastic.py --out benchmarks/records/elastic_202611.json
+
+Four ranks train a small model, counted by a lighthouse of torchft's. Every 50 steps one
+of them gets SIGKILL, and a new one takes its place after some steps, or never does.
+Beside each run there is one that nobody disturbs. Counted are ranks that ended for
+another reason, the longest stall of a rank that lived, steps that are lost, whether all
+ranks end with the same parameters, the loss on held-out data, and goodput: steps a
+second, as a share of those of the undisturbed run. `torchft` is torchft's own Manager,
+which averages the gradients of one flat tensor, with the same kills.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing as mp
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch._dynamo  # or every rank does, at length
+import torch.distributed as dist
+import typer
+from torch import Tensor, nn
+
+import gradtide
+from gradtide.elastic import Lighthouse
+from gradtide.lab.record import origin
+from gradtide.lab.spec import split_schemes
+from gradtide.runtime import join  # noqa: F401  # as above
+from gradtide.runtime.ahead import prepare
+from gradtide.runtime.exchange import rounds  # noqa: F401  # as above
+from gradtide.runtime.exchange import steps as exchanged  # noqa: F401
+from gradtide.scheme import as_scheme
+
+c10d: Any = dist  # whose stores are not exported for mypy
+RANKS, EVERY, PAUSE = 4, 50, 0.02
+HEARTBEAT = 1.0  # seconds after which the lighthouse takes a silent rank for lost
+STALL = 5.0  # seconds that a loss may take beyond that
+SCHEMES = (
+    "wfbp",
+    "exdyna(0.05, schedule='local', warmup=60, wire='e3m0')",
+    "diloco(every=10)",
+)
+torch.set_num_threads(1)
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model, other on every rank until it is replicated, and its optimizer."""
+    torch.manual_seed(seed)
+    layers = (nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU())
+    model = nn.Sequential(*layers, nn.Linear(96, 8))
+    return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+
+def batch(generator: torch.Generator, size: int = 16) -> tuple[Tensor, Tensor]:
+    """Inputs, and noisy targets: a loss that has an end."""
+    weight = torch.randn(32, 8, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(size, 32, generator=generator)
+    noise = 0.3 * torch.randn(size, 8, generator=generator)
+    return x, torch.tanh(x @ weight / 4) + noise
+
+
+def held_out(model: nn.Module) -> float:
+    """The loss on data that nobody trains on."""
+    x, y = batch(torch.Generator().manual_seed(11), 4096)
+    with torch.no_grad():
+        return float((model(x) - y).square().mean())
+
+
+def digest(model: nn.Module) -> str:
+    """What tells the parameters' bits from others."""
+    held = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(held).hexdigest()[:16]
+
+
+def ours(name: str, address: str, scheme: str, total: int, tell: Any) -> None:
+    """A rank of gradtide's."""
+    model, optimizer = build(hash(name) % 1000)
+    members = Lighthouse(address, name=name, timeout=30, patience=60)
+    sync = gradtide.replicate(model, optimizer, scheme, elastic=members)
+    generator = torch.Generator().manual_seed(hash(name) % 2**31)
+    while (step := int(sync.metrics()["step"])) < total:
+        x, y = batch(generator)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(PAUSE)  # a larger model
+        tell(("step", step))
+    sync.end_round()
+    sync.flush()
+    told = sync.metrics()
+    tell(("end", digest(model), held_out(model), told["lost_steps"]))
+
+
+def theirs(name: str, address: str, scheme: str, total: int, tell: Any) -> None:
+    """A rank of torchft's."""
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+
+    model, optimizer = build(0)
+    store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def load(state: Any) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        min_replica_size=1,
+        load_state_dict=load,
+        state_dict=lambda: {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        },
+        replica_id=name,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=address,
+        timeout=timedelta(seconds=30),
+        quorum_timeout=timedelta(seconds=60),
+        hostname="127.0.0.1",
+    )
+    outer = Optimizer(manager, optimizer)
+    generator = torch.Generator().manual_seed(hash(name) % 2**31)
+    lost = 0
+    while (step := manager.current_step()) < total:
+        x, y = batch(generator)
+        outer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        params = [*model.parameters()]
+        flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
+        manager.allreduce(flat).wait()
+        parts = torch.split(flat, [p.numel() for p in params])
+        for p, part in zip(params, parts, strict=True):
+            p.grad = part.view_as(p)
+        outer.step()
+        lost += manager.current_step() == step
+        time.sleep(PAUSE)
+        tell(("step", step))
+    tell(("end", digest(model), held_out(model), lost))
+
+
+def run(
+    name: str, address: str, scheme: str, total: int, pipe: Any, quiet: bool
+) -> None:
+    """A rank's process."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if quiet:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)  # what torch has to say of a store that is gone
+    else:
+        logging.basicConfig(
+            level=logging.INFO, format=f"%(asctime)s {name} %(message)s"
+        )
+    try:
+        work = theirs if scheme == "torchft" else ours
+        work(name, address, scheme, total, pipe.send)
+        time.sleep(1)  # others may still have to hear of the end
+    except BaseException as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def lighthouse() -> tuple[subprocess.Popen[str], str]:
+    """A lighthouse, in a process of its own, and its address."""
+    beat = int(1e3 * HEARTBEAT)
+    program = (
+        "import sys; from torchft.coordination import LighthouseServer\n"
+        f"house = LighthouseServer('[::]:0', 1, 30000, 20, {beat})\n"
+        "print(house.address(), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    house = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True)
+    assert house.stdout is not None
+    port = house.stdout.readline().strip().rsplit(":", 1)[1].strip("/")
+    return house, f"http://127.0.0.1:{port}"
+
+
+@dataclass
+class Rank:
+    """A process, what it has told, and when it told of its last step."""
+
+    process: Any
+    pipe: Any
+    last: float = 0.0
+    step: int = 0
+    longest: float = 0.0
+    ended: tuple[Any, ...] = ()
+    killed: bool = False
+    times: list[float] = field(default_factory=list)
+
+
+def trial(
+    scheme: str, total: int, kills: bool, back: int | None, seed: int, quiet: bool
+) -> dict[str, Any]:
+    """One run; a rank that was killed is `back` so many steps later."""
+    draw, fork = random.Random(seed), mp.get_context("fork")
+    house, address = lighthouse()
+    ranks, number = dict[str, Rank](), iter(range(10**6))
+
+    def start() -> None:
+        name = f"rank{next(number):04d}"
+        own, others = fork.Pipe(duplex=False)
+        args = name, address, scheme, total, others, quiet
+        process = fork.Process(target=run, args=args, daemon=True)
+        process.start()
+        others.close()
+        ranks[name] = Rank(process, own)
+
+    for _ in range(RANKS):
+        start()
+    at, returns, begin, first = EVERY, list[int](), time.monotonic(), 0.0
+    killed = 0
+    limit = begin + 300 + total * 0.3
+    while time.monotonic() < limit:
+        open_: dict[Any, Rank] = {
+            r.pipe: r for r in ranks.values() if not (r.ended or r.killed)
+        }
+        if not open_:
+            break
+        for pipe in wait(list(open_), 1.0):
+            rank = open_[pipe]
+            told: Any = ()
+            try:
+                told = rank.pipe.recv()
+            except EOFError:
+                rank.ended = "died", rank.process.exitcode
+                continue
+            now = time.monotonic()
+            if told[0] == "step":
+                first = first or now
+                if rank.last:
+                    rank.longest = max(rank.longest, now - rank.last)
+                rank.last, rank.step = now, told[1]
+            else:
+                rank.ended = told
+        seen = max((r.step for r in ranks.values()), default=0)
+        alive = [r for r in ranks.values() if not (r.killed or r.ended)]
+        if kills and at <= seen < total - EVERY // 2:
+            at += EVERY
+            if len(alive) > 1:
+                victim = draw.choice(alive)
+                os.kill(victim.process.pid, signal.SIGKILL)
+                victim.killed = True
+                killed += 1
+                if back is not None:
+                    returns.append(seen + back)
+        while returns and seen >= returns[0]:
+            returns.pop(0)
+            start()
+    took = time.monotonic() - first
+    for rank in ranks.values():
+        rank.process.kill()
+    house.kill()
+    lived = [r for r in ranks.values() if not r.killed]
+    good = [r.ended for r in lived if r.ended[:1] == ("end",)]
+    wrong = [str(r.ended or "hung") for r in lived if r.ended[:1] != ("end",)]
+    return {
+        "scheme": scheme,
+        "steps": total,
+        "kills": killed,
+        "back after steps": back,
+        "wrong": wrong,
+        "alike": len({one[1] for one in good}) == 1,
+        "loss": good[0][2] if good else None,
+        "lost steps": max((int(one[3]) for one in good), default=None),
+        "longest stall": round(max((r.longest for r in lived), default=0.0), 2),
+        "steps a second": round(total / took, 2),
+    }
+
+
+def main(
+    schemes: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(
+        (*SCHEMES, "torchft")
+    ),
+    steps: Annotated[int, typer.Option(help="Of each run.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Of the kills.")] = 0,
+    loud: Annotated[bool, typer.Option(help="Print what ranks log.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The record to write.")] = None,
+) -> None:
+    """Train undisturbed, with kills and returns, and with kills alone."""
+    found = list[dict[str, Any]]()
+    names = list(split_schemes(schemes))
+    for name in names:  # before the fork, so that no run is about loading and compiling
+        if name != "torchft":
+            prepare([torch.zeros(1)], as_scheme(name))
+    for name in names:
+        undisturbed: dict[str, Any] = {}
+        for kills, back in ((False, None), (True, 20), (True, None)):
+            one = trial(name, steps, kills, back, seed, not loud)
+            undisturbed = undisturbed or one
+            one["goodput"] = round(
+                one["steps a second"] / undisturbed["steps a second"], 3
+            )
+            if one["loss"] and undisturbed["loss"]:
+                one["loss, times"] = round(one["loss"] / undisturbed["loss"], 4)
+            found.append(one)
+            print(json.dumps(one), flush=True)
+    if out is not None:
+        record = {**origin(sys.argv, "torchft"), "results": found}
+        out.write_text(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,77 @@
+"""What a rank looks at by itself before it trains, or trains on among other ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradtide.core.fields import refuse
+from gradtide.fusion import Search
+from gradtide.runtime import ahead
+from gradtide.runtime.exchange.gradients import momentum_of
+from gradtide.runtime.guards.validation import (
+    validate,
+    validate_optimizer,
+    validate_scheme,
+)
+from gradtide.runtime.layout.parameters import averaged
+from gradtide.scheme import Scheme, undecided
+from gradtide.transport import Mesh, ProcessGroup, members
+
+
+def admit(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scheme: Scheme,
+    process_group: ProcessGroup | Mesh | None,
+    buffers: str,
+    check_every: int,
+) -> None:
+    """Raise ValueError, naming the remedy, for what cannot be trained.
+
+    Whatever has to be compiled for it is compiled here.
+    """
+    validate(model, buffers, check_every, members(process_group))
+    trained = averaged(model)
+    device = trained[0][1].device
+    refuse(
+        {
+            f"{name} is on {p.device}, and others are on {device}: move the "
+            "model to one device": p.device != device
+            for name, p in trained
+        }
+    )
+    validate_scheme(model, scheme)
+    if optimizer is not None:
+        validate_optimizer(model, optimizer, scheme.schedule)
+        momentum_of(optimizer, scheme)
+    if scheme.preconditioner is not None:
+        from gradtide.kfac.costs import admitted
+
+        admitted(model, scheme.preconditioner)
+    ahead.prepare(dict(trained).values(), scheme)
+
+
+def refuse_elastic(
+    scheme: Scheme, optimizer: Optimizer | None, process_group: object
+) -> None:
+    """Raise ValueError for what cannot be trained by ranks that come and go."""
+    refuse(
+        {
+            f"elastic=... with {reason}": true
+            for reason, true in {
+                "a process group: the ranks are those that are there": (
+                    process_group is not None
+                ),
+                "an optimizer that is not known: pass it": optimizer is None,
+                "K-FAC, whose factors have owners: use a scheme without it": (
+                    scheme.preconditioner is not None
+                ),
+                "a scheme that is still to be chosen: choose one with `gradtide "
+                "plan`": undecided(scheme) is not None,
+                "a fusion that is still searched for: use one of a size": isinstance(
+                    scheme.fusion, Search
+                ),
+            }.items()
+        }
+    )

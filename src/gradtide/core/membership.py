@@ -1,0 +1,86 @@
+"""Who trains together now, where ranks come and go.
+
+Who is there is decided elsewhere, by what counts ranks: a lighthouse of torchft's, say.
+Here is what a replica asks of it. Ranks are counted when a step is over that exchanged
+something: all of them ask, and each gets the same `Roster`. One that says something
+else than the ranks that this rank trains with begins another generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank says of itself when it is counted."""
+
+    progress: int = 0  # exchanges of buckets that have taken effect; -1: it has no run
+    lost: bool = False  # its exchanges have failed since it was counted last
+
+    def tell(self) -> dict[str, Any]:
+        """This standing as a dictionary of plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank that is there: its own name, where its store is, and how it stands."""
+
+    name: str
+    store: str
+    standing: Standing = Standing()
+
+    @property
+    def process(self) -> tuple[str, str]:
+        """What no other process has: one that was started again has another store."""
+        return self.name, self.store
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Those who are there, in the order of their ranks; `number` is of no other one."""
+
+    number: str
+    members: Sequence[Member]
+
+    @property
+    def source(self) -> int:
+        """The first rank whose run is the furthest: the others go on from its."""
+        progress = [member.standing.progress for member in self.members]
+        return progress.index(max(progress))
+
+    def differs(self, before: Roster) -> bool:
+        """Whether these have to form a group anew, who were together `before`."""
+        now, then = ([m.process for m in one.members] for one in (self, before))
+        return now != then or any(member.standing.lost for member in self.members)
+
+
+class Membership(Protocol):
+    """Counts ranks, and has those that were counted form a process group.
+
+    Attributes:
+        name: This rank's own, which no other has.
+    """
+
+    name: str
+
+    def ask(self, standing: Standing) -> None:
+        """Have the ranks counted, for the next step; returns at once."""
+
+    def answer(self) -> Roster | None:
+        """Wait for it; None if nobody has asked, or nobody could count.
+
+        Raises CommunicationError if nobody could for too long.
+        """
+
+    def form(self, roster: Roster) -> None:
+        """Make these ranks the default process group, in the place of what was.
+
+        Raises CommunicationError if one of them does not come.
+        """
+
+    def close(self) -> None:
+        """Take part no more: who counts next does without this rank."""

@@ -1,0 +1,203 @@
+"""Ranks that come and go while the others train on.
+
+Who is there is decided by a lighthouse of torchft's (Meta, BSD licence), which is a
+process of its own: `torchft_lighthouse --min_replicas 2`. Every rank tells it that it
+lives, asks it who is there after each step that exchanged something, and trains with
+those. The others go on when a rank is lost, and a rank that comes, or comes back, gets
+all that it has to know from one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Protocol
+
+from gradtide.core.membership import Member, Roster, Standing
+from gradtide.core.transport import CommunicationError
+from gradtide.transport import generations
+
+LOG = logging.getLogger("gradtide")
+
+ALIVE = 0.25  # seconds between two signs of life
+AGAIN = 0.5  # seconds before a lighthouse that does not answer is asked again
+REMEDY = (
+    "start it by `torchft_lighthouse --min_replicas 2`, on a host that all ranks "
+    "reach, and pass its address: elastic='http://host:29510'"
+)
+
+
+class Counter(Protocol):
+    """A client of a lighthouse, as torchft's `LighthouseClient` is one."""
+
+    def heartbeat(self, replica_id: str, timeout: timedelta = ...) -> None: ...
+
+    def quorum(
+        self,
+        replica_id: str,
+        timeout: timedelta,
+        address: str | None = None,
+        store_address: str | None = None,
+        step: int | None = None,
+        world_size: int | None = None,
+        shrink_only: bool | None = None,
+        data: dict[Any, object] | None = None,
+    ) -> Any: ...
+
+
+class Lighthouse:
+    """The ranks that a lighthouse sees, for `replicate(elastic=...)`.
+
+    Args:
+        address: The lighthouse's, such as "http://host0:29510".
+        name: This rank's, which no other rank of the job has; ranks are numbered in the
+            order of their names. None stands for a new one.
+        timeout: Seconds for which a rank of the group is waited for that lives and does
+            not come; also the timeout of the process group.
+        patience: Seconds for which too few ranks, or a lighthouse that does not answer,
+            are waited for, before training ends with an error.
+
+    Raises:
+        ImportError: torchft is not installed.
+        ValueError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str | None = None,
+        timeout: float = 300.0,
+        patience: float = 1800.0,
+    ) -> None:
+        if not address.startswith(("http://", "https://")):
+            raise ValueError(f"the lighthouse's address is {address!r}: {REMEDY}")
+        for what, seconds in (("timeout", timeout), ("patience", patience)):
+            if not seconds > 0:
+                raise ValueError(f"{what}={seconds!r}: a number of seconds above 0")
+        self.address, self.name = address, name or uuid.uuid4().hex
+        self._timeout, self._patience = float(timeout), float(patience)
+        self._store: Any = None
+        self._where = ""
+        self._asked: Future[Roster | None] | None = None
+        self._counter: Counter | None = None  # that of questions
+        self._closed = threading.Event()
+        connect()  # says what is missing, before anything is begun
+
+    def ask(self, standing: Standing) -> None:
+        """Have the ranks counted, for the next step; returns at once."""
+        if self._store is None:
+            self._store, self._where = generations.open_store()
+            threading.Thread(
+                target=self._live, name="gradtide lives", daemon=True
+            ).start()
+        asked: Future[Roster | None] = Future()
+        self._asked = asked
+        threading.Thread(
+            target=self._ask, args=(asked, standing), name="gradtide asks", daemon=True
+        ).start()
+
+    def answer(self) -> Roster | None:
+        """Wait for it; None if nobody has asked, or nobody could count."""
+        asked, self._asked = self._asked, None
+        return None if asked is None else asked.result()
+
+    def form(self, roster: Roster) -> None:
+        """Make these ranks the default process group."""
+        names = [member.name for member in roster.members]
+        stores = [member.store for member in roster.members]
+        how = names.index(self.name), self._timeout
+        generations.form(roster.number, stores, *how)
+
+    def close(self) -> None:
+        """Take part no more."""
+        self._closed.set()
+
+    def _live(self) -> None:
+        """Tell the lighthouse that this process lives, as long as it does."""
+        client: Counter | None = None
+        while not self._closed.wait(ALIVE):
+            try:
+                client = client or self._client()
+                client.heartbeat(self.name, timedelta(seconds=5))
+            except Exception:  # whoever asks next says why
+                client = None
+
+    def _ask(self, asked: Future[Roster | None], standing: Standing) -> None:
+        """Ask until there is an answer; one that is not lost can do without."""
+        deadline = time.monotonic() + self._patience
+        while True:
+            left = max(deadline - time.monotonic(), 1.0)
+            try:
+                self._counter = self._counter or self._client()
+                counted = self._counter.quorum(
+                    self.name,
+                    timedelta(seconds=left),
+                    store_address=self._where,
+                    step=max(standing.progress, 0),
+                    world_size=1,
+                    shrink_only=False,
+                    data=dict(standing.tell()),
+                )
+                asked.set_result(_roster(counted))
+                return
+            except Exception as error:
+                self._counter = None
+                waits = standing.lost or standing.progress < 0
+                if not waits and not isinstance(error, TimeoutError):
+                    LOG.warning(
+                        "the lighthouse at %s does not answer (%s): training goes on "
+                        "among those who are there",
+                        self.address,
+                        _first_line(error),
+                    )
+                    asked.set_result(None)
+                    return
+                if time.monotonic() > deadline:
+                    asked.set_exception(
+                        CommunicationError(
+                            f"{self.name}: no quorum within {self._patience:g} s by "
+                            f"the lighthouse at {self.address} ({_first_line(error)}): "
+                            f"too few ranks live, or it is not there; {REMEDY}"
+                        )
+                    )
+                    return
+            time.sleep(AGAIN)
+
+    def _client(self) -> Counter:
+        made: Counter = connect()(self.address, timedelta(seconds=5))
+        return made
+
+
+def connect() -> Any:
+    """torchft's client; ImportError, with the remedy, where it is not installed."""
+    try:
+        from torchft.coordination import LighthouseClient
+    except ImportError as error:
+        raise ImportError(
+            "elastic training has its ranks counted by torchft: install "
+            f"gradtide[elastic] ({error})"
+        ) from error
+    return LighthouseClient
+
+
+def _roster(counted: Any) -> Roster:
+    """What a quorum says, in the order of names."""
+    created = counted.created
+    number = f"{counted.quorum_id}.{created.seconds}.{created.nanos}"
+    members = []
+    for one in sorted(counted.participants, key=lambda one: one.replica_id):
+        data = one.data or {}
+        with contextlib.suppress(TypeError, ValueError):
+            standing = Standing(int(data["progress"]), bool(data["lost"]))
+            members.append(Member(one.replica_id, one.store_address, standing))
+    return Roster(number, members)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,228 @@
+"""What of a run outlives the ranks that it was trained by.
+
+[Note: undo] Where an exchange has failed, what it took effect in here is compared with
+what it did elsewhere, by the number of buckets whose exchange has taken effect: all
+ranks have these in one order. The rank that is the furthest is the source. What has
+left and took effect nowhere is undone; what did elsewhere, and not here, comes with the
+source's parameters. So ranks agree whatever each had heard when the exchange broke.
+
+Where steps are exchanged, an undone one goes back into the residual, and parameters to
+what ranks agreed on last: it is late, and nothing of it is lost. A gradient that is
+exchanged exactly is lost with its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradtide.core.engine import Engine
+from gradtide.core.ops import Broadcast
+from gradtide.core.payload import traits
+from gradtide.runtime.checkpoint import packed, unpacked
+from gradtide.runtime.exchange.consensus import Consensus
+from gradtide.runtime.layout.broadcast import synchronize
+from gradtide.runtime.layout.parameters import (
+    averaged,
+    shared_buffers,
+    shared_parameters,
+)
+from gradtide.runtime.training import Training
+from gradtide.transport.shards import local
+
+
+@dataclass
+class Remains:
+    """What a rank takes along, or has from the source; `whole` if it has a run.
+
+    Attributes:
+        residuals: By parameter name.
+        shared: What ranks agreed on last, where they exchange steps; else empty.
+        velocity: The outer optimizer's momentum, by parameter.
+        begun: Steps are exchanged already.
+        widen: The optimizer has yet to expect a rank's own gradients.
+        changed: What this rank's steps of a round have changed.
+        counts: The numbers of steps that algorithms remember.
+        numbers: Steps, skipped steps and exchanges; and the position in a round.
+    """
+
+    whole: bool = False
+    residuals: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[Tensor, Tensor] = field(default_factory=dict)
+    velocity: dict[Tensor, Tensor] = field(default_factory=dict)
+    begun: bool = False
+    widen: bool = False
+    changed: set[Tensor] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=dict)
+    numbers: Sequence[int] = (0, 0, 0, 0)
+
+
+@torch.no_grad()
+def take(training: Training, behind: int) -> Remains:
+    """Undo what is under way, and take along what is left: see [Note: undo].
+
+    `behind`: how many exchanges of buckets have taken effect at the source, and not
+    here. The training is of no use any more.
+    """
+    placement, actions = training.placement, training.actions
+    schedule, buckets = training.step.schedule, placement.buckets
+    order = buckets[::-1] if schedule.update == "forward" else buckets
+    undone = [bucket for bucket in order if bucket.open]
+    for i, bucket in enumerate(undone):
+        bucket.undo(delivered=i < behind)
+    for p in placement.places:
+        p.grad = None
+    consensus, found = actions.consensus, Remains(whole=True)
+    if consensus is not None and consensus.begun:
+        found.shared, found.velocity = consensus.shared, consensus.velocity
+        found.begun, found.widen = True, consensus.to_widen
+        late = schedule.rounds and schedule.delay > 0
+        for bucket in undone if schedule.rounds else buckets:
+            for slot in bucket.slots:
+                shared = consensus.shared.get(slot.param)
+                if shared is None or (late and schedule.mix is not None):
+                    continue
+                if late:
+                    slot.local.sub_(consensus.moved[slot.param])
+                else:
+                    slot.local.copy_(shared)
+        found.changed = set(getattr(actions.chosen, "changed", ()))
+    found.residuals = {
+        slot.name: bucket.residual_of(slot)
+        for bucket in buckets
+        if bucket.waiting or not bucket.residual_empty
+        for slot in bucket.slots
+    }
+    found.counts = {
+        key: int(value)
+        for key, value in buckets[0].payload.state.items()
+        if value.dtype == torch.int64 and not value.dim()
+    }
+    position = training.step.position % schedule.every
+    steps = training.num_steps, training.num_skipped, training.num_exchanges
+    found.numbers = (*steps, position)
+    return found
+
+
+@torch.no_grad()
+def share(
+    engine: Engine,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    own: Remains,
+    source: int,
+    late: bool,
+    any_late: bool,
+) -> Remains:
+    """Have all ranks go on from what the source has; a collective call.
+
+    Args:
+        engine: Among the ranks that are there now.
+        model: The module.
+        optimizer: This rank's.
+        own: What this rank takes along.
+        source: The rank that is the furthest.
+        late: Whether this rank has no run, or was behind the source.
+        any_late: Whether some rank is.
+
+    Returns what this rank goes on from.
+    """
+    shared = own.shared
+    named = [*shared_parameters(model)]
+    alike = [shared.get(p, local(p)) for _, p in named]
+    synchronize(engine, alike, source)
+    if not any_late:
+        return own
+    whole = own.whole
+    told = _from(engine, source, lambda: _words(model, optimizer, own))
+    if not late or engine.group.rank == source:
+        return own
+    by_name = dict(named)
+    if not whole:
+        for name, buffer in shared_buffers(model):
+            if name in told["buffers"]:
+                buffer.copy_(told["buffers"][name])
+    apart = bool(told["begun"])
+    if optimizer is not None and not (whole and apart):
+        optimizer.load_state_dict(told["optimizer"])
+    own.begun, own.widen = apart, bool(told["widen"])
+    own.counts, own.numbers = told["counts"], told["numbers"]
+    own.velocity = {
+        by_name[name]: torch.empty_like(local(by_name[name])).copy_(value)
+        for name, value in told["velocity"].items()
+    }
+    if apart and not whole:
+        own.shared = {p: local(p).detach().clone() for _, p in averaged(model)}
+    for p, value in own.shared.items():
+        local(p).copy_(value)
+    own.whole = True
+    return own
+
+
+def _words(
+    model: nn.Module, optimizer: Optimizer | None, own: Remains
+) -> dict[str, Any]:
+    """What a rank that is late has to hear, beside parameters."""
+    names: dict[Tensor, str] = {p: name for name, p in shared_parameters(model)}
+    return {
+        "buffers": {name: local(b).cpu() for name, b in shared_buffers(model)},
+        "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "velocity": {names[p]: x.cpu() for p, x in own.velocity.items() if p in names},
+        "begun": own.begun,
+        "widen": own.widen,
+        "counts": own.counts,
+        "numbers": tuple(own.numbers),
+    }
+
+
+def _from(engine: Engine, source: int, words: Any) -> Mapping[str, Any]:
+    """One rank's words, heard by all."""
+    first = engine.group.rank == source
+    piece = packed(words()) if first else b""
+    length = engine.transport.gather_objects(len(piece))[source]
+    data = torch.empty(length, dtype=torch.uint8, device="cpu")
+    if first:
+        data.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+    for part in torch.split(data, 25_000_000):
+        engine.ask("state", Broadcast(part, source))()
+    found: Mapping[str, Any] = unpacked(data.numpy().tobytes(), "the run")
+    return found
+
+
+@torch.no_grad()
+def resume(training: Training, own: Remains) -> None:
+    """Go on with a new training from what was taken along or heard."""
+    if not own.whole:
+        return
+    placement, actions, step = training.placement, training.actions, training.step
+    steps, skipped, exchanges, step.position = own.numbers
+    training.num_steps, training.num_skipped = steps, skipped
+    training.num_exchanges = exchanges
+    training.engine.transport.progress.steps = steps
+    for bucket in placement.buckets:
+        kept = [own.residuals.get(slot.name) for slot in bucket.slots]
+        if traits(bucket.collective).residual or own.residuals or own.begun:
+            bucket.restart(kept, zero=True)
+        for key, count in own.counts.items():
+            bucket.payload.state[key] = torch.tensor(
+                count, dtype=torch.int64, device="cpu"
+            )
+    consensus = actions.consensus
+    if own.begun and consensus is not None:
+        _go_on(consensus, own)
+        changed = getattr(actions.chosen, "changed", None)
+        if changed is not None:
+            changed |= own.changed
+    actions.turn_to(actions.chosen.now())
+
+
+def _go_on(consensus: Consensus, own: Remains) -> None:
+    """Exchange steps from what ranks agreed on last."""
+    consensus.shared, consensus.velocity = own.shared, own.velocity
+    consensus.resume()
+    consensus.to_widen = own.widen

@@ -1,0 +1,118 @@
+"""Process groups one after the other, as ranks come and go.
+
+Each generation is torch's default process group, on a store that one of its ranks
+hosts: so whatever asks for the default group has those who are there now.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from gradtide.core.torch_internals.distributed import TCPStore
+from gradtide.core.transport import CommunicationError
+from gradtide.transport.addresses import chosen
+from gradtide.transport.fault import AGENT, GONE
+
+MEETING = timedelta(seconds=20)  # for ranks to come, and for a store to answer
+PATIENCE = 0.5  # seconds before a rank looks whether those live that have not come
+TURN = 0.02  # seconds between two looks
+
+
+def open_store() -> tuple[TCPStore, str]:
+    """A store of this process's own, and the address at which others reach it.
+
+    Raises ValueError if this host has no address for others.
+    """
+    here = chosen()
+    if here.error:
+        raise ValueError(here.error)
+    store = TCPStore(here.address, 0, is_master=True, wait_for_workers=False)
+    return store, f"{here.address} {store.port}"
+
+
+def form(number: str, addresses: Sequence[str], rank: int, seconds: float) -> None:
+    """Make some ranks the default process group, in the place of what was.
+
+    Args:
+        number: Of this generation; no other of these stores has it.
+        addresses: Of the ranks' stores, as `open_store` told each. They meet in the
+            first one's; a rank lives as long as its store answers.
+        rank: This rank's number.
+        seconds: The timeout of the group.
+
+    Raises CommunicationError if a rank has ended, or does not come.
+    """
+    end()
+    # The store is a rank's, whatever has started this process.
+    os.environ.pop(AGENT, None)
+    host, port = addresses[0].split()
+    try:
+        store = TCPStore(
+            host, int(port), is_master=False, wait_for_workers=False, timeout=MEETING
+        )
+        generation = PrefixStore(f"generation {number}", store)
+        _gather(generation, addresses, rank)
+        dist.init_process_group(
+            "gloo",
+            store=generation,
+            rank=rank,
+            world_size=len(addresses),
+            timeout=timedelta(seconds=seconds),
+        )
+    except CommunicationError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"rank {rank}: no group of {len(addresses)} ranks by the store at {host}, "
+            f"port {port} ({error})"
+        ) from error
+
+
+def _gather(store: PrefixStore, addresses: Sequence[str], rank: int) -> None:
+    """Wait until all have come; CommunicationError if one never will."""
+    store.set(f"here/{rank}", "")
+    awaited, begin = list(range(len(addresses))), time.monotonic()
+    knock = begin + PATIENCE
+    while awaited := [other for other in awaited if not store.check([f"here/{other}"])]:
+        now = time.monotonic()
+        if now > knock:
+            knock = now + PATIENCE
+            gone = [str(other) for other in awaited if is_gone(addresses[other])]
+            if gone:
+                raise CommunicationError(
+                    f"rank {rank}: rank {', '.join(gone)} {GONE}, before it came to "
+                    "the new group"
+                )
+        if now - begin > MEETING.total_seconds():
+            raise CommunicationError(
+                f"rank {rank}: rank {', '.join(map(str, awaited))} did not come to the "
+                f"new group in {MEETING.total_seconds():g} s"
+            )
+        time.sleep(TURN)
+
+
+def is_gone(address: str) -> bool:
+    """Whether nobody listens any more where a rank's store was."""
+    host, port = address.split()
+    try:
+        socket.create_connection((host, int(port)), PATIENCE).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # it says nothing of who listens there
+        pass
+    return False
+
+
+def end() -> None:
+    """Give up the default process group, if there is one."""
+    with suppress(RuntimeError, ValueError, AssertionError):
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,203 @@
+"""Ranks are lost and come, and the others train on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradtide
+from gradtide.admission import refuse_elastic
+from gradtide.elastic import Lighthouse
+from gradtide.scheme import parse
+from tests.lighthouse import Job, alike, lighthouse
+
+SCHEMES = [
+    "wfbp",
+    "dear",
+    "wfbp(wire='e3m0')",
+    "exdyna(0.2, warmup=4)",
+    "exdyna(0.2, schedule='local', warmup=6, wire='e3m0')",
+    "diloco(every=4)",
+    "sparseloco(every=4)",
+]
+STEPS = 30
+Tell = Callable[[Any], None]
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    layers = nn.Linear(8, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 4)
+    model = nn.Sequential(*layers)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def members(address: str, name: str) -> Lighthouse:
+    return Lighthouse(address, name=name, timeout=20, patience=30)
+
+
+def digest(model: nn.Module) -> str:
+    held = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(held).hexdigest()
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor
+) -> float:
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def train(
+    name: str, tell: Tell, address: str, scheme: str, dies: str = "", total: int = STEPS
+) -> dict[str, Any]:
+    """Train; a rank `dies` in the forward, backward or step that comes next to 9."""
+    torch.set_num_threads(1)
+    model, optimizer = build(sum(map(ord, name)))
+    sync = gradtide.replicate(model, optimizer, scheme, elastic=members(address, name))
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+
+    def die(*_: Any) -> None:
+        if sync.metrics()["step"] >= 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if dies == "forward":
+        model[2].register_forward_hook(die)
+    elif dies == "backward":
+        model[2].register_full_backward_hook(die)
+    elif dies == "step":
+        optimizer.register_step_post_hook(die)
+    while (now := sync.metrics()["step"]) < total:
+        x = torch.randn(8, 8, generator=generator)
+        step(model, optimizer, x, torch.tanh(x[:, :4]))
+        tell(now)
+    sync.end_round()
+    sync.flush()
+    told = sync.metrics()
+    kept = ("ranks", "generation", "lost_ranks", "lost_steps")
+    return {"digest": digest(model), **{key: told[key] for key in kept}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["forward", "backward", "step"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_others_train_on_and_another_takes_the_place(scheme: str, dies: str) -> None:
+    with lighthouse(3) as address:
+        job = Job(train, address, scheme)
+        job.start("a")
+        job.start("b", dies)
+        job.start("c")
+        waiting = ["d"]
+
+        def heard(name: str, now: int) -> None:
+            if now >= 8 and waiting:
+                job.start(waiting.pop())
+
+        # Counted are three again, before which the two that live wait.
+        job.wait(heard)
+    assert job.ended.pop("b") == -signal.SIGKILL
+    assert {*job.ended} == {"a", "c", "d"}
+    assert alike({name: told["digest"] for name, told in job.ended.items()})
+    for name in "ac":
+        assert job.ended[name]["lost_steps"] <= 1
+        assert job.ended[name]["lost_ranks"] == 1
+
+
+def ends(name: str, tell: Tell, address: str) -> Any:
+    """A rank of two that is left alone trains on by itself."""
+    torch.set_num_threads(1)
+    return train(name, tell, address, "wfbp", "backward" if name == "b" else "")
+
+
+def test_one_that_is_left_alone_trains_on() -> None:
+    with lighthouse(1) as address:
+        job = Job(ends, address)
+        for name in "ab":
+            job.start(name)
+        job.wait(lambda *_: None)
+    assert job.ended["b"] == -signal.SIGKILL
+    assert job.ended["a"]["ranks"] == 1
+
+
+def cut(name: str, tell: Tell, address: str, scheme: str) -> Any:
+    """What was done, delivered and left, where connections break in between."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Linear(40, 8, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before, done = [torch.empty(0)], torch.zeros_like(model.weight)
+
+    def begins(*_: Any) -> None:
+        before[0] = model.weight.detach().clone()
+
+    @torch.no_grad()
+    def ends(*_: Any) -> None:  # before anything is exchanged
+        done.add_(model.weight - before[0])
+
+    optimizer.register_step_pre_hook(begins)
+    optimizer.register_step_post_hook(ends)
+    sync = gradtide.replicate(model, optimizer, scheme, elastic=members(address, name))
+    begin = model.weight.detach().clone()
+    generator = torch.Generator().manual_seed(ord(name))
+    for number in range(12):
+        if number == 7 and name == "b":
+            sync.engine.transport._meeting.hang_up()
+        x = torch.randn(8, 40, dtype=torch.float64, generator=generator)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sync.flush()
+    residual = sync.state_dict()[f"rank{torch.distributed.get_rank()}"]["remainders"]
+    left = residual.get("weight", torch.zeros_like(begin))
+    moved = model.weight.detach() - begin
+    return [done.tolist(), moved.tolist(), left.tolist(), sync.metrics()["lost_steps"]]
+
+
+@pytest.mark.parametrize("scheme", ["topk(0.2, schedule='local')"])
+def test_steps_that_were_under_way_are_not_lost(scheme: str) -> None:
+    """Where links break and all live: what all did is delivered, or left."""
+    with lighthouse(3) as address:
+        job = Job(cut, address, scheme)
+        for name in "abc":
+            job.start(name)
+        job.wait(lambda *_: None)
+    found = [job.ended[name] for name in "abc"]
+    done, moved, left = (torch.tensor([one[i] for one in found]) for i in range(3))
+    assert max(one[3] for one in found) == 1
+    assert torch.equal(moved[0], moved[1])
+    assert torch.equal(moved[0], moved[2])
+    torch.testing.assert_close(done.sum(0), 3 * moved[0] + left.sum(0))
+
+
+def test_a_lighthouse_that_is_not_there_is_named() -> None:
+    pytest.importorskip("torchft", reason="gradtide[elastic] is not installed")
+    model, optimizer = build(0)
+    there = Lighthouse("http://127.0.0.1:9", timeout=5, patience=1)
+    with pytest.raises(gradtide.CommunicationError, match="torchft_lighthouse"):
+        gradtide.replicate(model, optimizer, elastic=there)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    pytest.importorskip("torchft", reason="gradtide[elastic] is not installed")
+    model, optimizer = build(0)
+    with pytest.raises(ValueError, match="address"):
+        gradtide.replicate(model, optimizer, elastic="host0:29510")
+    with pytest.raises(ValueError, match="above 0"):
+        Lighthouse("http://host0:29510", patience=0)
+    there = Lighthouse("http://127.0.0.1:9")
+    refuse_elastic(parse("wfbp"), optimizer, None)
+    with pytest.raises(ValueError, match="an optimizer that is not known"):
+        gradtide.replicate(model, None, elastic=there)
+    with pytest.raises(ValueError, match="K-FAC"):
+        gradtide.replicate(model, optimizer, "mpd_kfac", elastic=there)
+    with pytest.raises(ValueError, match="still to be chosen"):
+        gradtide.replicate(model, optimizer, "auto", elastic=there)

@@ -1,0 +1,76 @@
+"""Default groups one after the other."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.lighthouse import Job
+
+from gradtide.core.transport import CommunicationError
+from gradtide.transport import generations
+
+
+def _two_generations(name: str, tell: Any, folder: Path) -> list[Any]:
+    rank = int(name)
+    store, where = generations.open_store()
+    Path(folder, f"{name}.new").write_text(where)
+    Path(folder, f"{name}.new").rename(Path(folder, name))
+    while len(told := [p for p in sorted(folder.iterdir()) if not p.suffix]) < 3:
+        time.sleep(0.02)
+    addresses, found = [each.read_text() for each in told], []
+    for number, ranks in (("1", [0, 1, 2]), ("2", [1, 2])):
+        if rank not in ranks:
+            time.sleep(1)  # the others meet without it
+            continue
+        own = ranks.index(rank)
+        generations.form(number, [addresses[r] for r in ranks], own, 20.0)
+        total = torch.full((2,), float(rank))
+        dist.all_reduce(total)
+        found.append((dist.get_rank(), dist.get_world_size(), total.tolist()))
+    del store
+    return found
+
+
+def test_each_is_the_default_group_of_its_ranks(tmp_path: Path) -> None:
+    job = Job(_two_generations, tmp_path)
+    for name in "012":
+        job.start(name)
+    job.wait(lambda *_: None)
+    first, second, third = (job.ended[name] for name in "012")
+    assert first == [(0, 3, [3.0, 3.0])]
+    assert second == [(1, 3, [3.0, 3.0]), (0, 2, [3.0, 3.0])]
+    assert third == [(2, 3, [3.0, 3.0]), (1, 2, [3.0, 3.0])]
+
+
+def _with_one_that_is_gone(name: str, tell: Any) -> tuple[str, float]:
+    store, where = generations.open_store()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        gone = f"127.0.0.1 {server.getsockname()[1]}"
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError) as error:
+        generations.form("1", [where, gone], 0, 20.0)
+    assert not dist.is_initialized()
+    del store
+    return str(error.value), time.monotonic() - begin
+
+
+def test_one_that_is_gone_is_named_at_once() -> None:
+    job = Job(_with_one_that_is_gone)
+    job.start("0")
+    job.wait(lambda *_: None)
+    told, seconds = job.ended["0"]
+    assert "rank 1 is gone" in told
+    assert seconds < 5
+
+
+def test_whoever_listens_is_not_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1 {server.getsockname()[1]}"
+        assert not generations.is_gone(where)
+    assert generations.is_gone(where)
