@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.admission import refuse_elastic
-from gradtide.elastic import Lighthouse
+from gradtide.elastic import Batches, Lighthouse
 from gradtide.scheme import parse
 from tests.lighthouse import Job, alike, lighthouse
 
@@ -110,6 +110,40 @@ def test_others_train_on_and_another_takes_the_place(scheme: str, dies: str) -> 
     for name in "ac":
         assert job.ended[name]["lost_steps"] <= 1
         assert job.ended[name]["lost_ranks"] == 1
+
+
+def deal(name: str, tell: Tell, address: str, dies: bool = False) -> None:
+    """Tell which samples were read in each step that counted."""
+    torch.set_num_threads(1)
+    model, optimizer = build(0)
+    sync = gradtide.replicate(model, optimizer, elastic=members(address, name))
+    for samples in Batches(sync, length=51, size=12):
+        now = sync.metrics()["step"]
+        if now >= 15:
+            break
+        if dies and now == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.ones(max(len(samples), 2), 8)
+        step(model, optimizer, x, torch.tanh(x[:, :4]))
+        if sync.metrics()["step"] > now:
+            tell((now, samples))
+
+
+def test_nothing_is_read_twice_in_an_epoch_and_nothing_is_missed() -> None:
+    read: dict[int, list[int]] = {}
+
+    def heard(name: str, told: tuple[int, list[int]]) -> None:
+        read.setdefault(told[0], []).extend(told[1])
+
+    with lighthouse(1) as address:
+        job = Job(deal, address)
+        for name in "abc":
+            job.start(name, name == "b")
+        job.wait(heard)
+    for epoch in range(3):
+        found = [read[step] for step in range(5 * epoch, 5 * epoch + 5)]
+        assert sorted(i for each in found for i in each) == [*range(51)]
+        assert [len(each) for each in found] == [12, 12, 12, 12, 3]
 
 
 def ends(name: str, tell: Tell, address: str) -> Any:

@@ -14,10 +14,15 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from gradtide.core.engine import Engine
 from gradtide.core.membership import Member, Roster, Standing
 from gradtide.core.transport import CommunicationError
 from gradtide.transport import generations
@@ -30,6 +35,72 @@ REMEDY = (
     "start it by `torchft_lighthouse --min_replicas 2`, on a host that all ranks "
     "reach, and pass its address: elastic='http://host:29510'"
 )
+
+
+class Trained(Protocol):
+    """A replica, as far as it is asked here."""
+
+    _session: Any
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+class Batches:
+    """What of a data set each rank reads in each step: a global batch, dealt out.
+
+    An epoch is a permutation of all samples, and every step takes the next ones of it.
+    Whoever is there shares them: so no sample is read twice in an epoch, none is left
+    out, and the steps of an epoch stay as many, whatever ranks are lost or come. The
+    samples of a step that is lost are dealt out again. Where the number of ranks does
+    not divide a batch, some have one sample more; every rank counts alike in the mean.
+
+    Iterate over it for good: each item is this rank's samples, a list of their numbers,
+    of the step that comes next. Where ranks meet anew, they do so before that.
+
+    Args:
+        sync: What `replicate(elastic=...)` returned.
+        length: How many samples there are.
+        size: How many samples all ranks together take in a step.
+        seed: Of the permutations, the same on every rank.
+
+    Raises:
+        ValueError: There are fewer samples than a step takes, or fewer in a step than
+            ranks.
+    """
+
+    def __init__(self, sync: Trained, length: int, size: int, *, seed: int = 0) -> None:
+        if not 0 < size <= length:
+            raise ValueError(f"size={size!r}: 1 to {length}, the number of samples")
+        self._sync, self._length, self._size = sync, length, size
+        self._seed, self._known = seed, (-1, torch.empty(0))
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """How many steps an epoch takes."""
+        return -(-self._length // self._size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        session = self._sync._session
+        while True:
+            session.meet()
+            progress = self._sync.engine.transport.progress
+            epoch, step = divmod(progress.steps, self.steps_in_epoch)
+            rank, ranks = self._sync.engine.group
+            batch = self._order(epoch)[step * self._size :][: self._size]
+            if ranks > len(batch):
+                raise ValueError(
+                    f"size={self._size}, length={self._length}: {ranks} ranks share "
+                    f"{len(batch)} samples in this step; choose a size that leaves more"
+                )
+            yield batch[rank::ranks].tolist()
+
+    def _order(self, epoch: int) -> Tensor:
+        """All samples, as an epoch takes them."""
+        if self._known[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            self._known = epoch, torch.randperm(self._length, generator=generator)
+        return self._known[1]
 
 
 class Counter(Protocol):

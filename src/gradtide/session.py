@@ -161,7 +161,7 @@ class Session:
         if hasattr(self, "engine"):
             self.engine.transport.abandon()
 
-    def _met(self) -> Hooks | None:
+    def meet(self) -> Hooks | None:
         """A training forward begins: the hooks to go on with, if ranks have changed."""
         if self.regrouping is None or not self.regrouping.due(self.training):
             return None
@@ -196,7 +196,7 @@ class Session:
             self._buffering == "broadcast",
             self._stepped,
             self._owner,
-            self._met,
+            self.meet,
         )
         self._hooks.follow()
         self.training.check_setup = self._admitted.check
