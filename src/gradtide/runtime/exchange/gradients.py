@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,8 @@ class GradientExchange:
         gain = self.members.gain
         if gain != 1:
             bucket.payload.flat.mul_(gain)
-        bucket.keep(self._engine, traits(bucket.collective).residual)
+        if self._engine.undoes:
+            bucket.keep(self._engine, traits(bucket.collective).residual)
 
     def launch(self, bucket: Any, hold: bool) -> None:
         bucket.launch(self._engine, hold)
@@ -91,9 +92,12 @@ class GradientExchange:
     def after_update(self) -> None:
         if self._momentum is not None:
             self._momentum.give_back()
-        for bucket in self._placement.buckets:
-            if bucket.stage is Stage.IDLE:
-                bucket.settle(self._engine)
+        if self._engine.undoes:
+            self._settle(b for b in self._placement.buckets if b.stage is Stage.IDLE)
+
+    def _settle(self, buckets: Iterable[GradientBucket]) -> None:
+        for bucket in buckets:
+            bucket.settle(self._engine)
 
     def left(self) -> None: ...
 
@@ -111,8 +115,8 @@ class GradientExchange:
         start = self._engine.clock()
         with record_function(f"gradtide::{buckets[0].name}::apply"):
             self._updates.apply(buckets)
-        for bucket in buckets:
-            bucket.settle(self._engine)
+        if self._engine.undoes:
+            self._settle(buckets)
         self._engine.telemetry.applied.append((start, self._engine.clock()))
 
 
