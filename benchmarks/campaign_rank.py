@@ -456,7 +456,7 @@ def sockets() -> dict[str, str]:
         with suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{number}")
             if name.startswith("socket"):
-                found[name] = kinds.get(name, "? ?")
+                found[name] = kinds.get(name, "?")
     return found
 
 
@@ -465,13 +465,13 @@ def after_letting_go(before: Collection[str], port: int) -> dict[str, Any]:
 
     The job's store, if it is here, has connections of its own, at this port.
     """
-    store = f":{port:04X}"
+    store = f":{port:04X} "
     deadline, patience = time.monotonic() + LEAVES, 0.01
     while True:
         gc.collect()
         threads, opened = own_threads(), sockets()
         more = [kind for name, kind in opened.items() if name not in before]
-        more = [kind for kind in more if not kind.split()[1].endswith(store)]
+        more = [kind for kind in more if store not in kind]
         if not (threads or more) or time.monotonic() > deadline:
             return {"threads": threads, "sockets": more}
         time.sleep(patience)

@@ -17,8 +17,8 @@ from gradtide.transport.answering import Answering, SilentError
 from gradtide.transport.fault import FailureReporter
 
 
-class Stopped(dist.HashStore):
-    """A store whose host is stopped, until it is woken."""
+class Busy(dist.HashStore):
+    """A store that answers when it is woken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,6 +27,12 @@ class Stopped(dist.HashStore):
     def check(self, keys: list[str]) -> bool:
         self.woken.wait(20)
         return super().check(keys)
+
+
+class Stopped(Busy):
+    """One at a port, whose host is stopped."""
+
+    port = 1
 
 
 def asked(store: Any, seconds: float = 5.0) -> Answering:
@@ -63,6 +69,13 @@ def test_who_has_no_answer_is_told_and_the_next_one_at_once() -> None:
         except SilentError:
             time.sleep(0.01)
     pytest.fail("it answers again, and nobody hears")
+
+
+def test_what_nobody_hosts_is_waited_for() -> None:
+    plain = Busy()
+    store = asked(plain, 0.1)
+    threading.Timer(0.5, plain.woken.set).start()
+    assert not store.check(["a"])
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -17,6 +17,7 @@ from torch import nn
 import gradtide
 from gradtide.core.ops import Group
 from gradtide.core.transport import Progress
+from gradtide.transport import connect
 from gradtide.transport.fault import FailureReporter, Position
 
 
@@ -91,3 +92,21 @@ def _train_until_alone(scheme: str) -> str:
 
 def _names() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
+
+
+def test_who_hosts_the_store_tells_of_an_error_at_once() -> None:
+    """It keeps the store for the others when its program ends, and not before."""
+    seconds, _ = run_ranks(2, _close_after_an_error)
+    assert seconds < 2
+
+
+def _close_after_an_error() -> float:
+    transport: Any = connect(None, torch.device("cpu"))
+    begin = time.monotonic()
+    if transport.group.rank == 0:
+        transport._queue.error = gradtide.CommunicationError("all is lost")
+        transport.close()
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    transport.close()
+    return seconds

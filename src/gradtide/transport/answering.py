@@ -27,11 +27,13 @@ class Answering:
     """A part of the store; what is not answered within so many seconds is an error.
 
     Any thread may ask. While a question is open that had no answer in time, all others
-    are errors at once.
+    are errors at once. A store that nobody hosts, as a file, is waited for: it may be
+    busy, and answers.
     """
 
     def __init__(self, store: PrefixStore, seconds: float) -> None:
-        self.plain, self._seconds = store, seconds
+        self.plain = store
+        self._seconds = seconds if is_hosted(store) else None
         self._questions = SimpleQueue[Any]()
         self._thread: threading.Thread | None = None
         self._open: SimpleQueue[Any] | None = None  # where an answer is missing
@@ -75,6 +77,13 @@ class Answering:
         if error is not None:
             raise error
         return value
+
+
+def is_hosted(store: Any) -> bool:
+    """Whether a process has the store, at a port."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return hasattr(store, "port")
 
 
 def _begin(owner: Answering) -> tuple[SimpleQueue[Any], threading.Thread]:

@@ -206,7 +206,7 @@ class GlooTransport:
         ended = self._queue.close()
         self._inquiry.close("has called sync.remove()")
         if self._queue.error is not None:
-            self._inquiry.linger()
+            self._inquiry.linger_at_exit()
         self._at_exit.cancel()
         # A thread that has yet to end must not find another file by a number it knows.
         (self._meeting.close if ended else self._meeting.hang_up)()

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.util import is_exiting
+from multiprocessing.util import Finalize, is_exiting
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,7 +44,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradtide.core.ops import Group
 from gradtide.core.transport import CommunicationError, Progress
-from gradtide.transport.answering import Answering
+from gradtide.transport.answering import Answering, SilentError
 from gradtide.transport.comm_queue import (
     PATIENCE,
     QUEUES,
@@ -53,6 +53,7 @@ from gradtide.transport.comm_queue import (
     WorkItem,
     anew,
 )
+from gradtide.transport.doors import Presence
 from gradtide.transport.fault import (
     AGENT,
     REPORT_SECONDS,
@@ -126,7 +127,9 @@ class Inquiry:
         own = self._position()
         try:
             why = self.reporter.known() or self._in_vain(own)
-        except RuntimeError:  # no store, no answers: the exchange itself will fail
+        except SilentError:  # the exchange itself will fail, if need be
+            return LONGEST
+        except RuntimeError:  # no store, no answers: the same
             why = self.reporter.storeless()
             if not why:
                 return LONGEST
@@ -297,12 +300,19 @@ class Inquiry:
 
     def linger(self) -> None:
         """Keep the store open until the others have ended, or know, if it is here."""
-        if self._host != self._group.rank:
-            return
-        with suppress(RuntimeError):
+        if self._host == self._group.rank:
             failed = self._queue.error is not None
-            self.reporter.await_known(HEARD if failed else LINGER)
+            _linger(self.reporter, HEARD if failed else LINGER)
         self._asking.end()
+
+    def linger_at_exit(self) -> None:
+        """`linger` after a failure, when the program ends, and not before it knows."""
+        if self._host == self._group.rank:
+            there = Presence()
+            there.doors = self._meeting.doors
+            known = self._group, self._progress, there.gone, self._host
+            reporter = FailureReporter(self._asking, *known)
+            Finalize(None, _linger, args=(reporter, HEARD), exitpriority=1)
 
     def tell(self) -> None:
         """Raise what ended the queue, which is printed where nobody can handle it."""
@@ -320,6 +330,11 @@ class Inquiry:
             self._sever()
             self._queue.close(STUCK)
         self._meeting.close()
+
+
+def _linger(reporter: FailureReporter, seconds: float) -> None:
+    with suppress(RuntimeError):
+        reporter.await_known(seconds)
 
 
 def long_wait(

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from gradtide.core.torch_internals.distributed import default_store
 from gradtide.core.transport import CommunicationError
 from gradtide.transport.addresses import VARIABLE, chosen, loops
-from gradtide.transport.answering import Answering, SilentError
+from gradtide.transport.answering import Answering, SilentError, is_hosted
 from gradtide.transport.doors import Door
 from gradtide.transport.fault import (
     AGENT,
@@ -322,10 +322,10 @@ class RollCall:
 
 def is_abandoned(store: Any) -> bool:
     """Whether nobody listens any more where a job's store was, if it was at a port."""
+    if not is_hosted(store):
+        return False
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    if not hasattr(store, "port"):
-        return False
     try:
         socket.create_connection((store.host, store.port), REPORT_SECONDS).close()
     except ConnectionRefusedError:
