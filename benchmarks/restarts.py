@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -60,10 +60,10 @@ SCHEMES = [
 ]
 Known: TypeAlias = dict[tuple[str, int], list[str]]  # by scheme and number of ranks
 PLAN = "RESTARTS"  # the variable that tells a rank what to do
-STEPS, EVERY = 400, 7
+STEPS, EVERY = 250, 7
 STEP = 0.006  # seconds that a step waits
-SLOW = 0.06  # seconds, at most, that a file takes to come to the disk
-LIFE = 2.0  # seconds, at most, until a kill
+SLOW = 0.1  # seconds, at most, that a file takes to come to the disk
+LIFE = 1.0  # seconds, at most, until a kill, once ranks train
 LIMIT = 180.0  # seconds that a job may take until it has begun, or is over
 
 
@@ -152,10 +152,13 @@ def work(plan: dict[str, Any]) -> None:
     run = Run(str(folder / "saved"), plan["scheme"])
     begin = run.keeper.resume()
     if size != plan["before"]:
-        told = law(run, folder / "saved" / f"step-{begin}", plan["before"])
+        saved = folder / "saved" / f"step-{begin}"
+        told = law(run, saved, plan["before"]) if begin else (0.0, 0.0)
         (folder / f"law-{rank}").write_text(json.dumps([begin, *told]))
-    for _ in range(begin, plan["steps"]):
+    for step in range(begin, plan["steps"]):
         run.step()
+        if step == begin:
+            (folder / f"begun-{life}-{rank}").touch()
     run.keeper.close()
     (folder / f"end-{rank}").write_text(run.digest())
     dist.barrier()
@@ -221,20 +224,30 @@ class Job:
     def pids(self) -> list[int] | None:
         """The ranks' processes, once all have begun; None if the job is over first."""
         names = [self.folder / f"pid-{self.life}-{r}" for r in range(self.size)]
+        there = self._wait(lambda: all(n.exists() and n.read_text() for n in names))
+        return [int(name.read_text()) for name in names] if there else None
+
+    def trains(self) -> bool:
+        """Whether a first step of this life is over; False if the job is over first."""
+        return self._wait(lambda: (self.folder / f"begun-{self.life}-0").exists())
+
+    def _wait(self, until: Callable[[], bool]) -> bool:
         begin = time.monotonic()
         while time.monotonic() - begin < LIMIT:
-            if all(name.exists() and name.read_text() for name in names):
-                return [int(name.read_text()) for name in names]
+            if until():
+                return True
             if self.process.poll() is not None:
-                return None
+                return False
             time.sleep(0.01)
         raise TimeoutError(f"ranks have not begun their life {self.life}")
 
     def kill(self, draw: random.Random) -> dict[str, Any] | None:
         """Kill a rank at a random moment of its life; None if the job was faster."""
         found = self.pids()
+        # Every fourth one while ranks connect and load what was saved, or soon after.
+        early = not draw.randrange(4)
         wait, dead = draw.uniform(0, LIFE), draw.randrange(self.size)
-        if found is None:
+        if found is None or not (early or self.trains()):
             return None
         time.sleep(wait)
         try:
@@ -246,7 +259,8 @@ class Job:
         if self.process.poll() is not None:
             return None
         self.life += 1
-        return {"rank": dead, "wait": round(wait, 3), "while saving": bool(torn)}
+        about = {"early": early, "rank": dead, "wait": round(wait, 3)}
+        return {**about, "while saving": bool(torn)}
 
     def end(self) -> list[str]:
         """What every rank has in the end; empty where one has nothing."""
@@ -296,7 +310,7 @@ def killed(
         try:
             while len(kills) < count and (found := job.kill(draw)) is not None:
                 kills.append(found)
-            if resized and job.pids() is not None:
+            if resized and job.pids() is not None and job.trains():
                 time.sleep(draw.uniform(0, LIFE))
                 if job.process.poll() is None:
                     job.destroy()

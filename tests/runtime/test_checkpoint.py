@@ -254,6 +254,25 @@ def _take_away(scheme: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("scheme", PIECES)
+def test_a_piece_in_the_place_of_another_is_refused_on_all_ranks(scheme: str) -> None:
+    for told in run_ranks(2, _swap_each, scheme):
+        assert all("optimizer" in refused for refused in told)
+
+
+def _swap_each(scheme: str) -> list[str]:
+    model, optimizer, sync = start(scheme)
+    train(model, optimizer, range(4))
+    state, own, told = sync.state_dict(), f"rank{dist.get_rank()}", []
+    if "optimizer" in state[own]:
+        for other in PIECES[scheme] - {"remainders", "optimizer"}:
+            swapped = {**state[own], "optimizer": state[own][other]}
+            damaged = {**state, own: swapped} if own == "rank1" else state
+            told.append(refusal(sync, damaged))
+    sync.remove()
+    return told
+
+
+@pytest.mark.parametrize("scheme", PIECES)
 def test_states_of_versions_without_digests_are_loaded(scheme: str) -> None:
     run_ranks(2, _without_digests, scheme)
 

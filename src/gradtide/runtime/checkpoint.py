@@ -336,6 +336,11 @@ class OptimizerState:
         if "optimizer" not in own:
             return None
         found: dict[Any, Any] = unpacked(own["optimizer"], "the optimizer")
+        known = isinstance(found, dict)
+        known = known and all(isinstance(one, dict) for one in found.values())
+        # Parameters have numbers; another piece may be one of dictionaries, too.
+        if not known or (found and not any(type(key) is int for key in found)):
+            raise ValueError(f"the state's 'optimizer' is no optimizer's: {COPY}")
         return found
 
     def confirm(self, found: dict[Any, Any] | None) -> dict[Any, Any] | None:
