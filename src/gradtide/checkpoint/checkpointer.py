@@ -112,6 +112,11 @@ class Checkpointer:
                     "the model is sharded: put sync.state_dict() into what "
                     "torch.distributed.checkpoint saves"
                 )
+            if self._session.regrouping is not None:
+                raise ValueError(
+                    "ranks come and go (elastic=...), and would save other steps: save "
+                    "model, optimizer and sync.state_dict() by hand"
+                )
             if (every is not None and not _counts(every)) or not _counts(keep):
                 told = f"every={every!r}, keep={keep!r}"
                 raise ValueError(f"{told}: whole numbers, from 1 on")
