@@ -92,7 +92,7 @@ def ours(name: str, address: str, scheme: str, total: int, tell: Any) -> None:
     members = Lighthouse(address, name=name, timeout=30, patience=60)
     sync = gradtide.replicate(model, optimizer, scheme, elastic=members)
     generator = torch.Generator().manual_seed(hash(name) % 2**31)
-    while (step := int(sync.metrics()["step"])) < total:
+    while (step := sync.meet()) < total:
         x, y = batch(generator)
         (model(x) - y).square().mean().backward()
         optimizer.step()

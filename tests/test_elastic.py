@@ -76,7 +76,7 @@ def train(
         model[2].register_full_backward_hook(die)
     elif dies == "step":
         optimizer.register_step_post_hook(die)
-    while (now := sync.metrics()["step"]) < total:
+    while (now := sync.meet()) < total:
         x = torch.randn(8, 8, generator=generator)
         step(model, optimizer, x, torch.tanh(x[:, :4]))
         tell(now)
@@ -144,6 +144,32 @@ def test_nothing_is_read_twice_in_an_epoch_and_nothing_is_missed() -> None:
         found = [read[step] for step in range(5 * epoch, 5 * epoch + 5)]
         assert sorted(i for each in found for i in each) == [*range(51)]
         assert [len(each) for each in found] == [12, 12, 12, 12, 3]
+
+
+def last(name: str, tell: Tell, address: str) -> tuple[int, str]:
+    """One rank hears of nothing in the last step, in which a second one is killed."""
+    torch.set_num_threads(1)
+    model, optimizer = build(ord(name))
+    sync = gradtide.replicate(model, optimizer, elastic=members(address, name))
+    generator = torch.Generator().manual_seed(ord(name))
+    while (now := sync.meet()) < 10:
+        if now == 9 and name == "b":
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.randn(8, 8, generator=generator)
+        step(model, optimizer, x, torch.tanh(x[:, :4]))
+    sync.remove()
+    return now, digest(model)
+
+
+def test_all_that_live_end_together_where_the_last_step_is_lost() -> None:
+    with lighthouse(1) as address:
+        job = Job(last, address)
+        for name in "abc":
+            job.start(name)
+        job.wait(lambda *_: None)
+    assert job.ended.pop("b") == -signal.SIGKILL
+    assert job.ended["a"][0] == 10
+    assert alike(job.ended)
 
 
 def ends(name: str, tell: Tell, address: str) -> Any:

@@ -1,8 +1,8 @@
 """Has a session train on among other ranks, as ranks are lost and come.
 
 [Note: moments] An exchange that fails ends its step, which is none then: nothing else
-is sent until the next training forward of the model begins. There, and nowhere else,
-ranks meet anew. It is there, too, that a rank which has lost nothing learns that others
+is sent until the next training forward of the model begins, or the program says by
+`Replica.meet` that a step is over. There, and nowhere else, ranks meet anew. It is there, too, that a rank which has lost nothing learns that others
 have come: it has asked when the last step was over that exchanged something, and so
 have all.
 """
@@ -74,6 +74,10 @@ class Regrouping:
     def begin(self) -> None:
         """Train with those who are there; returns when training has begun."""
         self._meet(None, None)
+
+    def close(self) -> None:
+        """Be counted no more."""
+        self._membership.close()
 
     # - While training -----------------------------------------------------------------
 

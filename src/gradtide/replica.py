@@ -394,6 +394,19 @@ class Replica:
             more |= ranks.numbers()
         return {**self._metrics.read(self._session.trained), **more}
 
+    def meet(self) -> int:
+        """Return the steps taken, when ranks that have to meet anew have done so.
+
+        A collective call, for training with `elastic`: begin each turn of the loop with
+        it, as `while sync.meet() < steps`. So ranks also end their loops together if
+        one is lost in the last step. Without `elastic` it is local.
+
+        Raises:
+            CommunicationError: Too few ranks are there, for too long.
+        """
+        self._session.meet()
+        return self._session.trained.num_steps
+
     def stop(self) -> None:
         """Have all ranks stop after the same step. Local.
 

@@ -162,7 +162,7 @@ class Session:
             self.engine.transport.abandon()
 
     def meet(self) -> Hooks | None:
-        """A training forward begins: the hooks to go on with, if ranks have changed."""
+        """Have ranks meet anew, if they have changed: the hooks to go on with."""
         if self.regrouping is None or not self.regrouping.due(self.training):
             return None
         return self._hooks
@@ -486,11 +486,14 @@ class Session:
         """Apply what is deferred, and detach; collective, and nothing a second time."""
         if self.removed:
             return
+        self.meet()
         self.training.gather()
         self.apply_pending(end_round)
         self.detach()
         self._finder.rest()
         self.engine.transport.close()
+        if self.regrouping is not None:
+            self.regrouping.close()
         self.removed = True
 
     def detach(self) -> None:
