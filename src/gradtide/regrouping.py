@@ -2,9 +2,9 @@
 
 [Note: moments] An exchange that fails ends its step, which is none then: nothing else
 is sent until the next training forward of the model begins, or the program says by
-`Replica.meet` that a step is over. There, and nowhere else, ranks meet anew. It is there, too, that a rank which has lost nothing learns that others
-have come: it has asked when the last step was over that exchanged something, and so
-have all.
+`Replica.meet` that a step is over. There, and nowhere else, ranks meet anew. It is
+there, too, that a rank which has lost nothing learns that others have come: it has
+asked when the last step was over that exchanged something, and so have all.
 """
 
 from __future__ import annotations
