@@ -395,11 +395,14 @@ class Replica:
         return {**self._metrics.read(self._session.trained), **more}
 
     def meet(self) -> int:
-        """Return the steps taken, when ranks that have to meet anew have done so.
+        """Have ranks meet anew that have to, where they come and go.
 
-        A collective call, for training with `elastic`: begin each turn of the loop with
-        it, as `while sync.meet() < steps`. So ranks also end their loops together if
-        one is lost in the last step. Without `elastic` it is local.
+        This is a collective call, for training with `elastic`: begin each turn of the
+        loop with it, as `while sync.meet() < steps`. So ranks also end their loops
+        together if one is lost in the last step. Without `elastic` it does nothing.
+
+        Returns:
+            The number of steps taken.
 
         Raises:
             CommunicationError: Too few ranks are there, for too long.
