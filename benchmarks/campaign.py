@@ -218,7 +218,8 @@ def run_in_lab(trial: Trial) -> Iterator[Job | None]:
         table = folder / "events.json"
         table.write_text(json.dumps({"events": events}))
         words = [sys.executable, "-m", "gradtide", "lab", "run"]
-        words += ["--hosts", str(trial.ranks), *LAB, "--events", str(table)]
+        words += ["--hosts", str(trial.ranks), *LAB]
+        words += ["--events", str(table)] if events else []
         words += ["--delay", "1ms", "--timeout", "120"]
         if trial.fault.act == "link: loss":
             words += ["--loss", "1%"]

@@ -65,7 +65,7 @@ PHASES = {
         _phase("piece", "before a piece of a message", 40),
         _phase("step", "in a step of the optimizer"),
         _phase("between", "between backward and step"),
-        _phase("saving", "while a state is made", 2),
+        _phase("saving", "while a state is made", 1),
         _phase("loading", "while a state is loaded", 1),
         _phase("end", "at the end, before remove()", 1),
         _phase("random", "at a random moment"),

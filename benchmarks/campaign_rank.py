@@ -79,7 +79,8 @@ class Points:
 
     def reached(self, point: str) -> None:
         """The program is at a point."""
-        if self._is_due(point):
+        whole = self.trial.fault.act in ("kill", "stop", "pause", "raise")
+        if whole and self._is_due(point):
             self.strike()
 
     def _is_due(self, point: str) -> bool:
