@@ -69,7 +69,7 @@ class Job:
         others.close()
         self._ranks[name] = process, own
 
-    def wait(self, heard: Callable[[str, Any], None], limit: float = 60.0) -> None:
+    def wait(self, heard: Callable[[str, Any], None], limit: float = 240.0) -> None:
         """Hear what ranks tell, until all have ended.
 
         AssertionError with the traceback of a rank that failed, or the names of those

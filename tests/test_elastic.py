@@ -18,6 +18,9 @@ from gradtide.elastic import Batches, Lighthouse
 from gradtide.scheme import parse
 from tests.lighthouse import Job, alike, lighthouse
 
+# Where many others run, ranks that load and compile keep others waiting.
+pytestmark = pytest.mark.timeout(300)
+
 SCHEMES = [
     "wfbp",
     "dear",
@@ -39,7 +42,7 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def members(address: str, name: str) -> Lighthouse:
-    return Lighthouse(address, name=name, timeout=20, patience=30)
+    return Lighthouse(address, name=name, timeout=30, patience=90)
 
 
 def digest(model: nn.Module) -> str:

@@ -20,7 +20,6 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from gradtide.core.engine import Engine
 from gradtide.core.membership import Member, Roster, Standing
@@ -73,7 +72,8 @@ class Batches:
         if not 0 < size <= length:
             raise ValueError(f"size={size!r}: 1 to {length}, the number of samples")
         self._sync, self._length, self._size = sync, length, size
-        self._seed, self._known = seed, (-1, torch.empty(0))
+        self._seed = seed
+        self._known: tuple[int, list[int]] = -1, []
 
     @property
     def steps_in_epoch(self) -> int:
@@ -93,13 +93,16 @@ class Batches:
                     f"size={self._size}, length={self._length}: {ranks} ranks share "
                     f"{len(batch)} samples in this step; choose a size that leaves more"
                 )
-            yield batch[rank::ranks].tolist()
+            yield batch[rank::ranks]
 
-    def _order(self, epoch: int) -> Tensor:
+    def _order(self, epoch: int) -> list[int]:
         """All samples, as an epoch takes them."""
         if self._known[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._known = epoch, torch.randperm(self._length, generator=generator)
+            order = torch.randperm(
+                self._length, generator=generator, dtype=torch.int64, device="cpu"
+            )
+            self._known = epoch, order.tolist()
         return self._known[1]
 
 

@@ -427,7 +427,7 @@ class Session:
         """As `Replica.clip_grad_norm_`."""
         norm = self.training.gradient_info.clip(max_norm, error_if_nonfinite)
         if self.training.lost:  # the step is none
-            return torch.zeros((), dtype=torch.float32)
+            return torch.zeros((), dtype=torch.float32, device="cpu")
         if self.auto is not None:
             self.auto.inspector.note()
         return norm

@@ -33,6 +33,7 @@ def over_nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
 def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch, "Stream", lambda device: None)
     passed_on = {"gather_objects": None, "close": None, "carried": None}
+    passed_on["abandon"] = None
     host: Any = SimpleNamespace(
         group=None, progress=None, hosts=((0,),), delay=0.0, **passed_on
     )

@@ -143,7 +143,11 @@ def random_states(device: torch.device) -> Random:
         found["device"] = torch.cuda.get_rng_state(device)
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
-        found["numpy"] = [kind, torch.tensor(keys.tolist(), dtype=torch.int64), *rest]
+        found["numpy"] = [
+            kind,
+            torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu"),
+            *rest,
+        ]
     return found
 
 

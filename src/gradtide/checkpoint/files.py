@@ -192,7 +192,8 @@ def _as_tensor(value: Any) -> Any:
     if not isinstance(value, bytes):
         return value
     kind = torch.uint8
-    held = torch.frombuffer(bytearray(value), dtype=kind) if value else torch.empty(0)
+    empty = torch.empty(0, dtype=kind, device="cpu")
+    held = torch.frombuffer(bytearray(value), dtype=kind) if value else empty
     return {PIECE: held.to(kind)}
 
 

@@ -28,7 +28,9 @@ def send(
         assert data is not None
         whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     else:
-        whole = torch.empty(length * (rank == receiver), dtype=torch.uint8)
+        whole = torch.empty(
+            length * (rank == receiver), dtype=torch.uint8, device="cpu"
+        )
 
     def flow(chunk: torch.Tensor) -> Flow:
         if rank in ends:

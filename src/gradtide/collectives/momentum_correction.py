@@ -139,6 +139,8 @@ class MomentumCorrection:
         Not where the `whole` bucket travelled, at the end of which only what a wire
         rounded off may be left: the mean is the momentum then.
         """
+        if RESIDUAL not in payload.state:  # closed late: the bucket has begun anew
+            return
         velocity, flat = payload.state.get(VELOCITY), payload.flat
         begin = -1 if result is None else result.data_ptr() - flat.data_ptr()
         if 0 <= begin < flat.nbytes:  # memory of the bucket's own: nothing is left
