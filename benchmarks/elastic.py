@@ -296,7 +296,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="The record to write.")] = None,
 ) -> None:
     """Train undisturbed, with kills and returns, and with kills alone."""
-    found = list[dict[str, Any]]()
+    found, about = list[dict[str, Any]](), origin(sys.argv, "torchft")
     names = list(split_schemes(schemes))
     for name in names:  # before the fork, so that no run is about loading and compiling
         if name != "torchft":
@@ -313,9 +313,9 @@ def main(
                 one["loss, times"] = round(one["loss"] / undisturbed["loss"], 4)
             found.append(one)
             print(json.dumps(one), flush=True)
-    if out is not None:
-        record = {**origin(sys.argv, "torchft"), "results": found}
-        out.write_text(json.dumps(record, indent=2))
+            if out is not None:
+                record = {**about, "results": found}
+                out.write_text(json.dumps(record, indent=2))
 
 
 if __name__ == "__main__":

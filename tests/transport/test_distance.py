@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.core.engine import Engine
-from gradtide.core.ops import AllGather, AllReduce, Flow, Group, ReduceScatter
+from gradtide.core.ops import (
+    AllGather,
+    AllReduce,
+    Cut,
+    Flow,
+    Group,
+    Mean,
+    ReduceScatter,
+)
 from gradtide.core.transport import Job
 from gradtide.planner.measure import measure
 from gradtide.planner.network import Network
@@ -226,3 +234,38 @@ def test_a_flow_goes_on_as_far_as_its_answers_are_here() -> None:
     assert flight.mean.item() == 2
     job.work()
     assert len(asked) == 2
+
+
+def _in_turn(in_turn: bool) -> list[bool]:
+    """What a flow has seen of an earlier one, which waits for another rank."""
+    be_far()
+    engine = Engine(connect(None, torch.device("cpu")))
+    done, seen = list[bool](), list[bool]()
+
+    def first() -> Flow:
+        answer = yield Mean(torch.ones(engine.group.size))
+        done.append(True)
+        return answer
+
+    def second() -> Flow:
+        yield Cut(torch.zeros(1))
+        seen.append(bool(done))
+        return (yield Mean(torch.ones(engine.group.size)))
+
+    if engine.group.rank:
+        time.sleep(0.4)
+    flights = [
+        engine.launch("first", first()),
+        engine.launch("second", second(), in_turn=in_turn),
+    ]
+    for flight in flights:
+        engine.finish(flight)
+    engine.transport.close()
+    return seen
+
+
+def test_what_goes_on_in_turn_sees_what_earlier_ones_have_done() -> None:
+    """Else one far rank would invert factors before their sum is there."""
+    assert [seen for (seen,) in run_ranks(2, _in_turn, True)] == [True, True]
+    early, _ = run_ranks(2, _in_turn, False)
+    assert early == [False]

@@ -44,6 +44,7 @@ class InFlight:
     flow: Flow
     hold: bool = False
     hands_over: bool = False  # see [Note: Two links]
+    in_turn: bool = False  # what it does relies on what earlier ones have done
     begun: bool = False  # has selected what to send
     turned: bool = False  # is past its Cut
     ticket: Ticket | None = None
@@ -94,21 +95,24 @@ class Engine:
         hold: bool = False,
         settled: bool = False,
         hands_over: bool = False,
+        in_turn: bool = False,
     ) -> InFlight:
         """Send a flow on its way; what it works on is its own until it is finished.
 
         It may select what to send while what was launched before is still on its way;
         or, with `settled`, only when all of that is at its cut or its end. A flow that
-        `hands_over` links has three stages, see [Note: Two links].
+        `hands_over` links has three stages, see [Note: Two links]. One that goes on
+        `in_turn` does nothing behind its first request, nor behind its cut, before all
+        earlier ones are at their cut or their end, however long that takes.
         """
         if hold:
             flow = ops.in_halves(flow, self.group)
-        flight = InFlight(name, flow, hold, hands_over)
+        flight = InFlight(name, flow, hold, hands_over, in_turn)
         begin = partial(self._resume, flight)
         # A flow that is held has its last stage when it is released: if it has no
         # cut, it is not held and has it here.
         work = partial(self._run, flight, hold, through=hold)
-        advance = partial(self._run, flight, hold, False)
+        advance = _stay if in_turn else partial(self._run, flight, hold, False)
         if settled:
 
             def both() -> None:
@@ -175,6 +179,8 @@ class Engine:
         flight.hold = False
         after = self._last(flight) if flight.hands_over else None
         job = Job(leave, run, after=after, name=flight.name, advance=go_on)
+        if flight.in_turn:
+            job = Job(_nothing, run, after=after, name=flight.name)
         with record_function(f"gradtide::{flight.name}::release"):
             flight.ticket = self.transport.submit(job)
 
@@ -293,3 +299,6 @@ class Engine:
 
 
 def _nothing() -> None: ...
+
+
+def _stay(here: Callable[[Any], bool]) -> None: ...

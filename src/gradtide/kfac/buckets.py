@@ -60,7 +60,7 @@ class FactorBucket(Bucket):
 
     def launch(self, engine: Engine, hold: bool = False) -> None:
         flow = engine.carried(self.flow.run(engine.group, engine.levels))
-        self.flight = engine.launch(self.name, flow, hold)
+        self.flight = engine.launch(self.name, flow, hold, in_turn=True)
 
     def finish(self, engine: Engine) -> None:
         """Wait for the sums, if they are on their way; buffers may be used again."""

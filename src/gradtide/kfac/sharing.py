@@ -140,7 +140,7 @@ class LayerGroup:
     def _launch(self, what: str, share: Share, hold: bool = False) -> None:
         engine, name = self._engine, f"kfac.{what}{self._number}"
         flow = engine.carried(share.run(engine.group, engine.levels))
-        self._in_flight[what] = engine.launch(name, flow, hold)
+        self._in_flight[what] = engine.launch(name, flow, hold, in_turn=True)
 
     def _finish(self, what: str) -> bool:
         """Whether it was on its way."""
