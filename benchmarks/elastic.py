@@ -19,6 +19,7 @@ import logging
 import multiprocessing as mp
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -297,6 +298,7 @@ def main(
 ) -> None:
     """Train undisturbed, with kills and returns, and with kills alone."""
     found, about = list[dict[str, Any]](), origin(sys.argv, "torchft")
+    about["command"] = f"python {shlex.join(sys.argv)}"
     names = list(split_schemes(schemes))
     for name in names:  # before the fork, so that no run is about loading and compiling
         if name != "torchft":
