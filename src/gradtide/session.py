@@ -97,7 +97,7 @@ class Session:
         self.removed, self._owner = False, owner
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
         self.model, self.process_group = model, process_group
-        self._given, self._buffering = as_scheme(scheme), buffers
+        self._given, self._buffering = scheme, buffers
         self._check_every, self._grad_scaler = check_every, grad_scaler
         self._unknown = optimizer is None
         params = [p for _, p in averaged(model)]
@@ -113,7 +113,7 @@ class Session:
         else:
             from gradtide.regrouping import Regrouping
 
-            refuse_elastic(self._given, optimizer, process_group)
+            refuse_elastic(as_scheme(scheme), optimizer, process_group)
             self.regrouping = Regrouping(self, elastic)
             self.regrouping.begin()
         if self.engine.group.rank == 0:
@@ -128,7 +128,7 @@ class Session:
         transport = connect(self.process_group, device)
 
         def prepare() -> tuple[Scheme, Signature]:
-            chosen = with_levels(self._given, transport.hosts)
+            chosen = with_levels(as_scheme(self._given), transport.hosts)
             how = self._buffering, self._check_every
             admit(self.model, self.known_optimizer, chosen, self.process_group, *how)
             return chosen, describe(self.model, chosen, how[1], how[0])
