@@ -9,6 +9,7 @@ all that it has to know from one of them.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -29,6 +30,7 @@ from gradtide.transport import generations
 LOG = logging.getLogger("gradtide")
 
 ALIVE = 0.25  # seconds between two signs of life
+BEAT = 2.0  # seconds for a sign of life to arrive
 AGAIN = 0.5  # seconds before a lighthouse that does not answer is asked again
 REMEDY = (
     "start it by `torchft_lighthouse --min_replicas 2`, on a host that all ranks "
@@ -161,15 +163,20 @@ class Lighthouse:
         self._asked: Future[Roster | None] | None = None
         self._counter: Counter | None = None  # that of questions
         self._closed = threading.Event()
+        self._alive: threading.Thread | None = None
         connect()  # says what is missing, before anything is begun
 
     def ask(self, standing: Standing) -> None:
         """Have the ranks counted, for the next step; returns at once."""
         if self._store is None:
             self._store, self._where = generations.open_store()
-            threading.Thread(
+            self._alive = threading.Thread(
                 target=self._live, name="gradtide lives", daemon=True
-            ).start()
+            )
+            self._alive.start()
+            # A thread that comes back from torchft's code while the interpreter is torn
+            # down aborts the process.
+            atexit.register(self.close)
         asked: Future[Roster | None] = Future()
         self._asked = asked
         threading.Thread(
@@ -191,14 +198,17 @@ class Lighthouse:
     def close(self) -> None:
         """Take part no more."""
         self._closed.set()
+        atexit.unregister(self.close)
+        if self._alive is not None and self._alive.is_alive():
+            self._alive.join(2 * BEAT)
 
     def _live(self) -> None:
         """Tell the lighthouse that this process lives, as long as it does."""
         client: Counter | None = None
         while not self._closed.wait(ALIVE):
             try:
-                client = client or self._client()
-                client.heartbeat(self.name, timedelta(seconds=5))
+                client = client or self._client(BEAT)
+                client.heartbeat(self.name, timedelta(seconds=BEAT))
             except Exception:  # whoever asks next says why
                 client = None
 
@@ -222,6 +232,9 @@ class Lighthouse:
                 return
             except Exception as error:
                 self._counter = None
+                if self._closed.is_set():
+                    asked.set_result(None)
+                    return
                 waits = standing.lost or standing.progress < 0
                 if not waits and not isinstance(error, TimeoutError):
                     LOG.warning(
@@ -243,8 +256,8 @@ class Lighthouse:
                     return
             time.sleep(AGAIN)
 
-    def _client(self) -> Counter:
-        made: Counter = connect()(self.address, timedelta(seconds=5))
+    def _client(self, seconds: float = 5.0) -> Counter:
+        made: Counter = connect()(self.address, timedelta(seconds=seconds))
         return made
 
 

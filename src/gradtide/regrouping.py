@@ -73,7 +73,11 @@ class Regrouping:
 
     def begin(self) -> None:
         """Train with those who are there; returns when training has begun."""
-        self._meet(None, None)
+        try:
+            self._meet(None, None)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Be counted no more."""
