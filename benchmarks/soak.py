@@ -4,8 +4,9 @@
 
 Three ranks train a small model by one scheme of each family. Now and then one of them
 is stopped for a moment, collects garbage, or all begin anew from their states. Every
-`LOOK` steps all ranks compare checksums of their parameters, and each notes its memory,
-descriptors and threads: the last are not to be more than those of the first quarter.
+`look` steps all ranks compare checksums of their parameters, and each notes its memory,
+descriptors and threads: the last are not to be more than those of the first quarter,
+but for `MORE`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ SCHEMES = (
     "streaming_diloco(every=6, delay=1, fragments=2)",
     "sparseloco(every=4)",
 )
-MORE = 6 << 20  # bytes of memory that a rank may have more at the end
+# What a rank may have more at the end: some bytes of memory; and a descriptor for each
+# other rank, at which it may have looked since the last new beginning, while it waited.
+MORE = {"memory": 6 << 20, "descriptors": RANKS - 1, "threads": 0}
+KEYS = (*MORE, "objects")
 TIMEOUT = 60.0  # seconds: the group's
 PAUSE = 0.02, 0.3  # seconds of a stop
 BETWEEN = 0.5, 4.0  # seconds from one to the next
@@ -184,7 +188,6 @@ def soak(scheme: str, steps: int, seed: int, seconds: float) -> dict[str, Any]:
     }
 
 
-KEYS = "memory", "descriptors", "threads", "objects"
 
 
 def verdict(codes: list[int | None], told: list[Any]) -> list[str]:
@@ -199,7 +202,7 @@ def verdict(codes: list[int | None], told: list[Any]) -> list[str]:
             wrong.append(f"rank {rank} has threads left: {each['threads']}")
         seen = each["seen"]
         early = seen[: max(len(seen) // 4, 1)]
-        for key, more in (("memory", MORE), ("descriptors", 0), ("threads", 0)):
+        for key, more in MORE.items():
             most = max(one[key] for one in early)
             if seen[-1][key] > most + more:
                 wrong.append(f"rank {rank}: {key} {most} grew to {seen[-1][key]}")
