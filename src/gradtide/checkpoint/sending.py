@@ -6,8 +6,7 @@ import torch
 
 from gradtide.core.engine import Engine
 from gradtide.core.ops import Among, Broadcast, Flow
-
-CHUNK = 25_000_000  # bytes of a message
+from gradtide.runtime.layout.broadcast import MESSAGE_BYTES
 
 
 def send(
@@ -37,8 +36,8 @@ def send(
             yield Among(Broadcast(chunk, 0), ends)
         return chunk
 
-    for start in range(0, length, CHUNK):
-        part = whole[start : start + CHUNK]
+    for start in range(0, length, MESSAGE_BYTES):
+        part = whole[start : start + MESSAGE_BYTES]
         chunk = part.to(device)
         engine.finish(engine.launch("checkpoint", flow(chunk)))
         if rank == receiver:

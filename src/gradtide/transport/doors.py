@@ -119,3 +119,14 @@ def _state(call: socket.socket) -> int:
     if ready[0][1] == select.POLLOUT:
         return 0
     return call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.ENOTCONN
+
+
+def refuses(host: str, port: int, seconds: float) -> bool:
+    """Whether nobody listens any more at a port; this waits for so long at most."""
+    try:
+        socket.create_connection((host, port), seconds).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # it says nothing of who listens there
+        pass
+    return False

@@ -7,11 +7,12 @@ hosts: so whatever asks for the default group has those who are there now.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -19,22 +20,34 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gradtide.core.torch_internals.distributed import TCPStore
 from gradtide.core.transport import CommunicationError
 from gradtide.transport.addresses import chosen
+from gradtide.transport.doors import refuses
 from gradtide.transport.fault import AGENT, GONE
 
 MEETING = timedelta(seconds=20)  # for ranks to come, and for a store to answer
 PATIENCE = 0.5  # seconds before a rank looks whether those live that have not come
 TURN = 0.02  # seconds between two looks
+_formed = WeakSet[Any]()  # default groups of here
+# For good: where a forked process (a DataLoader's worker) collected one as garbage, it
+# would wait for a thread that it does not have.
+_stores: list[TCPStore] = []
 
 
 def open_store() -> tuple[TCPStore, str]:
     """A store of this process's own, and the address at which others reach it.
 
-    Raises ValueError if this host has no address for others.
+    Raises ValueError if this host has no address for others, or a default group is
+    there, which would be given up.
     """
+    if dist.is_initialized() and dist.group.WORLD not in _formed:
+        raise ValueError(
+            "elastic=... forms the default process group: leave init_process_group() "
+            "out, and start ranks without a wrapper that calls it"
+        )
     here = chosen()
     if here.error:
         raise ValueError(here.error)
     store = TCPStore(here.address, 0, is_master=True, wait_for_workers=False)
+    _stores.append(store)
     return store, f"{here.address} {store.port}"
 
 
@@ -67,6 +80,7 @@ def form(number: str, addresses: Sequence[str], rank: int, seconds: float) -> No
             world_size=len(addresses),
             timeout=timedelta(seconds=seconds),
         )
+        _formed.add(dist.group.WORLD)
     except CommunicationError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -102,13 +116,7 @@ def _gather(store: PrefixStore, addresses: Sequence[str], rank: int) -> None:
 def is_gone(address: str) -> bool:
     """Whether nobody listens any more where a rank's store was."""
     host, port = address.split()
-    try:
-        socket.create_connection((host, int(port)), PATIENCE).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # it says nothing of who listens there
-        pass
-    return False
+    return refuses(host, int(port), PATIENCE)
 
 
 def end() -> None:

@@ -220,9 +220,11 @@ class GlooTransport:
         self._queue.error = self._queue.error or CommunicationError(
             "the ranks have changed: what was under way is undone"
         )
-        self._queue.close()
+        ended = self._queue.close()
         self._inquiry.close("trains with other ranks now")
         self._at_exit.cancel()
+        if ended:
+            self._meeting.close()
 
     def _reduce_scatter(
         self, op: ops.ReduceScatter, asked: _Asked

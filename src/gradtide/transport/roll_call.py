@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -38,7 +37,7 @@ from gradtide.core.torch_internals.distributed import default_store
 from gradtide.core.transport import CommunicationError
 from gradtide.transport.addresses import VARIABLE, chosen, loops
 from gradtide.transport.answering import Answering, SilentError, is_hosted
-from gradtide.transport.doors import Door
+from gradtide.transport.doors import Door, refuses
 from gradtide.transport.fault import (
     AGENT,
     GONE,
@@ -326,13 +325,7 @@ def is_abandoned(store: Any) -> bool:
         return False
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    try:
-        socket.create_connection((store.host, store.port), REPORT_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # it says nothing of who listens there
-        pass
-    return False
+    return refuses(store.host, store.port, REPORT_SECONDS)
 
 
 def _failed(work: Any) -> bool:
