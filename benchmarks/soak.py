@@ -188,8 +188,6 @@ def soak(scheme: str, steps: int, seed: int, seconds: float) -> dict[str, Any]:
     }
 
 
-
-
 def verdict(codes: list[int | None], told: list[Any]) -> list[str]:
     """What is wrong: ranks that failed, came apart, or grew."""
     wrong = [f"rank {r} ended with {code}" for r, code in enumerate(codes) if code != 0]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
@@ -107,6 +107,15 @@ class Job:
             self.ended[name] = value
         else:
             heard(name, value)
+
+
+def run(work: Callable[..., Any], names: Sequence[str], *args: Any) -> dict[str, Any]:
+    """Have ranks of these names do some work; what they return."""
+    job = Job(work, *args)
+    for name in names:
+        job.start(name)
+    job.wait(lambda *_: None)
+    return job.ended
 
 
 def _rank(

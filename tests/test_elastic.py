@@ -16,7 +16,7 @@ import gradtide
 from gradtide.admission import refuse_elastic
 from gradtide.elastic import Batches, Lighthouse
 from gradtide.scheme import parse
-from tests.lighthouse import Job, alike, lighthouse
+from tests.lighthouse import Job, alike, lighthouse, run
 
 # Where many others run, ranks that load and compile keep others waiting.
 pytestmark = pytest.mark.timeout(300)
@@ -166,13 +166,10 @@ def last(name: str, tell: Tell, address: str) -> tuple[int, str]:
 
 def test_all_that_live_end_together_where_the_last_step_is_lost() -> None:
     with lighthouse(1) as address:
-        job = Job(last, address)
-        for name in "abc":
-            job.start(name)
-        job.wait(lambda *_: None)
-    assert job.ended.pop("b") == -signal.SIGKILL
-    assert job.ended["a"][0] == 10
-    assert alike(job.ended)
+        found = run(last, "abc", address)
+    assert found.pop("b") == -signal.SIGKILL
+    assert found["a"][0] == 10
+    assert alike(found)
 
 
 def ends(name: str, tell: Tell, address: str) -> Any:
@@ -183,12 +180,52 @@ def ends(name: str, tell: Tell, address: str) -> Any:
 
 def test_one_that_is_left_alone_trains_on() -> None:
     with lighthouse(1) as address:
-        job = Job(ends, address)
+        found = run(ends, "ab", address)
+    assert found["b"] == -signal.SIGKILL
+    assert found["a"]["ranks"] == 1
+
+
+def other_buffers(name: str, tell: Tell, address: str) -> list[float]:
+    """Buffers that each rank keeps begin as rank 0's."""
+    model, optimizer = build(0)
+    model[1].running_mean.fill_(ord(name))
+    how: Any = {"buffers": "local", "elastic": members(address, name)}
+    gradtide.replicate(model, optimizer, **how)
+    found: list[float] = model[1].running_mean.tolist()
+    return found
+
+
+def test_all_begin_with_the_buffers_of_one() -> None:
+    with lighthouse(2) as address:
+        found = run(other_buffers, "ab", address)
+    assert found == dict.fromkeys("ab", [float(ord("a"))] * 24)
+
+
+def wrong(name: str, tell: Tell, address: str) -> Any:
+    """One comes later, with another scheme."""
+    torch.set_num_threads(1)
+    if name != "z":
+        return train(name, tell, address, "wfbp", total=60)
+    model, optimizer = build(0)
+    with pytest.raises(ValueError, match="scheme differs between ranks"):
+        gradtide.replicate(model, optimizer, "dear", elastic=members(address, name))
+    return None
+
+
+def test_one_that_comes_with_another_scheme_ends_alone() -> None:
+    waiting = ["z"]
+    with lighthouse(2) as address:
+        job = Job(wrong, address)
+
+        def heard(name: str, now: int) -> None:
+            if waiting:
+                job.start(waiting.pop())
+
         for name in "ab":
             job.start(name)
-        job.wait(lambda *_: None)
-    assert job.ended["b"] == -signal.SIGKILL
-    assert job.ended["a"]["ranks"] == 1
+        job.wait(heard)
+    assert job.ended.pop("z") is None
+    assert alike({name: told["digest"] for name, told in job.ended.items()})
 
 
 def cut(name: str, tell: Tell, address: str, scheme: str) -> Any:
@@ -229,11 +266,8 @@ def cut(name: str, tell: Tell, address: str, scheme: str) -> Any:
 def test_steps_that_were_under_way_are_not_lost(scheme: str) -> None:
     """Where links break and all live: what all did is delivered, or left."""
     with lighthouse(3) as address:
-        job = Job(cut, address, scheme)
-        for name in "abc":
-            job.start(name)
-        job.wait(lambda *_: None)
-    found = [job.ended[name] for name in "abc"]
+        ended = run(cut, "abc", address, scheme)
+    found = [ended[name] for name in "abc"]
     done, moved, left = (torch.tensor([one[i] for one in found]) for i in range(3))
     assert max(one[3] for one in found) == 1
     assert torch.equal(moved[0], moved[1])
@@ -257,7 +291,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="above 0"):
         Lighthouse("http://host0:29510", patience=0)
     there = Lighthouse("http://127.0.0.1:9")
-    refuse_elastic(parse("wfbp"), optimizer, None)
+    refuse_elastic(model, optimizer, parse("wfbp"), None)
     with pytest.raises(ValueError, match="an optimizer that is not known"):
         gradtide.replicate(model, None, elastic=there)
     with pytest.raises(ValueError, match="K-FAC"):

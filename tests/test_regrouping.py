@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide.core.membership import Member, Roster, Standing
+from gradtide.core.step import Stage
 from gradtide.core.transport import CommunicationError
 from gradtide.regrouping import Regrouping
 from gradtide.runtime import regroup
 from gradtide.transport import generations
-from tests.ranks import run_ranks
+from tests.lighthouse import run
 
 
 class Alone:
@@ -61,7 +62,7 @@ def trained(scheme: str) -> tuple[nn.Module, Any, Any, Alone, Callable[[], None]
     return model, optimizer, sync, members, step
 
 
-def _lost(scheme: str) -> list[Any]:
+def _lost(name: str, tell: Any, scheme: str) -> list[Any]:
     """A step that is lost changes nothing, and the next one is made."""
     model, _, sync, members, step = trained(scheme)
     step()
@@ -82,11 +83,11 @@ def _lost(scheme: str) -> list[Any]:
 
 @pytest.mark.parametrize("scheme", ["wfbp", "dear"])
 def test_a_lost_step_is_none(scheme: str) -> None:
-    ((same, moved, steps, formed, lost),) = run_ranks(1, _lost, scheme)
+    ((same, moved, steps, formed, lost),) = run(_lost, "a", scheme).values()
     assert (same, moved, steps, formed, lost) == (True, True, 3, 2, False)
 
 
-def _inside_no_sync() -> list[Any]:
+def _inside_no_sync(name: str, tell: Any) -> list[Any]:
     model, _, sync, members, step = trained("wfbp")
     step()
     with sync.no_sync():
@@ -98,11 +99,11 @@ def _inside_no_sync() -> list[Any]:
 
 
 def test_ranks_that_meet_inside_no_sync_stay_in_it() -> None:
-    ((formed, inside, outside),) = run_ranks(1, _inside_no_sync)
+    ((formed, inside, outside),) = run(_inside_no_sync, "a").values()
     assert (formed, inside, outside) == (2, True, False)
 
 
-def _kept(scheme: str) -> list[Any]:
+def _kept(name: str, tell: Any, scheme: str) -> list[Any]:
     """What ranks that meet anew go on from: counts, residuals, the outer momentum."""
     _, _, sync, members, step = trained(scheme)
     for _ in range(5):
@@ -122,11 +123,99 @@ def _kept(scheme: str) -> list[Any]:
 
 def test_a_warm_up_goes_on_where_it_was() -> None:
     scheme = "topk(0.2, warmup=20)"
-    ((before, after, formed, begun),) = run_ranks(1, _kept, scheme)
+    ((before, after, formed, begun),) = run(_kept, "a", scheme).values()
     assert formed == 2
     assert not begun
     assert before
     assert all(after[key] == count + 1 for key, count in before.items())
+
+
+def _accumulated(name: str, tell: Any, anew: bool) -> list[float]:
+    """What two backward passes make, between which ranks come."""
+    model, _, sync, members, step = trained("wfbp")
+    step()
+    members.fresh = anew
+    with sync.no_sync():
+        model(torch.ones(2, 6)).sum().backward()
+    step()
+    assert members.formed == 1 + anew
+    found: list[float] = model.weight.flatten().tolist()
+    return found
+
+
+def test_gradients_that_were_accumulated_stay_when_ranks_come() -> None:
+    (plainly,) = run(_accumulated, "a", False).values()
+    (anew,) = run(_accumulated, "a", True).values()
+    assert anew == plainly
+
+
+def _compiled(name: str, tell: Any) -> list[Any]:
+    """What was compiled before ranks met anew is still known to be."""
+    _, _, sync, members, step = trained("dear")
+    step()
+    sync._session.training.placement.compile()
+    members.fresh = True
+    step()
+    return [members.formed, sync._session.training.placement.compiled]
+
+
+def test_it_stays_known_that_something_is_compiled() -> None:
+    (found,) = run(_compiled, "a").values()
+    assert found == [2, True]
+
+
+def _deferred(name: str, tell: Any) -> list[Any]:
+    """A step was counted, and its update is lost."""
+    model, _, sync, _, step = trained("dear")
+    for _ in range(3):
+        step()
+    sync.flush()
+    before = [p.detach().clone() for p in model.parameters()]
+    step()
+    training = sync._session.training
+    due = [bucket.stage for bucket in training.placement.buckets]
+    training.lose()
+    steps = sync.meet()
+    same = all(map(torch.equal, before, model.parameters()))
+    return [{*due} == {Stage.DUE}, steps, same]
+
+
+def test_a_step_whose_update_is_lost_is_not_counted() -> None:
+    (found,) = run(_deferred, "a").values()
+    assert found == [True, 3, True]
+
+
+def _refused(name: str, tell: Any) -> list[str]:
+    _, _, sync, _, _ = trained("wfbp")
+    found = []
+    calls: list[Callable[[], Any]] = [
+        lambda: sync.join().__enter__(),
+        lambda: sync.use_comm_hook(None, lambda state, bucket: None),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="a") as error:
+            call()
+        found.append(str(error.value))
+    return found
+
+
+def test_what_does_not_go_with_ranks_that_come_and_go_is_refused() -> None:
+    (found,) = run(_refused, "a").values()
+    assert "ranks that come and go" in found[0]
+    assert "process group" in found[1]
+
+
+def _initialised(name: str, tell: Any) -> str:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with pytest.raises(ValueError, match="init_process_group") as error:
+        trained("wfbp")
+    return str(error.value)
+
+
+def test_a_default_group_of_the_programs_own_is_not_given_up() -> None:
+    (found,) = run(_initialised, "a").values()
+    assert "leave init_process_group() out" in found
 
 
 def test_only_exchanges_that_fail_are_survived() -> None:

@@ -17,6 +17,7 @@ from gradtide.runtime.guards.validation import (
 from gradtide.runtime.layout.parameters import averaged
 from gradtide.scheme import Scheme, undecided
 from gradtide.transport import Mesh, ProcessGroup, members
+from gradtide.transport.shards import is_sharded
 
 
 def admit(
@@ -53,9 +54,13 @@ def admit(
 
 
 def refuse_elastic(
-    scheme: Scheme, optimizer: Optimizer | None, process_group: object
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scheme: Scheme,
+    process_group: object,
 ) -> None:
     """Raise ValueError for what cannot be trained by ranks that come and go."""
+    sharded = any(is_sharded(p) for _, p in averaged(model))
     refuse(
         {
             f"elastic=... with {reason}": true
@@ -64,6 +69,7 @@ def refuse_elastic(
                     process_group is not None
                 ),
                 "an optimizer that is not known: pass it": optimizer is None,
+                "a sharded model, whose parts other ranks have": sharded,
                 "K-FAC, whose factors have owners: use a scheme without it": (
                     scheme.preconditioner is not None
                 ),

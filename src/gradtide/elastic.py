@@ -41,10 +41,10 @@ REMEDY = (
 class Trained(Protocol):
     """A replica, as far as it is asked here."""
 
-    _session: Any
-
     @property
     def engine(self) -> Engine: ...
+
+    def meet(self) -> int: ...
 
 
 class Batches:
@@ -83,11 +83,8 @@ class Batches:
         return -(-self._length // self._size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        session = self._sync._session
         while True:
-            session.meet()
-            progress = self._sync.engine.transport.progress
-            epoch, step = divmod(progress.steps, self.steps_in_epoch)
+            epoch, step = divmod(self._sync.meet(), self.steps_in_epoch)
             rank, ranks = self._sync.engine.group
             batch = self._order(epoch)[step * self._size :][: self._size]
             if ranks > len(batch):
@@ -235,16 +232,6 @@ class Lighthouse:
                 if self._closed.is_set():
                     asked.set_result(None)
                     return
-                waits = standing.lost or standing.progress < 0
-                if not waits and not isinstance(error, TimeoutError):
-                    LOG.warning(
-                        "the lighthouse at %s does not answer (%s): training goes on "
-                        "among those who are there",
-                        self.address,
-                        _first_line(error),
-                    )
-                    asked.set_result(None)
-                    return
                 if time.monotonic() > deadline:
                     asked.set_exception(
                         CommunicationError(
@@ -253,6 +240,15 @@ class Lighthouse:
                             f"too few ranks live, or it is not there; {REMEDY}"
                         )
                     )
+                    return
+                if not standing.lost:
+                    LOG.warning(
+                        "the lighthouse at %s does not answer (%s): training goes on "
+                        "among those who are there",
+                        self.address,
+                        _first_line(error),
+                    )
+                    asked.set_result(None)
                     return
             time.sleep(AGAIN)
 

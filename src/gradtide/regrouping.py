@@ -58,7 +58,6 @@ class Regrouping:
         self._roster: Roster | None = None
         self._own: Remains | None = None  # between two generations
         self._progress = -1  # as in `Standing`
-        self._silent = False  # nothing leaves in the step under way
         self.generation = 0
         self.lost_steps = self.lost_ranks = 0
 
@@ -142,10 +141,21 @@ class Regrouping:
                     found = self._form(training, roster)
                     found.no_sync_active = quiet
                     return
-                except CommunicationError as error:
+                except (CommunicationError, ValueError) as error:
+                    known = isinstance(error, CommunicationError)
+                    if not known and (training is None or not self._came(roster)):
+                        raise
+                    # A rank that came with another model or scheme ends by that, and
+                    # those who were there train on.
                     LOG.warning("the ranks meet once more: %s", error)
                     self._session.give_up()
                     roster = None
+
+    def _came(self, roster: Roster) -> bool:
+        """Whether a rank is there that was not before."""
+        before = () if self._roster is None else self._roster.members
+        there = {member.process for member in before}
+        return any(member.process not in there for member in roster.members)
 
     def _form(self, training: Training | None, roster: Roster) -> Training:
         session, members = self._session, roster.members
@@ -159,16 +169,16 @@ class Regrouping:
             )
         behind = most - self._progress
         if training is not None and self._own is None:
+            session.give_up()  # first: the queue may still be at work on a bucket
             self._own = regroup.take(training, behind)
             session.detach()
-            session.give_up()
-        own, self._own = self._own or Remains(), self._own or Remains()
-        if late[rank]:
-            self._progress = -1  # until it has all of it
+        own = self._own = self._own or Remains()
         self._membership.form(roster)
         session.connect()
+        if late[rank]:
+            self._progress = -1  # until it has all of it
+        how = roster.source, late, most < 0
         optimizer = session.known_optimizer
-        how = roster.source, late[rank], any(late)
         own = regroup.share(session.engine, session.model, optimizer, own, *how)
         found = session.train()
         regroup.resume(found, own)

@@ -103,8 +103,6 @@ class Session:
         params = [p for _, p in averaged(model)]
         # What stands for an optimizer that is not known never makes a step.
         self.optimizer = SGD(params) if optimizer is None else optimizer
-        found = params if self._unknown else []
-        self._finder = Finder(found, self._step_begins, self._step_ends)
         self.regrouping: Regrouping | None = None
         if elastic is None:
             self.connect()
@@ -113,9 +111,11 @@ class Session:
         else:
             from gradtide.regrouping import Regrouping
 
-            refuse_elastic(as_scheme(scheme), optimizer, process_group)
+            refuse_elastic(model, optimizer, as_scheme(scheme), process_group)
             self.regrouping = Regrouping(self, elastic)
             self.regrouping.begin()
+        found = params if self._unknown else []
+        self._finder = Finder(found, self._step_begins, self._step_ends)
         if self.engine.group.rank == 0:
             LOG.info("%s is replicated: %s", type(model).__name__, self._words())
 
@@ -356,6 +356,8 @@ class Session:
         """Let a hook exchange gradients; collective, as `Replica.use_comm_hook`."""
         if self.auto is not None:
             raise ValueError("a communication hook takes the place of a decided scheme")
+        if self.regrouping is not None:
+            raise ValueError("a communication hook has a process group of its own")
         fusion = self.scheme.fusion
         self.adopt(Scheme() if isinstance(fusion, Search) else Scheme(fusion=fusion))
         self._exchange_by_hook(state, hook)

@@ -85,6 +85,9 @@ def _refuse_join(session: Session, over_all: bool) -> None:
         "one before": searching or undecided(session.scheme) is not None,
         f"{type(session.optimizer).__name__}, which exchanges parameters inside its "
         "step: use a plain optimizer": is_joinable(session.optimizer),
+        "ranks that come and go (elastic=...): they deal out batches": (
+            session.regrouping is not None
+        ),
         "another join()": session.training.actions.members.inside,
         "sharded parameters, whose parts other ranks wait for: give all ranks "
         "inside as many batches": bool(session.training.placement.shards),

@@ -239,6 +239,8 @@ class Hooks:
             training.step.forward()
         if self._buffers:
             training.surviving(self.send_buffers)()
+            if training.lost:  # nothing of this forward is computed yet
+                self._before_forward()
 
     def _after_forward(self, *args: Any) -> None:
         training = self._training

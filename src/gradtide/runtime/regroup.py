@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
-from gradtide.core.ops import Broadcast
 from gradtide.core.payload import traits
+from gradtide.core.step import Stage
 from gradtide.runtime.checkpoint import packed, unpacked
 from gradtide.runtime.exchange.consensus import Consensus
-from gradtide.runtime.layout.broadcast import synchronize
+from gradtide.runtime.layout.broadcast import broadcast, synchronize
 from gradtide.runtime.layout.parameters import (
     averaged,
     shared_buffers,
@@ -49,6 +49,7 @@ class Remains:
         changed: What this rank's steps of a round have changed.
         counts: The numbers of steps that algorithms remember.
         numbers: Steps, skipped steps and exchanges; and the position in a round.
+        compiled: Whether this rank has compiled something, whose hooks nobody calls.
     """
 
     whole: bool = False
@@ -60,6 +61,7 @@ class Remains:
     changed: set[Tensor] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
     numbers: Sequence[int] = (0, 0, 0, 0)
+    compiled: bool = False
 
 
 @torch.no_grad()
@@ -67,16 +69,18 @@ def take(training: Training, behind: int) -> Remains:
     """Undo what is under way, and take along what is left: see [Note: undo].
 
     `behind`: how many exchanges of buckets have taken effect at the source, and not
-    here. The training is of no use any more.
+    here. No queue is at work any more, and the training is of no use.
     """
     placement, actions = training.placement, training.actions
     schedule, buckets = training.step.schedule, placement.buckets
     order = buckets[::-1] if schedule.update == "forward" else buckets
     undone = [bucket for bucket in order if bucket.open]
+    # A step that was counted, and of whose deferred update nothing was carried out.
+    none = bool(buckets) and all(bucket.stage is Stage.DUE for bucket in buckets)
     for i, bucket in enumerate(undone):
         bucket.undo(delivered=i < behind)
-    for p in placement.places:
-        p.grad = None
+    if training.spoilt:
+        training.skip()
     consensus, found = actions.consensus, Remains(whole=True)
     if consensus is not None and consensus.begun:
         found.shared, found.velocity = consensus.shared, consensus.velocity
@@ -91,21 +95,17 @@ def take(training: Training, behind: int) -> Remains:
                     slot.local.sub_(consensus.moved[slot.param])
                 else:
                     slot.local.copy_(shared)
-        found.changed = set(getattr(actions.chosen, "changed", ()))
+        found.changed = consensus.changed
     found.residuals = {
         slot.name: bucket.residual_of(slot)
         for bucket in buckets
         if bucket.waiting or not bucket.residual_empty
         for slot in bucket.slots
     }
-    found.counts = {
-        key: int(value)
-        for key, value in buckets[0].payload.state.items()
-        if value.dtype == torch.int64 and not value.dim()
-    }
+    found.counts, found.compiled = buckets[0].counts, placement.compiled
     position = training.step.position % schedule.every
-    steps = training.num_steps, training.num_skipped, training.num_exchanges
-    found.numbers = (*steps, position)
+    steps = training.num_steps - none
+    found.numbers = steps, training.num_skipped, training.num_exchanges, position
     return found
 
 
@@ -116,8 +116,8 @@ def share(
     optimizer: Optimizer | None,
     own: Remains,
     source: int,
-    late: bool,
-    any_late: bool,
+    late: Sequence[bool],
+    first: bool,
 ) -> Remains:
     """Have all ranks go on from what the source has; a collective call.
 
@@ -127,20 +127,23 @@ def share(
         optimizer: This rank's.
         own: What this rank takes along.
         source: The rank that is the furthest.
-        late: Whether this rank has no run, or was behind the source.
-        any_late: Whether some rank is.
+        late: Which ranks have no run, or were behind the source.
+        first: Whether no rank has a run.
 
     Returns what this rank goes on from.
     """
-    shared = own.shared
+    shared, rank = own.shared, engine.group.rank
     named = [*shared_parameters(model)]
     alike = [shared.get(p, local(p)) for _, p in named]
+    alike += [buffer for _, buffer in shared_buffers(model) if first]
     synchronize(engine, alike, source)
-    if not any_late:
+    # One that failed earlier in its step has not counted that.
+    own.numbers = engine.transport.gather_objects(own.numbers)[source]
+    if not any(late):
         return own
     whole = own.whole
     told = _from(engine, source, lambda: _words(model, optimizer, own))
-    if not late or engine.group.rank == source:
+    if not late[rank]:
         return own
     by_name = dict(named)
     if not whole:
@@ -151,7 +154,7 @@ def share(
     if optimizer is not None and not (whole and apart):
         optimizer.load_state_dict(told["optimizer"])
     own.begun, own.widen = apart, bool(told["widen"])
-    own.counts, own.numbers = told["counts"], told["numbers"]
+    own.counts = told["counts"]
     own.velocity = {
         by_name[name]: torch.empty_like(local(by_name[name])).copy_(value)
         for name, value in told["velocity"].items()
@@ -176,20 +179,16 @@ def _words(
         "begun": own.begun,
         "widen": own.widen,
         "counts": own.counts,
-        "numbers": tuple(own.numbers),
     }
 
 
 def _from(engine: Engine, source: int, words: Any) -> Mapping[str, Any]:
     """One rank's words, heard by all."""
-    first = engine.group.rank == source
-    piece = packed(words()) if first else b""
+    piece = packed(words()) if engine.group.rank == source else b""
     length = engine.transport.gather_objects(len(piece))[source]
-    data = torch.empty(length, dtype=torch.uint8, device="cpu")
-    if first:
-        data.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
-    for part in torch.split(data, 25_000_000):
-        engine.ask("state", Broadcast(part, source))()
+    # Of the source nothing is overwritten.
+    data = torch.frombuffer(bytearray(piece or length), dtype=torch.uint8)
+    broadcast(engine, [data], source)
     found: Mapping[str, Any] = unpacked(data.numpy().tobytes(), "the run")
     return found
 
@@ -208,21 +207,17 @@ def resume(training: Training, own: Remains) -> None:
         kept = [own.residuals.get(slot.name) for slot in bucket.slots]
         if traits(bucket.collective).residual or own.residuals or own.begun:
             bucket.restart(kept, zero=True)
-        for key, count in own.counts.items():
-            bucket.payload.state[key] = torch.tensor(
-                count, dtype=torch.int64, device="cpu"
-            )
+        bucket.count_on(own.counts)
+    placement.compiled |= own.compiled
     consensus = actions.consensus
     if own.begun and consensus is not None:
         _go_on(consensus, own)
-        changed = getattr(actions.chosen, "changed", None)
-        if changed is not None:
-            changed |= own.changed
     actions.turn_to(actions.chosen.now())
 
 
 def _go_on(consensus: Consensus, own: Remains) -> None:
     """Exchange steps from what ranks agreed on last."""
     consensus.shared, consensus.velocity = own.shared, own.velocity
+    consensus.changed = own.changed
     consensus.resume()
     consensus.to_widen = own.widen

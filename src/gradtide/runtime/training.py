@@ -46,6 +46,7 @@ class Training:
         # Where ranks may be lost, goes on without what a call would have exchanged.
         self.surviving: Callable[[Callable[..., Any]], Callable[..., Any]] = _plainly
         self.lost = False  # nothing is exchanged any more: ranks have to meet anew
+        self.spoilt = False  # gradients are of a backward whose exchange has failed
         self._quiet = False  # as `no_sync_active` would be if it were not lost
         self.num_steps = 0  # steps of the optimizer
         self.begun = False  # a gradient of the backward under way is there
@@ -272,11 +273,14 @@ class Training:
         Zeros are in the place of gradients, which the program may look at, until the
         optimizer's step, which finds none.
         """
+        under_way = any(bucket.open for bucket in self.placement.buckets)
+        under_way |= self.step.open or self._untaken
+        self.spoilt = under_way and not self._stepping
         self._quiet = self.no_sync_active
         self.lost = self.no_sync_active = True
         self.begun = self.step.open = False
         self.updates.abandon()
-        if not self._stepping:
+        if self.spoilt:
             for p in self.placement.places:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
@@ -294,7 +298,8 @@ class Training:
             self.no_sync_active = quiet
 
     def skip(self) -> None:
-        """The optimizer's step is to change nothing: it is one of a lost exchange."""
+        """No optimizer's step is to take gradients of an exchange that was lost."""
+        self.spoilt = False
         for p in self.placement.places:
             p.grad = None
 

@@ -53,6 +53,9 @@ class Consensus:
         # What was done to parameters when they left, where that is asked for later.
         self.moved: dict[Tensor, Tensor] = {}
         self.velocity: dict[Tensor, Tensor] = {}  # the outer optimizer's momentum
+        # Where ranks never have parameters quite alike, in rounds: those that this
+        # rank's steps have changed since they left last.
+        self.changed: set[Tensor] = set()
         # Whether some rank trains a parameter, in the exchange that is to come: see
         # [Note: untrained] in `buckets`. Without a word of the ranks, all are trained.
         self._trained: dict[Tensor, bool] = {}

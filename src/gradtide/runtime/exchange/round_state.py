@@ -44,7 +44,6 @@ def key_of(around: Surroundings) -> str:
 def save(
     around: Surroundings,
     consensus: Consensus,
-    changed: set[Tensor],
     saved: dict[str, Any],
 ) -> None:
     """Add a round to a state of this rank's; nothing may leave or arrive meanwhile."""
@@ -74,7 +73,7 @@ def save(
         "changed": {
             n: torch.empty(0, dtype=torch.float32, device="cpu")
             for n, p in named.items()
-            if p in changed
+            if p in consensus.changed
         },
     }
     saved[rank]["round"] = packed(own)
@@ -142,8 +141,8 @@ def digests(found: SavedRound) -> dict[str, bytes]:
     } | {f"mean of {name}": digest(mean) for name, mean in found.means.items()}
 
 
-def load(around: Surroundings, consensus: Consensus, found: SavedRound) -> set[Tensor]:
-    """Go on in the middle of a round; returns what this rank has changed since.
+def load(around: Surroundings, consensus: Consensus, found: SavedRound) -> None:
+    """Go on in the middle of a round.
 
     With another number of ranks, a round begins with what the old ones agreed on last:
     what each of them has done alone since is lost.
@@ -161,7 +160,7 @@ def load(around: Surroundings, consensus: Consensus, found: SavedRound) -> set[T
             buffer.copy_(own["buffers"][name])
     around.step.position = found.position
     _hold(around, found.means)
-    return {named[name] for name in own.get("changed", named)}
+    consensus.changed = {named[name] for name in own.get("changed", named)}
 
 
 def _hold(around: Surroundings, means: Named) -> None:

@@ -22,7 +22,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradtide.core.ops import AllReduce
 from gradtide.core.step import Stage
@@ -68,9 +67,6 @@ class RoundExchange:
         self._schedule, self._before = scheme.schedule, before
         self.consensus = consensus
         self.launch, self.finish = before.launch, before.finish  # as gradients have it
-        # Where ranks never have parameters quite alike: those that this rank's steps
-        # have changed since they left last.
-        self.changed: set[Tensor] = set()
         self._closing = False  # a round ends before its time, on all ranks
         self._buffers_due = True  # no forward of this round has begun with rank 0's
         consensus.adopt(scheme)
@@ -165,12 +161,12 @@ class RoundExchange:
             return True
         if self._schedule.mix is None or self._closing:
             return self.consensus.is_apart(slot)
-        return slot.param in self.changed
+        return slot.param in self.consensus.changed
 
     def before_update(self, fresh: bool) -> None:
         if self._schedule.mix is not None:
             slots = self._placement.slots
-            self.changed |= {s.param for s in slots if s.grad is not None}
+            self.consensus.changed |= {s.param for s in slots if s.grad is not None}
 
     def after_update(self) -> None: ...
 
@@ -201,7 +197,7 @@ class RoundExchange:
 
     def fill(self, bucket: Any) -> None:
         """Add what was done since the last exchange to the bucket's residual."""
-        self.changed -= {slot.param for slot in bucket.slots}
+        self.consensus.changed -= {slot.param for slot in bucket.slots}
         consensus, mix = self.consensus, self._schedule.mix
         consensus.begin_offer(bucket)
         keep = self._schedule.delay > 0 and mix is None
@@ -261,7 +257,7 @@ class RoundExchange:
         ), self
 
     def save(self, saved: StateDict) -> None:
-        round_state.save(self._around, self.consensus, self.changed, saved)
+        round_state.save(self._around, self.consensus, saved)
 
     def blank(self, saved: StateDict) -> None:
         saved[round_state.key_of(self._around)] = packed({})
@@ -282,7 +278,7 @@ class RoundExchange:
         if found is None:
             self.consensus.begun, self._step.position = False, 0
             return
-        self.changed = round_state.load(self._around, self.consensus, found)
+        round_state.load(self._around, self.consensus, found)
         if not found.own:
             self._closing = True
             for bucket in self._placement.buckets:

@@ -29,7 +29,7 @@ too: they are late, and not lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from sys import getrefcount
 from typing import TypeAlias
@@ -368,6 +368,19 @@ class GradientBucket(Bucket):
         if not self.residual_empty:
             own.copy_(self.views[slot.index])
         return own.add_(slot.shaped(parts[FLAT])) if FLAT in parts else own
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers of steps that the algorithm remembers."""
+        found = {key: _count(value) for key, value in self.payload.state.items()}
+        return {key: count for key, count in found.items() if count is not None}
+
+    def count_on(self, counts: Mapping[str, int]) -> None:
+        """Have the algorithm count on from these numbers."""
+        self.payload.state |= {
+            key: torch.tensor(count, dtype=torch.int64, device="cpu")
+            for key, count in counts.items()
+        }
 
     def memory(self) -> dict[str, Tensor]:
         """What the algorithm remembers, also of slots that wait."""
