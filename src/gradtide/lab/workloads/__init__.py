@@ -13,6 +13,8 @@ REPLAYED = (
     "replay:resnet50",  # 25.6 M parameters in 161 tensors
     "replay:bert-base",  # 109 M in 199
     "replay:bert-large",  # 335 M in 391
+    "replay:bert-base-pretraining",  # 110 M in 206, tied head
+    "replay:bert-large-pretraining",  # 336 M in 398, tied head
     "replay:gpt2",  # 124 M in 148, tied head
     "replay:gpt-30m",  # 30 M in 100, tied head
 )

@@ -52,6 +52,8 @@ STEP_MS = {
     "resnet152": 500.0,
     "bert-base": 250.0,
     "bert-large": 600.0,
+    "bert-base-pretraining": 300.0,
+    "bert-large-pretraining": 650.0,
     "gpt2": 400.0,
     "gpt-30m": 30.0,
 }

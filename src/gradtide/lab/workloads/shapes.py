@@ -105,13 +105,15 @@ def attention_work(width: int, tokens: int) -> int:
     return 2 * 2 * tokens**2 * width
 
 
-def bert(layers: int, width: int) -> Iterator[Unit]:
-    """BERT with its pooler and without a task's head (Devlin et al., 2018).
+def bert(layers: int, width: int, heads: bool = False) -> Iterator[Unit]:
+    """BERT with its pooler (Devlin et al., 2018), and the heads of its pre-training.
 
-    Base is 12 x 768: 109,482,240 parameters; large is 24 x 1024: 335,141,888.
+    Base is 12 x 768: 109,482,240 parameters; large is 24 x 1024: 335,141,888. With
+    heads these are 110,106,428 and 336,226,108. As in `gpt2`, the matrix of the decoder
+    is the words' embedding.
     """
-    tokens, inner = BERT_SEQUENCE, 4 * width
-    for table, rows in (("word", 30522), ("position", 512), ("token_type", 2)):
+    tokens, inner, words = BERT_SEQUENCE, 4 * width, 30522
+    for table, rows in (("word", words), ("position", 512), ("token_type", 2)):
         yield embedding(f"embeddings.{table}_embeddings", rows, width, tokens)
     yield norm("embeddings.LayerNorm", width, tokens)
     for layer in range(layers):
@@ -125,6 +127,12 @@ def bert(layers: int, width: int) -> Iterator[Unit]:
         yield linear(f"{name}.output.dense", inner, width, tokens)
         yield norm(f"{name}.output.LayerNorm", width, tokens)
     yield linear("pooler.dense", width, width, tokens=1)
+    if heads:
+        yield linear("cls.predictions.transform.dense", width, width, tokens)
+        yield norm("cls.predictions.transform.LayerNorm", width, tokens)
+        decoder = (("bias", (words,)),)
+        yield Unit("cls.predictions.decoder", decoder, 2 * width * words * tokens)
+        yield linear("cls.seq_relationship", width, 2, tokens=1)
 
 
 def transposed(name: str, inputs: int, outputs: int, extra: int = 0) -> Unit:
@@ -162,6 +170,8 @@ ARCHITECTURES: dict[str, Callable[[], Iterator[Unit]]] = {
     "resnet152": partial(resnet, (3, 8, 36, 3)),
     "bert-base": partial(bert, layers=12, width=768),
     "bert-large": partial(bert, layers=24, width=1024),
+    "bert-base-pretraining": partial(bert, layers=12, width=768, heads=True),
+    "bert-large-pretraining": partial(bert, layers=24, width=1024, heads=True),
     "gpt2": partial(gpt2, layers=12, width=768, vocabulary=50257),
     "gpt-30m": partial(gpt2, layers=8, width=512, vocabulary=8192),
 }
