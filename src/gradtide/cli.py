@@ -303,6 +303,7 @@ def plan(
     ] = None,
     delay: options.Delay = None,
     internet: options.FromFile = None,
+    device: options.Processor = None,
     schemes: Annotated[
         str | None,
         Option(help="To rank beside the dense ones. Without: the recommended ones."),
@@ -339,6 +340,7 @@ def plan(
         place = options.planned(ranks, ranks_per_host or 1, rate, delay, internet)
         ranks, bits, more = place
         there = imagine(measured, ranks, ranks_per_host, bits, more)
+        there = search.equipped(there, device, step)
         asked = None
         if schemes is not None:
             asked = {name: parse(name) for name in split_schemes(schemes)}

@@ -48,6 +48,13 @@ Loss = Annotated[
 ]
 Warmup = Annotated[int, Option(help="Steps before the first timed one.")]
 Device = Annotated[str, Option(help="Where tensors are: cpu or cuda.")]
+Processor = Annotated[
+    str | None,
+    Option(
+        "--device",
+        help="Whose times to assume: cpu, t4, l4, v100, a100, h100, h200, 3090, 4090.",
+    ),
+]
 StepMs = Annotated[
     float | None, Option(help="Milliseconds of compute of a step; for a replay.")
 ]

@@ -18,6 +18,7 @@ from gradtide.planner.data.device import Device as Device
 from gradtide.planner.data.device import Line as Line
 from gradtide.planner.data.device import seconds
 from gradtide.planner.data.document import Document, decode
+from gradtide.planner.data.presets import Preset
 from gradtide.transport.distance import Distance
 from gradtide.transport.gloo import FEW, HOP, SMALL
 
@@ -213,6 +214,11 @@ class Network:
         together = replace(direct, alpha=direct.alpha + way / others)
         inter = replace(inter, direct=together)
         return replace(self, inter=inter, delay=self.delay + way)
+
+    def on(self, processor: Preset) -> Network:
+        """What if: ranks with such processors."""
+        slowed = processor.slowed
+        return replace(self, device=processor.device, interference=slowed)
 
     def save(self, path: Path) -> None:
         """Write JSON."""

@@ -55,6 +55,7 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
             f"{1e3 * trace.compute:.4g} ms of compute a step; {network.hosts} hosts x "
             f"{network.ranks_per_host} ranks; predicted on the virtual clock"
         ),
+        Text(f"device: {told_of(network)}"),
         Text(advice.verdict, style="bold"),
         *map(Text, advice.needs),
         *(
@@ -80,6 +81,12 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
             if row.left_out
         ]
     return Group(*lines, grid, why, *([curved] if curved else []), *useless)
+
+
+def told_of(network: Network) -> str:
+    """Whose processor was assumed; with --device another is."""
+    name = network.device.name
+    return f"{name} (else: --device)" if name else "as the network's profile has it"
 
 
 def line(choice: Choice) -> str:
@@ -138,6 +145,7 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
         "trace": trace.name,
         "hosts": network.hosts,
         "ranks_per_host": network.ranks_per_host,
+        "device": network.device.name or None,
         "margin": advice.margin,
         "verdict": advice.verdict,
         "recommended": advice.recommended.name,

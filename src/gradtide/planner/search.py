@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias, get_args
 from gradtide.collectives import Warmup
 from gradtide.core.payload import pays_below, settled, traits, wire_of
 from gradtide.fusion import BySize, Cuts, Fusion, MgWfbp
+from gradtide.planner.data.presets import like, preset
 from gradtide.planner.network import MOST, Network
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import Prediction, exchange_seconds, simulate
@@ -160,6 +161,17 @@ def refusal(
     if bound is not None:
         words += f": among {size} ranks it pays below a density of {bound:.2g}"
     return words
+
+
+def equipped(network: Network, asked: str | None, trace: StepTrace) -> Network:
+    """The network with the processors that are asked for, by name.
+
+    Without a name they stay if they were measured, and else are those of the trace.
+    Raises ValueError for a name that is not known.
+    """
+    if asked is not None:
+        return network.on(preset(asked))
+    return network.on(like(trace.device)) if network.device.name else network
 
 
 def in_order(choices: Iterable[Choice]) -> list[Choice]:

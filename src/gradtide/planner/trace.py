@@ -26,12 +26,8 @@ from gradtide.planner.data.document import Document, is_number
 from gradtide.scheme.recommended import Steps
 
 DOCUMENT = Document("trace", "gradtide step trace")
-LATER = {
-    "layers",
-    "processor",
-    "shape",
-    "steps",
-}  # not all files of this version have these
+# Not all files of this version have these.
+LATER = {"device", "layers", "processor", "shape", "steps"}
 # Numbers from the least to the most, and what they are.
 NUMBERS = {int: (1, 1 << 40, "a count"), float: (0, 1e6, "seconds")}
 ITEMSIZES = (2, 4, 8)  # bytes of what gradients are made of
@@ -84,6 +80,7 @@ class StepTrace:
     layers: tuple[Factors, ...] = ()  # in the order of registration, if known
     processor: float = 0.0  # seconds of all threads of a rank, in a step; 0: not known
     steps: Steps = "any"  # the kind of its optimizer; "any": not known
+    device: str = ""  # as it calls itself, or "cpu"; empty: not known
 
     def __post_init__(self) -> None:
         if not self.units:

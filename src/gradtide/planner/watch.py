@@ -113,7 +113,8 @@ class Watch:
             )
         seconds = [self._seconds(p) for p in self._recorded]
         found = typical(name, self._named, seconds)
-        return replace(found, steps=kind_of(self._optimizer))
+        device = name_of(self._named[0][1].device)
+        return replace(found, steps=kind_of(self._optimizer), device=device)
 
     def updates(self) -> list[float]:
         """Seconds of the optimizer in each recorded step; waits for the device."""
@@ -210,6 +211,13 @@ class Watch:
                 if p.requires_grad:
                     reads[p] = min(moment, reads.get(p, moment))
         return reads
+
+
+def name_of(device: torch.device) -> str:
+    """What a device calls itself; "cpu" for a CPU."""
+    if device.type in ("cpu", "mps"):
+        return device.type
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def kind_of(optimizer: Optimizer) -> Steps:

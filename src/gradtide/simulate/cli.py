@@ -11,7 +11,7 @@ from typer import Option
 
 from gradtide.lab.amounts import parse_time
 from gradtide.lab.checks import check_folder, require
-from gradtide.lab.options import Delay, StepMs, numbers, told
+from gradtide.lab.options import Delay, Processor, StepMs, numbers, told
 from gradtide.scheme.recommended import candidates, unsuited
 
 
@@ -34,6 +34,7 @@ def simulate(
         int | None, Option(help="Ranks on each host, if not as in the profile.")
     ] = None,
     delay: Delay = None,
+    device: Processor = None,
     schemes: Annotated[
         str | None, Option(help="Which. Without: those that `gradtide schemes` lists.")
     ] = None,
@@ -57,6 +58,7 @@ def simulate(
         none = "--rates none: a link without a limit cannot be simulated"
         tried = [limited(rate, none) for rate in rates.split(",")] if rates else []
         step = grid.read_trace(trace, step_ms)
+        there = grid.equipped(there, device, step)
         if schemes is None:
             asked = {
                 name: scheme

@@ -14,11 +14,13 @@ from gradtide.lab.workloads.shapes import ARCHITECTURES, units
 from gradtide.planner import network as networks
 from gradtide.planner import trace as traces
 from gradtide.planner.network import MOST, Network
+from gradtide.planner.search import equipped as equipped
 from gradtide.planner.steps.training import with_optimizer
 from gradtide.planner.trace import Factors, StepTrace, Unit
 from gradtide.planner.virtual import Prediction, simulate
 from gradtide.scheme import Scheme
 
+DEVICE = "v100"  # of the years of which replays have their milliseconds
 EQUAL = 1 + 1e-6  # steps that differ by less are equal
 
 
@@ -139,6 +141,7 @@ def replayed(architecture: str, step_ms: float | None) -> StepTrace:
         optimizer=0.0,
         forward_order=tuple(place[unit.name] for group in groups for unit in group),
         layers=tuple(layers),
+        device=DEVICE,
     )
 
 

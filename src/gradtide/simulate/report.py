@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gradtide.lab import chart, tables
 from gradtide.planner.data import document
-from gradtide.planner.report import stages
+from gradtide.planner.report import stages, told_of
 from gradtide.simulate.grid import Grid, rate_name
 
 FORMAT = "gradtide simulation"
@@ -25,6 +25,7 @@ MARKERS = "os^Dv<>pPX*hd8"
 
 def show(grid: Grid, console: Console) -> None:
     """A table for every rate: milliseconds a step, and the efficiency in percent."""
+    console.print(f"device: {told_of(grid.network)}", highlight=False)
     for rate in grid.rates:
         name, link = grid.trace.name, rate_name(rate)
         table = tables.grid(
@@ -56,6 +57,7 @@ def record(grid: Grid, command: list[str]) -> dict[str, Any]:
     return {
         "command": command,
         "trace": grid.trace.name,
+        "device": grid.network.device.name or None,
         "compute_seconds": grid.trace.compute,
         "gradient_bytes": grid.trace.nbytes,
         "network": asdict(grid.network),

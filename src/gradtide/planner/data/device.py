@@ -53,6 +53,7 @@ class Device:
     inverse: InverseTime | None = None  # by rows; None: not measured
     product: Line = Line()  # a multiply-add of a product of matrices
     beside: bool = True
+    name: str = ""  # of what it stands for; empty: it was measured
 
     def __post_init__(self) -> None:
         seconds("Device(request=...)", self.request)
@@ -91,4 +92,5 @@ TYPICAL = Device(
     request=1e-4,
     inverse=CUBIC,
     product=Line(5e-6, 3e-11),
+    name="a core of a CPU (AMD EPYC, one thread)",
 )
