@@ -19,6 +19,7 @@ pytestmark = pytest.mark.alone
 
 COUNTS = {
     "resnet50": (25_557_032, 161),
+    "densenet201": (20_013_928, 604),
     "bert-base": (109_482_240, 199),
     "bert-large": (335_141_888, 391),
     "bert-base-pretraining": (110_106_428, 206),

@@ -50,6 +50,7 @@ from gradtide.planner.steps.training import MAX_CREDIT as MAX_CREDIT
 STEP_MS = {
     "resnet50": 200.0,
     "resnet152": 500.0,
+    "densenet201": 400.0,
     "bert-base": 250.0,
     "bert-large": 600.0,
     "bert-base-pretraining": 300.0,

@@ -100,6 +100,32 @@ def bottleneck(
         yield norm(f"{name}.downsample.1", outputs, small**2)
 
 
+def densenet(blocks: tuple[int, int, int, int]) -> Iterator[Unit]:
+    """DenseNet with a growth of 32 and bottlenecks (Huang et al., CVPR 2017).
+
+    DenseNet-201 has 6, 12, 48 and 32 layers in its blocks, and 20,013,928 parameters in
+    604 tensors: many, and small ones.
+    """
+    growth, width, side = 32, 64, IMAGE // 4  # after the max-pooling
+    yield convolution("conv0", 3, width, 7, IMAGE // 2)
+    yield norm("norm0", width, (IMAGE // 2) ** 2)
+    for block, num_layers in enumerate(blocks):
+        if block > 0:
+            yield norm(f"transition{block}.norm", width, side**2)
+            width //= 2
+            yield convolution(f"transition{block}.conv", 2 * width, width, 1, side)
+            side //= 2
+        for layer in range(num_layers):
+            name = f"block{block + 1}.{layer}"
+            yield norm(f"{name}.norm1", width, side**2)
+            yield convolution(f"{name}.conv1", width, 4 * growth, 1, side)
+            yield norm(f"{name}.norm2", 4 * growth, side**2)
+            yield convolution(f"{name}.conv2", 4 * growth, growth, 3, side)
+            width += growth
+    yield norm("norm5", width, side**2)
+    yield linear("classifier", width, 1000, tokens=1)
+
+
 def attention_work(width: int, tokens: int) -> int:
     """Scores and the weighted sum: two products of (tokens, tokens) by width."""
     return 2 * 2 * tokens**2 * width
@@ -168,6 +194,7 @@ def gpt2(layers: int, width: int, vocabulary: int) -> Iterator[Unit]:
 ARCHITECTURES: dict[str, Callable[[], Iterator[Unit]]] = {
     "resnet50": partial(resnet, (3, 4, 6, 3)),
     "resnet152": partial(resnet, (3, 8, 36, 3)),
+    "densenet201": partial(densenet, (6, 12, 48, 32)),
     "bert-base": partial(bert, layers=12, width=768),
     "bert-large": partial(bert, layers=24, width=1024),
     "bert-base-pretraining": partial(bert, layers=12, width=768, heads=True),
