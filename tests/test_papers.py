@@ -1,0 +1,68 @@
+"""docs/papers.md is what its record says, and the record what the code prints now."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+NAMES = "papers", "papers_clusters", "papers_page", "published_curvature", "crossovers"
+QUICK = ("oktopk", "dear_resnet50", "selection", "build_up", "rounds", "lab")
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Any]:
+    """The program; it and its parts are known by their own names meanwhile."""
+    sys.path.insert(0, str(BENCHMARKS))
+    known = {name: sys.modules.pop(name, None) for name in NAMES}
+    try:
+        yield importlib.import_module("papers")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name, module in known.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def test_the_page_is_that_of_its_record(program: Any) -> None:
+    found = json.loads(program.RECORD.read_text())["values"]
+    assert set(found) == set(program.SECTIONS)
+    expected = program.papers_page.page(found)
+    assert program.PAGE.read_text() == expected, "make the page: make papers"
+
+
+@pytest.mark.parametrize("section", QUICK)
+def test_the_record_is_what_the_code_prints_now(program: Any, section: str) -> None:
+    then = json.loads(program.RECORD.read_text())["values"][section]
+    found = program.values((section,))[section]
+    assert found == pytest.approx(then, rel=1e-6), "docs/papers.md: make papers"
+
+
+def test_the_page_says_what_was_missed(program: Any) -> None:
+    page = program.papers_page
+    then = json.loads(program.RECORD.read_text())["values"]
+    missed = {
+        (claim.states, claim.paper)
+        for claim in page.CLAIMS
+        if not claim.bound and abs(page.off(claim, then)) > 0.15
+    }
+    rows = [line for line in program.PAGE.read_text().splitlines() if line[:1] == "|"]
+    marked = [row for row in rows if row.endswith("|") and "**missed**" in row]
+    assert len(marked) == len(missed)
+    for states, _ in missed:
+        assert any(states in row for row in marked)
+
+
+def test_a_bound_that_is_broken_is_missed(program: Any) -> None:
+    page = program.papers_page
+    then = json.loads(program.RECORD.read_text())["values"]
+    then["oktopk"]["words"] = 6.1
+    rows = page.page(then).splitlines()
+    assert any("of k (P - 1) / P: below" in row and "**missed**" in row for row in rows)
