@@ -86,6 +86,7 @@ ELSEWHERE = {
     "planner/auto/inspector": "test_auto",
     "planner/auto/selector": "test_auto",
     "planner/data/device": "planner/test_virtual",
+    "planner/data/presets": "planner/test_presets",
     "planner/data/document": "planner/test_network",
     "planner/rehearsal/flows": "planner/rehearsal/test_rehearsal",
     "planner/steps/parts": "planner/steps/test_curvature",
