@@ -309,9 +309,22 @@ def plan(
         Option(help="To rank beside the dense ones. Without: the recommended ones."),
     ] = None,
     margin: Annotated[
-        float,
-        Option(help="Share of more steps that a lossy scheme has to be worth."),
-    ] = 0.25,
+        float | None,
+        Option(
+            help="Share of more steps that a lossy scheme has to be worth. Without: "
+            "what such schemes have needed on other tasks."
+        ),
+    ] = None,
+    steps: Annotated[
+        int, Option(help="Of a run: how much its steps of warm-up count.")
+    ] = 2000,
+    raced: Annotated[
+        Path | None,
+        Option(
+            "--pilot",
+            help="record.json of a race: how many more steps its schemes needed.",
+        ),
+    ] = None,
     json: Annotated[
         Path | None, Option(help="Write the plan for programs, too.")
     ] = None,
@@ -323,13 +336,13 @@ def plan(
     from rich.console import Console
 
     from gradtide.lab.spec import split_schemes
-    from gradtide.planner import advice, report, search
+    from gradtide.planner import advice, pilot, report, search
     from gradtide.planner.network import imagine, load
     from gradtide.scheme import parse
     from gradtide.simulate.grid import read_trace
 
     with options.told():
-        if not 0 <= margin < math.inf:
+        if margin is not None and not 0 <= margin < math.inf:
             raise ValueError(f"--margin {margin}: a share of more steps, 0 or more")
         if json is not None:
             check_file("--json", json)
@@ -345,7 +358,10 @@ def plan(
         if schemes is not None:
             asked = {name: parse(name) for name in split_schemes(schemes)}
         ranked = search.rank(step, there, asked)
-        found = advice.advise(ranked, there.size, margin, step.steps)
+        if steps < 1:
+            raise ValueError(f"--steps {steps}: 1 or more")
+        known = None if raced is None else pilot.read(raced)
+        found = advice.advise(ranked, there.size, margin, step.steps, steps, known)
     # A line to paste stays one line.
     Console().print(report.show(found, step, there), highlight=False, crop=False)
     if json is not None:

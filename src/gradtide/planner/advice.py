@@ -3,21 +3,26 @@
 All words are derived from predictions: what of the exchange is exposed, how far a step
 is from its limit, what selection costs and what it saves.
 
-[Note: Kinds] Losses are compared in steps, not in seconds: a scheme that rounds on the
-wire (bf16) counts as nearly lossless and has to be faster by NEARLY; one that delivers
-part of the gradient later may need more steps to the same loss, nobody knows how many
-before having tried. So it is recommended only if it would be faster even if it needed
-`margin` more steps, and its break-even is always stated. The same holds between lossy
-ones: what is further down the ladder (`scheme.recommended`) has to be worth `margin`
-more steps than what comes before. Others than those are in the order of their steps.
+[Note: Kinds] What counts is the time to the same loss. A scheme that rounds on the wire
+(bf16) counts as nearly lossless and has to be faster by NEARLY. One that delivers part
+of the gradient later may need more steps; how many, is known from a race of the user's
+(`pilot`) or from other tasks alone (`prior`), and its break-even is always stated. It
+is recommended only if it would be there sooner even if it needed as many steps as in
+the worst run of those (or `margin` more, if that is given). The same holds between
+lossy ones: what is further down the ladder (`scheme.recommended`) has to be sooner, at
+its worst, than what comes before. Others than those are in the order of their steps.
+Steps of a warm-up, which send more, count in a run of `total` steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradtide.core.grouped import grouped
+from gradtide.planner.pilot import find
+from gradtide.planner.prior import NONE, Cost, cost_of
 from gradtide.planner.search import DENSE, Choice
 from gradtide.planner.virtual import Prediction
 from gradtide.scheme.recommended import RECOMMENDED, Steps, made_for
@@ -26,7 +31,8 @@ HIDDEN = 0.05  # of a step: what is exposed of the exchange, where it counts as 
 SAME = 1.02  # by this factor and less, two steps of a kind take equally long
 NEARLY = 0.05  # more steps that a rounded scheme has to be worth
 CLOSE = 0.1  # shares that are too small to be named
-MARGIN = 0.25  # more steps that a lossy scheme has to be worth
+MARGIN = 0.25  # more steps that `auto` and others ask of a lossy scheme
+STEPS = 2000  # of a run, where nothing is said of it
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,37 @@ class Rule:
     name: str
     words: str
     numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How steps are weighed: by a margin that is asked for, or by what is known.
+
+    `total`: steps of a run that is exact; `known`: by a race, of some schemes.
+    """
+
+    margin: float | None = None
+    total: float = STEPS
+    known: Mapping[str, Cost] = field(default_factory=dict)
+
+    def cost(self, choice: Choice) -> Cost:
+        if choice.kind != "lossy":
+            return NONE
+        if self.margin is not None:
+            return Cost(0.0, 0.0, self.margin)
+        return find(self.known, choice.scheme) or cost_of(choice.scheme)
+
+    def mean(self, choice: Choice, share: float) -> float:
+        """Seconds to the loss of `total` exact steps, for each of these.
+
+        `share`: how many more steps the choice takes.
+        """
+        steps = self.total * (1 + share)
+        if choice.warmup is None or math.isinf(steps):
+            return choice.step * (1 + share)
+        most, seconds = choice.warmup
+        first = min(most, steps)
+        return (first * seconds + (steps - first) * choice.step) / self.total
 
 
 @dataclass(frozen=True)
@@ -54,7 +91,7 @@ class Advice:
     recommended: Choice
     fastest: Choice
     rules: Sequence[Rule]
-    margin: float
+    weighing: Weighing
     instead: Choice | None = None  # of `recommended`, where the optimizer is another
 
     def break_even(self, choice: Choice) -> float:
@@ -64,6 +101,20 @@ class Advice:
         """
         return self.dense.step / choice.step - 1
 
+    def cost(self, choice: Choice) -> Cost:
+        """How many more steps it may need to the same loss."""
+        return self.weighing.cost(choice)
+
+    def sooner(self, choice: Choice) -> tuple[float, float, float]:
+        """How many times as soon as `dense` it is at the same loss.
+
+        Typically, at the worst, and at the best, of what is known of its steps.
+        """
+        cost, base = self.cost(choice), self.dense.step
+        shares = cost.typical, cost.most, cost.least
+        typical, worst, best = (self.weighing.mean(choice, x) for x in shares)
+        return base / typical, base / worst, base / best
+
     @property
     def verdict(self) -> str:
         """One sentence: what to use, and why nothing else."""
@@ -72,12 +123,24 @@ class Advice:
         if best.kind == "lossy":
             needed = more(self.break_even(best), self.dense.name)
             dense = ms(self.dense.step)
-            return f"{words}, worth it if it needs less than {needed} ({dense} a step)"
+            worth = f"worth it if it needs less than {needed} ({dense} a step)"
+            if self.weighing.margin is not None:
+                return f"{words}, {worth}"
+            return (
+                f"use {best.name}: {self._gain(best)}; {ms(best.step)} a step, {worth}"
+            )
         if best.kind == "rounded":
             gain = percent(self.lossless.step / best.step - 1)
             words += f", {gain} faster than {self.lossless.name}, which is exact"
         against = [rule.words for rule in self.rules if rule.name != "two ranks"]
         return f"{words}. Don't compress: {'; '.join(against)}" if against else words
+
+    def _gain(self, choice: Choice) -> str:
+        typical, worst, best = (f"{x:.2g}" for x in self.sooner(choice))
+        return (
+            f"about {typical} times as soon at the same loss as {self.dense.name} "
+            f"({worst} to {best})"
+        )
 
     @property
     def needs(self) -> list[str]:
@@ -107,6 +170,8 @@ class Advice:
         gain = self.break_even(choice)
         share = told.sent_bytes / self.lossless.prediction.sent_bytes
         words = [f"sends {percent(share)} of what {self.lossless.name} sends"]
+        if self.weighing.margin is None:
+            words.append(f"steps to the same loss: {self.cost(choice).words}")
         if saved <= 0:
             words.append(f"exposes no less than {name}")
         elif paid > CLOSE * saved:
@@ -120,14 +185,22 @@ class Advice:
 
 
 def advise(
-    choices: Sequence[Choice], size: int, margin: float = MARGIN, steps: Steps = "any"
+    choices: Sequence[Choice],
+    size: int,
+    margin: float | None = None,
+    steps: Steps = "any",
+    total: float = STEPS,
+    known: Mapping[str, Cost] | None = None,
 ) -> Advice:
     """What to train with among `size` ranks; `choices` as `rank` returns them.
 
-    A lossy scheme has to be faster even with `margin` (a share) more steps. `steps`:
-    the kind of the optimizer; where that is not known it is taken for Adam, and what is
-    for SGD is named beside.
+    A lossy scheme has to be at the same loss sooner even with as many more steps as
+    are known of it; with `margin` (a share), of each of its steps with so many more.
+    `steps`: the kind of the optimizer; where that is not known it is taken for Adam,
+    and what is for SGD is named beside. `total`: steps of a run that is exact; `known`:
+    what a race has found of some schemes, by their names.
     """
+    weighing = Weighing(margin, total if margin is None else math.inf, known or {})
     usable = [choice for choice in choices if not choice.refused]
     kinds = grouped(usable, lambda choice: choice.kind)
     lossless, rounded = (_plainest(kinds[kind]) for kind in ("lossless", "rounded"))
@@ -144,15 +217,15 @@ def advise(
     recommended = dense = rounded if worth and not _hidden(lossless) else lossless
     lossy, instead = kinds.get("lossy", []), None
     if own := _made_for("adam" if steps == "any" else steps, lossy):
-        found = _down(dense, own, margin)
+        found = _down(dense, own, weighing)
         # Whatever lies below the margin is for these rules to explain, too.
         if found is dense:
-            rules.append(_margin(_plainest(own), dense, margin))
+            rules.append(_margin(_plainest(own), dense, weighing))
         elif not hidden:
             recommended = found
-            other = _down(dense, _made_for("sgd", lossy), margin)
+            other = _down(dense, _made_for("sgd", lossy), weighing)
             instead = None if other is found or steps != "any" else other
-    told = (usable[0], rules, margin, instead)
+    told = (usable[0], rules, weighing, instead)
     return Advice(choices, lossless, dense, recommended, *told)
 
 
@@ -169,11 +242,12 @@ def _made_for(steps: Steps, choices: Sequence[Choice]) -> list[Choice]:
     return [choice for choice in choices if made_for(choice.name) in ("any", steps)]
 
 
-def _down(dense: Choice, lossy: Sequence[Choice], margin: float) -> Choice:
+def _down(dense: Choice, lossy: Sequence[Choice], weighing: Weighing) -> Choice:
     """How far down the ladder it is worth to go."""
     found = dense
     for choice in sorted(lossy, key=lambda c: (_place(c), c.step)):
-        if found.step / choice.step - 1 >= margin:
+        before = weighing.mean(found, weighing.cost(found).typical)
+        if weighing.mean(choice, weighing.cost(choice).most) <= before:
             found = choice
     return found
 
@@ -207,17 +281,23 @@ def _overlap(name: str, choice: Choice) -> Rule:
     )
 
 
-def _margin(lossy: Choice, dense: Choice, margin: float) -> Rule:
-    gain = dense.step / lossy.step - 1
+def _margin(lossy: Choice, dense: Choice, weighing: Weighing) -> Rule:
+    gain, cost = dense.step / lossy.step - 1, weighing.cost(lossy)
     if gain <= 0:
         taken = f"{lossy.name} takes {ms(lossy.step)} a step"
         words = f"no lossy scheme is clearly faster: {taken}"
     else:
         words = (
             f"the fastest lossy scheme, {lossy.name}, loses to {dense.name} if it "
-            f"needs {more(gain)}, and has to be worth {percent(margin)} more"
+            f"needs {more(gain)}, and "
         )
-    return Rule("no margin", words, {"break_even": gain, "margin": margin})
+        if weighing.margin is not None:
+            words += f"has to be worth {percent(weighing.margin)} more"
+        else:
+            words += f"may need {percent(cost.most)} more"
+            if lossy.warmup is not None:
+                words += f", its warm-up of {lossy.warmup[0]} steps aside"
+    return Rule("no margin", words, {"break_even": gain, "margin": cost.most})
 
 
 # - Words ------------------------------------------------------------------------------

@@ -146,7 +146,8 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
         "hosts": network.hosts,
         "ranks_per_host": network.ranks_per_host,
         "device": network.device.name or None,
-        "margin": advice.margin,
+        "margin": advice.weighing.margin,
+        "steps": advice.weighing.total,
         "verdict": advice.verdict,
         "recommended": advice.recommended.name,
         "scheme": advice.recommended.text,
@@ -162,6 +163,8 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
                 "refused": choice.refused or None,
                 "prediction": asdict(choice.prediction),
                 "break_even": _break_even(advice, choice),
+                "cost": None if choice.refused else asdict(advice.cost(choice)),
+                "sooner": None if choice.refused else advice.sooner(choice),
                 "warmup": choice.warmup
                 and {"steps": choice.warmup[0], "step_seconds": choice.warmup[1]},
                 "reasons": advice.reasons(choice),
