@@ -27,10 +27,10 @@ LAYERS = (
     {"replica"},
     {"checkpoint", "ddp_arguments"},
     {"parallel"},
-    {"installing"},
+    {"advise", "installing"},
     {"lab", "integrations", "startup"},
     {"profile", "simulate"},
-    {"doctor", "run"},
+    {"doctor", "planning", "run"},
     {"cli", "__init__"},
     {"__main__"},
 )

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -53,6 +54,20 @@ Schemes = Annotated[
 LinkRate = Annotated[
     str | None,
     Option(help="Of each host's link, such as 100mbit. Not under torchrun."),
+]
+Margin = Annotated[
+    float | None,
+    Option(
+        help="Share of more steps that a lossy scheme has to be worth. Without: "
+        "what such schemes have needed on other tasks."
+    ),
+]
+RunSteps = Annotated[
+    int, Option("--steps", help="Of a run: how much its steps of warm-up count.")
+]
+Pilot = Annotated[
+    Path | None,
+    Option(help="record.json of a race: how many more steps its schemes needed."),
 ]
 Seed = Annotated[int, Option(help="Of models, data and replays.")]
 
@@ -308,23 +323,9 @@ def plan(
         str | None,
         Option(help="To rank beside the dense ones. Without: the recommended ones."),
     ] = None,
-    margin: Annotated[
-        float | None,
-        Option(
-            help="Share of more steps that a lossy scheme has to be worth. Without: "
-            "what such schemes have needed on other tasks."
-        ),
-    ] = None,
-    steps: Annotated[
-        int, Option(help="Of a run: how much its steps of warm-up count.")
-    ] = 2000,
-    raced: Annotated[
-        Path | None,
-        Option(
-            "--pilot",
-            help="record.json of a race: how many more steps its schemes needed.",
-        ),
-    ] = None,
+    margin: Margin = None,
+    steps: RunSteps = 2000,
+    pilot: Pilot = None,
     json: Annotated[
         Path | None, Option(help="Write the plan for programs, too.")
     ] = None,
@@ -333,36 +334,121 @@ def plan(
 
     Nothing is exchanged: the engine runs on a virtual clock.
     """
-    from rich.console import Console
-
-    from gradtide.lab.spec import split_schemes
-    from gradtide.planner import advice, pilot, report, search
-    from gradtide.planner.network import imagine, load
-    from gradtide.scheme import parse
-    from gradtide.simulate.grid import read_trace
+    from gradtide.planning import Planning, Weighed, read_trace
 
     with options.told():
-        if margin is not None and not 0 <= margin < math.inf:
-            raise ValueError(f"--margin {margin}: a share of more steps, 0 or more")
-        if json is not None:
-            check_file("--json", json)
         if trace is None:
             raise ValueError(f"say what is trained, and where.\n{PLANNED}")
-        step = read_trace(trace, step_ms)
-        measured = None if network is None else load(network)
-        place = options.planned(ranks, ranks_per_host or 1, rate, delay, internet)
-        ranks, bits, more = place
-        there = imagine(measured, ranks, ranks_per_host, bits, more)
-        there = search.equipped(there, device, step)
-        asked = None
-        if schemes is not None:
-            asked = {name: parse(name) for name in split_schemes(schemes)}
-        ranked = search.rank(step, there, asked)
-        if steps < 1:
-            raise ValueError(f"--steps {steps}: 1 or more")
-        known = None if raced is None else pilot.read(raced)
-        found = advice.advise(ranked, there.size, margin, step.steps, steps, known)
-    # A line to paste stays one line.
-    Console().print(report.show(found, step, there), highlight=False, crop=False)
-    if json is not None:
-        json.write_text(report.dumps(found, step, there), encoding="utf-8")
+        place = ranks, ranks_per_host, rate, delay, internet
+        weighed = Weighed(margin, steps, pilot)
+        planning = Planning.asked(network, place, device, schemes, weighed, json)
+        found = planning.of(read_trace(trace, step_ms))
+    found.show()
+
+
+@app.command(
+    epilog=options.examples(
+        "gradtide advise --hosts 4 --rate 1gbit -- python train.py --epochs 3",
+        "gradtide advise --ranks 8 --rate 200mbit --delay 40ms -- train.py",
+        "gradtide advise --network net.json -- torchrun --nproc-per-node 2 train.py",
+    )
+)
+def advise(
+    program: Annotated[
+        list[str] | None,
+        Argument(help="What trains, after --.", metavar="-- PROGRAM [ARGUMENTS]"),
+    ] = None,
+    network: Annotated[
+        Path | None,
+        Option(help="Made by gradtide profile network. Without: an ideal one."),
+    ] = None,
+    hosts: Annotated[int | None, Option(help="Number of hosts.")] = None,
+    ranks: Annotated[int | None, Option(help="Or of all ranks.")] = None,
+    ranks_per_host: Annotated[
+        int | None, Option(help="Behind one network card.")
+    ] = None,
+    rate: Annotated[
+        str | None, Option(help="Of each host's link, such as 10gbit.")
+    ] = None,
+    delay: options.Delay = None,
+    internet: options.FromFile = None,
+    device: options.Processor = None,
+    schemes: Annotated[
+        str | None,
+        Option(help="To rank beside the dense ones. Without: the recommended ones."),
+    ] = None,
+    margin: Margin = None,
+    steps: RunSteps = 2000,
+    pilot: Pilot = None,
+    timed: Annotated[int, Option(help="Steps of the program that are timed.")] = 5,
+    seconds: Annotated[
+        float, Option(help="For which the program may run at the most.")
+    ] = 120.0,
+    table: Annotated[
+        bool, Option("--table", help="All schemes, as gradtide plan shows them.")
+    ] = False,
+    json: Annotated[
+        Path | None, Option(help="Write the plan for programs, too.")
+    ] = None,
+    trace_out: Annotated[
+        Path | None, Option(help="Keep the trace, for gradtide plan --trace.")
+    ] = None,
+    html: Annotated[
+        Path | None, Option(help="A page: the advice, and by other links' rates.")
+    ] = None,
+) -> None:
+    """Run a training script for a few steps, and say which recipe it should use.
+
+    The script stays as it is. It is ended when its step was timed.
+    """
+    from gradtide.advise import notes, page, report
+    from gradtide.advise.program import NotRecorded, record
+    from gradtide.planning import Planning, Weighed
+
+    with options.told():
+        if not program:
+            raise ValueError("say what to run, after --, as in: -- python train.py")
+        if "RANK" in os.environ:
+            raise ValueError(
+                "torchrun has started this: start it once, with torchrun after --"
+            )
+        command = run.checked(program)
+        if timed < 1 or not 0 < seconds < math.inf:
+            raise ValueError(f"--timed {timed} --seconds {seconds}: more than 0")
+        size = _all_ranks(hosts, ranks, ranks_per_host)
+        place = size, ranks_per_host, rate, delay, internet
+        weighed = Weighed(margin, steps, pilot)
+        planning = Planning.asked(network, place, device, schemes, weighed, json)
+        for option, path in {"--trace-out": trace_out, "--html": html}.items():
+            if path is not None:
+                check_file(option, path)
+        wanted, hooked = notes.Wanted(timed), run.hooked({})
+        try:
+            step, told = record(command, hooked, wanted, seconds)
+        except NotRecorded as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(error.code) from None
+        if trace_out is not None:
+            step.save(trace_out)
+        found = planning.of(step)
+    said = report.answer(*found, told, program)
+    typer.echo(err=True)  # what was printed last may be no whole line
+    typer.echo(said)
+    if table:
+        typer.echo()
+        found.show()
+    if html is not None:
+        again = partial(planning.advise, step, tune=False)
+        chart = page.chart(found.advice, found.network, again)
+        html.write_text(page.page(*found[:2], said, chart), "utf-8")
+
+
+def _all_ranks(
+    hosts: int | None, ranks: int | None, ranks_per_host: int | None
+) -> int | None:
+    """By either option."""
+    if hosts is None:
+        return ranks
+    if ranks is not None:
+        raise ValueError(f"--hosts {hosts} and --ranks {ranks}: leave out one of them")
+    return hosts * (ranks_per_host or 1)

@@ -11,7 +11,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gradtide.startup
@@ -59,14 +59,22 @@ def main(words: Sequence[str]) -> None:
         as_scheme(chosen.scheme)
     except ValueError as error:
         parser.error(f"--scheme: {error}")
-    command = command_of(program)
-    if shutil.which(command[0]) is None:
-        parser.error(f"there is no program {command[0]}")
-    file = Path(program[0])
-    if file.suffix == ".py" and not file.is_file():
-        parser.error(f"there is no file {file}")
+    try:
+        command = checked(program)
+    except ValueError as error:
+        parser.error(str(error))
     sys.stdout.flush()
     os.execvpe(command[0], command, environment(chosen.scheme))
+
+
+def checked(program: Sequence[str]) -> list[str]:
+    """The command of a program; ValueError where there is no such program."""
+    command, file = command_of(program), Path(program[0])
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"there is no program {command[0]}")
+    if file.suffix == ".py" and not file.is_file():
+        raise ValueError(f"there is no file {file}")
+    return command
 
 
 def command_of(program: Sequence[str]) -> list[str]:
@@ -78,7 +86,12 @@ def command_of(program: Sequence[str]) -> list[str]:
 
 def environment(scheme: str) -> dict[str, str]:
     """This process's environment, with a scheme and the start-up hook."""
+    return hooked({SCHEME: scheme})
+
+
+def hooked(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, with the start-up hook and what that reads."""
     folder = gradtide.startup.__path__[0]
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [folder, *(path for path in others if path and path != folder)]
-    return {**os.environ, SCHEME: scheme, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}

@@ -121,6 +121,65 @@ def test_what_other_hooks_do_with_a_gradient_is_not_backward(clock: Ticks) -> No
     assert watched(model).backward == 4.0
 
 
+class _Closing(SGD):
+    """Its update takes 6 s, after so many calls of the closure."""
+
+    def __init__(self, model: nn.Module, clock: Ticks, calls: int) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.clock, self.calls = clock, calls
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _ in range(self.calls):
+            closure()
+        self.clock.time += 6.0
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_closures_backward_is_no_time_of_the_optimizer(
+    clock: Ticks, calls: int
+) -> None:
+    model = nn.Sequential(Layer(clock, 1.0), Layer(clock, 10.0))
+    optimizer = _Closing(model, clock, calls)
+    watch = Watch(model, optimizer, 2, 0)
+    for _ in range(2):
+        optimizer.step(lambda: model(torch.ones(3)).sum().backward())
+    trace = watch.trace("model")
+    assert (trace.forward, trace.backward, trace.optimizer) == (11.0, 22.0, 6.0)
+    assert watch.updates() == [6.0, 6.0]
+    assert watch.passes() == [calls, calls]
+    assert watch.earlier() == [33.0 * (calls - 1)] * 2
+
+
+def test_passes_before_the_last_are_counted_and_timed(clock: Ticks) -> None:
+    model = nn.Sequential(Layer(clock, 1.0), Layer(clock, 10.0))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watch = Watch(model, optimizer, 2, 0)
+    for passes in (1, 4):
+        for _ in range(passes):
+            model(torch.ones(3)).sum().backward()
+            clock.time += 5.0  # loading data
+        optimizer.step()
+    assert watch.passes() == [1, 4]
+    assert watch.earlier() == [0.0, 3 * 38.0]
+    trace = watch.trace("model")
+    assert (trace.forward, trace.backward) == (11.0, 22.0)
+
+
+def test_modules_that_nothing_in_common_calls_are_told_as_tops(clock: Ticks) -> None:
+    first, second = Layer(clock, 1.0), Layer(clock, 10.0)
+    model = nn.ModuleList([first, second])
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watch = Watch(model, optimizer, 1, 0, (first, second))
+    for _ in range(2):
+        out = second(first(torch.ones(3)))
+        clock.time += 3.0
+        out.sum().backward()
+    optimizer.step()
+    trace = watch.trace("model")
+    assert (trace.forward, trace.loss, trace.backward) == (11.0, 3.0, 22.0)
+    assert watch.passes() == [2]
+
+
 def test_the_optimizers_time_is_shared_by_size(clock: Ticks) -> None:
 
     class Slow(SGD):

@@ -11,7 +11,7 @@ that is running already does with a gradient is no part of the backward.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradtide.core.torch_internals.autograd import Hook, before_backward
+from gradtide.core.torch_internals.autograd import Hook, before_backward, in_backward
 from gradtide.planner.measuring.medians import Seconds, typical
 from gradtide.planner.trace import StepTrace
 from gradtide.runtime.layout.parameters import paths
@@ -61,24 +61,42 @@ class _Pass:
     step: dict[str, Any] = field(default_factory=dict)  # its begin and end
     forward_end: Any = None  # of the last module with parameters
     backward_begin: Any = None
+    begun: Any = None  # the first pass of the same step, where this is another one
+    number: int = 1
+
+    def another(self) -> _Pass:
+        """The next pass of the same step, which may be under way: a closure's."""
+        begun = self.begun
+        if begun is None:
+            begun = next(iter(self.called.values()), None)
+        return _Pass(step=self.step, begun=begun, number=self.number + 1)
 
 
 class Watch:
     """Records `steps` optimizer steps after the first `warmup`; `remove()` it then.
 
     A step is what one forward, its backward and `optimizer.step()` take; of several
-    backward passes before a step, the last counts. What is done between them, such as
-    loading data, is in no trace; nor are forwards without gradients. Under `replicate`
-    the schedule has to update parameters in `step()`.
+    backward passes before a step, or in its closure, the last counts. What is done
+    between them, such as loading data, is in no trace; nor are forwards without
+    gradients. Under `replicate` the schedule has to update parameters in `step()`.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, steps: int = 5, warmup: int = 2
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        steps: int = 5,
+        warmup: int = 2,
+        tops: Iterable[nn.Module] = (),
     ) -> None:
-        """Raises ValueError where there is nothing to watch."""
+        """`tops` are the modules that forwards call, where `model` is never called.
+
+        Raises ValueError where there is nothing to watch.
+        """
         if steps < 1 or warmup < 0:
             raise ValueError(f"{steps} steps after {warmup}: watch 1 or more after 0")
         self._model, self._optimizer = model, optimizer
+        self._tops = set(tops) or {model}
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         if not self._named:
             raise ValueError("no parameter of the model requires a gradient")
@@ -118,7 +136,15 @@ class Watch:
 
     def updates(self) -> list[float]:
         """Seconds of the optimizer in each recorded step; waits for the device."""
-        return [self._clock.between(*p.step.values()) for p in self._recorded]
+        return [self._update(done) for done in self._recorded]
+
+    def passes(self) -> list[int]:
+        """How many backward passes each recorded step had."""
+        return [done.number for done in self._recorded]
+
+    def earlier(self) -> list[float]:
+        """Seconds of each recorded step before its last pass; waits for the device."""
+        return [self._earlier(done) for done in self._recorded]
 
     @property
     def _recorded(self) -> list[_Pass]:
@@ -133,9 +159,9 @@ class Watch:
         def before(module: nn.Module, inputs: Any) -> None:
             if not training():
                 return
-            if self._pass.arrived and module is self._model:
-                self._pass = _Pass()
             # Invariant: a checkpoint's second forward, in backward, changes nothing.
+            if self._pass.arrived and module in self._tops and not in_backward():
+                self._pass = self._pass.another()
             self._pass.called.setdefault(module, self._clock.now())
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -163,7 +189,8 @@ class Watch:
             keep(module.register_forward_pre_hook(Hook(before)))
             if any(p in trained for p in module.parameters(recurse=False)):
                 keep(module.register_forward_hook(Hook(after)))
-        keep(self._model.register_forward_hook(Hook(result)))
+        for top in self._tops:
+            keep(top.register_forward_hook(Hook(result)))
         for p in trained:
             keep(p.register_hook(lambda _, p=p: note(self._pass.arrived, p)))  # type: ignore[no-untyped-call]
             keep(p.register_post_accumulate_grad_hook(leave))  # type: ignore[no-untyped-call]
@@ -193,8 +220,21 @@ class Watch:
             passed += 0.0 if last is None else max(between(last, moment), 0.0)
             ready[p] = passed
             last = done.left.get(p, moment)
-        optimizer = between(*done.step.values())
-        return Seconds(self._reads(calls), ready, forward, max(loss, 0.0), optimizer)
+        read = self._reads(calls)
+        return Seconds(read, ready, forward, max(loss, 0.0), self._update(done))
+
+    def _update(self, done: _Pass) -> float:
+        """Seconds of the optimizer; a closure's backward is no part of them."""
+        begin, end = done.step.values()
+        last = next(reversed(done.left.values()), begin)
+        between = self._clock.between
+        return max(min(between(begin, end), between(last, end)), 0.0)
+
+    def _earlier(self, done: _Pass) -> float:
+        last = next(iter(done.called.values()), None)
+        if None in (done.begun, last):
+            return 0.0
+        return self._clock.between(done.begun, last)
 
     def _reads(self, calls: Mapping[nn.Module, float]) -> dict[nn.Parameter, float]:
         """When parameters are first read: by their modules, or by those above."""

@@ -2,11 +2,13 @@
 
 Where GRADTIDE_SCHEME is set, the first DistributedDataParallel that a process makes has
 `gradtide.install` called before. A process that makes none loads nothing of gradtide's.
+Where GRADTIDE_ADVISE is, a process that imports torch is recorded (`advise.recorder`).
 
-`gradtide run` puts this folder in front of PYTHONPATH, so that Python runs this file
-when it starts, here and in all that the program starts; the package that is installed
-has a line in `gradtide_startup.pth` that does so, too. A `sitecustomize` of somebody
-else's runs after it. Nothing is imported here but what Python has loaded anyway.
+`gradtide run` and `gradtide advise` put this folder in front of PYTHONPATH, so that
+Python runs this file when it starts, here and in all that the program starts; the
+package that is installed has a line in `gradtide_startup.pth` that does so, too. A
+`sitecustomize` of somebody else's runs after it. Nothing is imported here but what
+Python has loaded anyway.
 """
 
 from __future__ import annotations
@@ -16,21 +18,24 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # of every process of the program
+    from collections.abc import Callable
     from typing import Any
 
 SCHEME = "GRADTIDE_SCHEME"
-AWAITED = "torch.nn.parallel.distributed"
+ADVISE = "GRADTIDE_ADVISE"
 CHAINED = "sitecustomize"  # this file's name where Python runs it by PYTHONPATH
 
 
 class Hook:
-    """Finds the module of torch's class, once, and arms the class when it is loaded."""
+    """Finds a module that is awaited, once, and calls `then` with it when loaded."""
 
-    gradtide = True  # how another copy of this file knows it
+    def __init__(self, awaited: str, then: Callable[[Any], None]) -> None:
+        self.gradtide = awaited  # how another copy of this file knows it
+        self._then = then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """As a meta path finder's: None leaves the module to the other finders."""
-        if name != AWAITED:
+        if name != self.gradtide:
             return None
         sys.meta_path.remove(self)
         from importlib.util import find_spec
@@ -40,7 +45,7 @@ class Hook:
 
         def loaded(module: Any) -> None:
             load(module)
-            arm(module.DistributedDataParallel)
+            self._then(module)
 
         spec.loader.exec_module = loaded
         return spec
@@ -68,16 +73,38 @@ def _install(scheme: str) -> None:
     try:
         from gradtide.installing import install
     except ImportError as error:
-        raise RuntimeError(
-            f"{SCHEME}={scheme!r} is set, and gradtide cannot be imported here "
-            f"({error}): install it for {sys.executable}, or unset {SCHEME}"
-        ) from error
+        raise _not_here(SCHEME, error) from error
     try:
         install(scheme)
     except ValueError as error:
         raise ValueError(
             f"{SCHEME}={scheme!r}: {error}; set another, or unset it"
         ) from None
+
+
+def watch(torch: Any) -> None:
+    """Have the first call of a module begin the record: by then all is imported."""
+
+    def called(module: Any, inputs: Any) -> None:
+        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+            return
+        handle.remove()
+        try:
+            from gradtide.advise.recorder import begin
+        except ImportError as error:
+            raise _not_here(ADVISE, error) from error
+        begin(os.environ[ADVISE], module)
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(called)
+    with open(os.path.join(os.environ[ADVISE], "torch"), "w"):
+        pass  # a stage of `advise.notes`
+
+
+def _not_here(variable: str, error: ImportError) -> RuntimeError:
+    return RuntimeError(
+        f"{variable}={os.environ[variable]!r} is set, and gradtide cannot be imported "
+        f"here ({error}): install it for {sys.executable}, or unset {variable}"
+    )
 
 
 def _chain() -> None:
@@ -94,13 +121,18 @@ def _chain() -> None:
         spec.loader.exec_module(module)
 
 
-def _wait() -> None:
-    """Wait for torch's class, unless another copy of this file does."""
-    waiting = any(getattr(finder, "gradtide", False) for finder in sys.meta_path)
-    if os.environ.get(SCHEME) and AWAITED not in sys.modules and not waiting:
-        sys.meta_path.insert(0, Hook())
+def _wait(variable: str, awaited: str, then: Callable[[Any], None]) -> None:
+    """Wait for a module of torch's, unless another copy of this file does."""
+    known = [getattr(finder, "gradtide", None) for finder in sys.meta_path]
+    if os.environ.get(variable) and awaited not in sys.modules and awaited not in known:
+        sys.meta_path.insert(0, Hook(awaited, then))
 
 
-_wait()
+_wait(
+    SCHEME,
+    "torch.nn.parallel.distributed",
+    lambda module: arm(module.DistributedDataParallel),
+)
+_wait(ADVISE, "torch", watch)
 if __name__ == CHAINED:
     _chain()
