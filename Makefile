@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all versions check papers gpu docs dist format clean
+.PHONY: help setup demo test test-all versions check papers claims gpu docs dist format clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -70,6 +70,9 @@ check: $(READY) ## formatting, lint, types, layers
 
 papers: $(READY) ## what papers state beside the virtual clock: record and docs/papers.md
 	@$(BIN)/python benchmarks/papers.py $(ARGS)
+
+claims: $(READY) ## make again what is simulated in docs/benchmarks.md; list old records
+	@$(BIN)/python benchmarks/claims.py $(ARGS)
 
 # With .venv where it is; a machine with a GPU may have torch, and no network to make it.
 gpu: ## prove what can be proved on a GPU, in minutes (benchmarks/README.md, section 35)
