@@ -142,6 +142,15 @@ def test_selection_and_entries_are_counted() -> None:
     assert played(CLTk(0.9), 64, 2).acts[0].work.scanned == 0  # travels densely
 
 
+@pytest.mark.parametrize("size", [4, 64, 256])
+def test_who_delivers_nothing_of_its_own_has_selected(size: int) -> None:
+    """Of many ranks of `oktopk`, some have nothing among the largest of a region."""
+    numel = 6_400_000
+    for density, scanned in ((0.01, numel), (1.0, 0)):
+        played = scripts(OkTopk(density), numel, torch.float32, (), size)
+        assert [script.acts[0].work.scanned for script in played] == [scanned] * 2
+
+
 def test_what_comes_before_selection_and_warm_up_are_left_out() -> None:
     wrapped = Warmup(MomentumCorrection(TopK(0.01)), 10, (0.5,))
     assert played(wrapped, 1 << 12, 4) == played(TopK(0.01), 1 << 12, 4)

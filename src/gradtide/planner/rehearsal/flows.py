@@ -144,7 +144,7 @@ def _by_numbers(
     def reflect(ops: Sequence[Op]) -> list[Any]:
         return [reflected(ops[0], groups[0], alike)]
 
-    found = []
+    found, sparse = [], False
     with torch.no_grad():
         for step in range(2):
             for draw, flat in zip(draws, flats, strict=True):
@@ -156,7 +156,9 @@ def _by_numbers(
             flows = [collective.reduce(*row) for row in rows]
             answers = answer if everybody else reflect
             script, means = _noted(flows, size, step, answers)
-            sparse = any(0 < payload.num_sent < numel for payload in loads)
+            sent = [payload.num_sent for payload in loads]
+            # Who delivers nothing has selected all the same, if it did before.
+            sparse = any(0 < n < numel for n in sent) or (sparse and not any(sent))
             found.append(script._replace(sparse=sparse))
             for payload in loads:
                 payload.num_sent = 0
