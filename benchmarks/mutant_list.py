@@ -633,8 +633,8 @@ def adjust_lr(lr, *_):  # type: ignore
     Mutant(
         "round-state-changed",
         "runtime/exchange/round_state.py",
-        'return {named[name] for name in own.get("changed", named)}',
-        "return set()",
+        'consensus.changed = {named[name] for name in own.get("changed", named)}',
+        "consensus.changed = set()",
         "what a rank has changed in a round is forgotten when it is loaded",
         ("runtime/exchange/test_rounds.py",),
     ),

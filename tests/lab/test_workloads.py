@@ -194,4 +194,4 @@ def test_mistakes_are_explained(arguments: dict[str, object], message: str) -> N
 
 
 def test_names_are_unique() -> None:
-    assert len(set(WORKLOADS)) == len(WORKLOADS) == 10
+    assert len(set(WORKLOADS)) == len(WORKLOADS) == 12
