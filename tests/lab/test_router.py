@@ -131,7 +131,8 @@ def test_a_round_trip_takes_what_was_asked(delay: float, jitter: float) -> None:
     cluster = alike(2, Link(1e9), Path(delay, jitter))
     launch(cluster, [*PYTHON, TALK], on_line=lambda _, line: lines.append(line))
     fastest, slowest = map(float, lines[-1].split())
-    assert delay - jitter < fastest < delay + 0.002
+    # Two clocks: that of the router's timer is coarser than that of the program.
+    assert 0.99 * (delay - jitter) < fastest < delay + 0.002
     assert slowest > fastest + jitter / 4
 
 
