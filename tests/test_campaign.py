@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-NAMES = "campaign_faults", "campaign_rank", "soak", "campaign"
+from tests.programs import imported
+
 SHORT = (  # one row of each kind
     "SIGKILL in a first half",
     "SIGSTOP past the timeout in a forward",
@@ -31,17 +29,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[Any]:
-    """The program; it and its parts are known by their own names meanwhile."""
-    sys.path.insert(0, str(BENCHMARKS))
-    known = {name: sys.modules.pop(name, None) for name in NAMES}
-    try:
-        yield importlib.import_module("campaign")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name, before in known.items():
-            sys.modules.pop(name, None)
-            if before is not None:
-                sys.modules[name] = before
+    with imported("campaign", "campaign_faults", "campaign_rank", "soak") as found:
+        yield found
 
 
 @pytest.mark.waits

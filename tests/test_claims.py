@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +12,8 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-NAMES = "claims", "crossovers", "fusion", "published_curvature", "papers_page"
+from tests.programs import BENCHMARKS, imported
+
 ELSEWHERE = {  # records whose quick part another test runs
     "published_202611.json": "planner/test_published.py",
     "papers_202611.json": "test_papers.py",
@@ -30,17 +28,10 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[Any]:
-    """The program; it and its parts are known by their own names meanwhile."""
-    sys.path.insert(0, str(BENCHMARKS))
-    known = {name: sys.modules.pop(name, None) for name in NAMES}
-    try:
-        yield importlib.import_module("claims")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name, module in known.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    with imported(
+        "claims", "crossovers", "fusion", "published_curvature", "papers_page"
+    ) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-NAMES = "papers", "papers_clusters", "papers_page", "published_curvature", "crossovers"
+from tests.programs import imported
+
 QUICK = ("oktopk", "dear_resnet50", "selection", "build_up", "rounds", "lab")
 
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[Any]:
-    """The program; it and its parts are known by their own names meanwhile."""
-    sys.path.insert(0, str(BENCHMARKS))
-    known = {name: sys.modules.pop(name, None) for name in NAMES}
-    try:
-        yield importlib.import_module("papers")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name, module in known.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    with imported(
+        "papers", "papers_clusters", "papers_page", "published_curvature", "crossovers"
+    ) as found:
+        yield found
 
 
 def test_the_page_is_that_of_its_record(program: Any) -> None:
