@@ -30,6 +30,7 @@ from rich.table import Table
 from gradtide.collectives import Dense
 from gradtide.core.schedule import SEQUENTIAL, WFBP
 from gradtide.fusion import BySize, Cuts, Fusion, MgWfbp, PerTensor
+from gradtide.planner.data.presets import SLOWED
 from gradtide.planner.network import Device, Line, Link, Network
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import simulate
@@ -56,9 +57,6 @@ REQUEST = 1.2e-4
 # times 4 bytes through the memory of a V100, at 750 of its 900 GB/s.
 OPTIMIZER = 11 * 4 / 750e9
 DEVICE = Device(request=REQUEST, optimizer=Line(each=OPTIMIZER))
-# By this factor computing is slower while an all-reduce runs: least squares over all
-# rows of both networks, flat from 1.07 to 1.13.
-SLOWED = 1.1
 # What MG-WFBP takes an all-reduce among so many GPUs for: seconds of its start, and per
 # byte (the tables of its program, distributed_optimizer.py).
 INSIDE = {2: (2.55e-6, 9.84e-11), 4: (4.2e-5, 2.06e-10)}

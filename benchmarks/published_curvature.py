@@ -43,12 +43,12 @@ from gradtide.core.schedule import WFBP
 from gradtide.fusion import BySize
 from gradtide.kfac import KFAC
 from gradtide.kfac.assign import EVERYWHERE, Assignment
-from gradtide.kfac.costs import InverseTime
 from gradtide.kfac.distributions import assignment
 from gradtide.kfac.flows import Piece, Share
 from gradtide.kfac.layers import Layer, sequence
 from gradtide.kfac.parts import Worker
 from gradtide.planner.clock.transport import VirtualTransport
+from gradtide.planner.data.presets import INVERSE
 from gradtide.planner.network import Device, Link, Network, Rate
 from gradtide.planner.steps.parts import META, Parts, Queues
 from gradtide.planner.trace import StepTrace
@@ -68,8 +68,6 @@ TREE = Rate(2.55e-4 / ROUNDS, 1.84e-10 / ROUNDS)
 # By so much computing slows while something is on the wire: fitted, one number for all.
 # (Of their pipelined messages the authors find a half and a tenth hidden.)
 INTERFERENCE = 3.0
-# Least squares of the relative errors of what D-KFAC and SPD-KFAC invert, in all rows.
-INVERSE = InverseTime(1.18e-3, 3.1e-13, 3.0)
 FUSED = BySize(4.0, ends=4.0, pieces=1)  # Horovod's messages: one number for all
 SMALL = 1024  # rows: factors with less are inverted everywhere by SPD-KFAC
 ALLOWED = 0.15

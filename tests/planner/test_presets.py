@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
+from gradtide.lab.options import Processor
 from gradtide.planner.data.presets import OTHER, PRESETS, like, preset
 from gradtide.planner.network import Device, Network
 from gradtide.planner.search import equipped, rank
@@ -27,6 +29,9 @@ from gradtide.simulate.grid import read_trace
         ("Tesla T4", "t4"),
         ("NVIDIA GeForce RTX 4090", "4090"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA RTX A1000", OTHER),
+        ("NVIDIA L40S", OTHER),
+        ("Tesla V100S-PCIE-32GB", "v100"),
         ("AMD Instinct MI300X", OTHER),
         ("cpu", "cpu"),
         ("", "cpu"),
@@ -34,6 +39,13 @@ from gradtide.simulate.grid import read_trace
 )
 def test_a_device_is_found_by_what_it_calls_itself(name: str, key: str) -> None:
     assert like(name) is PRESETS[key]
+
+
+def test_the_help_and_the_page_name_them_all() -> None:
+    (option,) = get_args(Processor)[1:]
+    assert option.help == f"Whose times to assume: {', '.join(PRESETS)}."
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    assert ", ".join(f"`{name}`" for name in PRESETS) in page
 
 
 def test_another_name_is_refused_with_those_there_are() -> None:

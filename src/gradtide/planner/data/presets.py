@@ -9,6 +9,7 @@ what was not measured there is marked.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from gradtide.kfac.costs import InverseTime
@@ -19,6 +20,9 @@ LAUNCH = 1e-5  # seconds: of a kernel, and what its host does for it
 # Least squares over published K-FAC on RTX 2080 Ti (benchmarks/published_curvature.py);
 # inversions are bound by their start, and hardly faster on a larger GPU.
 INVERSE = InverseTime(1.18e-3, 3.1e-13, 3.0)
+# By this factor a GPU computes slower while an all-reduce runs: least squares over all
+# published rows of V100s (benchmarks/published.py), flat from 1.07 to 1.13.
+SLOWED = 1.1
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,7 @@ def gpu(name: str, memory: float, operations: float) -> Preset:
         product=Line(LAUNCH, 2 / (0.6 * operations)),  # not measured: the share
         beside=False,
     )
-    # As over the published rows of V100s (benchmarks/published.py).
-    return Preset(device, slowed=1.1)
+    return Preset(device, SLOWED)
 
 
 PRESETS = {
@@ -81,6 +84,7 @@ def like(name: str) -> Preset:
     """What is nearest to a device that calls itself so; empty: not known, a CPU."""
     if name in ("", "cpu"):
         return PRESETS["cpu"]
-    words = name.lower().replace("-", " ").split()
-    key = next((key for key in PRESETS if any(key == w[: len(key)] for w in words)), "")
-    return PRESETS[key or OTHER]
+    # A letter behind the number is another board of the same: V100S; a digit is not.
+    words = re.split(r"[\s-]+", name.lower())
+    found = (k for k in PRESETS if any(re.fullmatch(k + "[a-z]?", w) for w in words))
+    return PRESETS[next(found, OTHER)]
