@@ -55,6 +55,16 @@ LinkRate = Annotated[
     str | None,
     Option(help="Of each host's link, such as 100mbit. Not under torchrun."),
 ]
+Profile = Annotated[
+    Path | None, Option(help="Made by gradtide profile network. Without: an ideal one.")
+]
+PerHost = Annotated[int | None, Option(help="Behind one network card.")]
+Rate = Annotated[str | None, Option(help="Of each host's link, such as 10gbit.")]
+Ranked = Annotated[
+    str | None,
+    Option(help="To rank beside the dense ones. Without: the recommended ones."),
+]
+Json = Annotated[Path | None, Option(help="Write the plan for programs, too.")]
 Margin = Annotated[
     float | None,
     Option(
@@ -63,7 +73,8 @@ Margin = Annotated[
     ),
 ]
 RunSteps = Annotated[
-    int, Option("--steps", help="Of a run: how much its steps of warm-up count.")
+    int | None,
+    Option("--steps", help="Of a run, else 2000: how much its steps of warm-up count."),
 ]
 Pilot = Annotated[
     Path | None,
@@ -304,31 +315,19 @@ def plan(
         str | None,
         Option(help="Made by gradtide profile trace, or a workload: replay:resnet50."),
     ] = None,
-    network: Annotated[
-        Path | None,
-        Option(help="Made by gradtide profile network. Without: an ideal one."),
-    ] = None,
+    network: Profile = None,
     step_ms: options.StepMs = None,
     ranks: Annotated[int | None, Option(help="Number of all ranks.")] = None,
-    ranks_per_host: Annotated[
-        int | None, Option(help="Behind one network card.")
-    ] = None,
-    rate: Annotated[
-        str | None, Option(help="Of each host's link, such as 10gbit.")
-    ] = None,
+    ranks_per_host: PerHost = None,
+    rate: Rate = None,
     delay: options.Delay = None,
     internet: options.FromFile = None,
     device: options.Processor = None,
-    schemes: Annotated[
-        str | None,
-        Option(help="To rank beside the dense ones. Without: the recommended ones."),
-    ] = None,
+    schemes: Ranked = None,
     margin: Margin = None,
-    steps: RunSteps = 2000,
+    steps: RunSteps = None,
     pilot: Pilot = None,
-    json: Annotated[
-        Path | None, Option(help="Write the plan for programs, too.")
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Rank schemes by the time of a step that they would take, and say why.
 
@@ -358,27 +357,17 @@ def advise(
         list[str] | None,
         Argument(help="What trains, after --.", metavar="-- PROGRAM [ARGUMENTS]"),
     ] = None,
-    network: Annotated[
-        Path | None,
-        Option(help="Made by gradtide profile network. Without: an ideal one."),
-    ] = None,
+    network: Profile = None,
     hosts: Annotated[int | None, Option(help="Number of hosts.")] = None,
     ranks: Annotated[int | None, Option(help="Or of all ranks.")] = None,
-    ranks_per_host: Annotated[
-        int | None, Option(help="Behind one network card.")
-    ] = None,
-    rate: Annotated[
-        str | None, Option(help="Of each host's link, such as 10gbit.")
-    ] = None,
+    ranks_per_host: PerHost = None,
+    rate: Rate = None,
     delay: options.Delay = None,
     internet: options.FromFile = None,
     device: options.Processor = None,
-    schemes: Annotated[
-        str | None,
-        Option(help="To rank beside the dense ones. Without: the recommended ones."),
-    ] = None,
+    schemes: Ranked = None,
     margin: Margin = None,
-    steps: RunSteps = 2000,
+    steps: RunSteps = None,
     pilot: Pilot = None,
     timed: Annotated[int, Option(help="Steps of the program that are timed.")] = 5,
     seconds: Annotated[
@@ -387,9 +376,7 @@ def advise(
     table: Annotated[
         bool, Option("--table", help="All schemes, as gradtide plan shows them.")
     ] = False,
-    json: Annotated[
-        Path | None, Option(help="Write the plan for programs, too.")
-    ] = None,
+    json: Json = None,
     trace_out: Annotated[
         Path | None, Option(help="Keep the trace, for gradtide plan --trace.")
     ] = None,

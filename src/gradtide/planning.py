@@ -18,7 +18,7 @@ from gradtide.lab.checks import check_file
 from gradtide.lab.spec import split_schemes
 from gradtide.planner import pilot as pilots
 from gradtide.planner import report, search
-from gradtide.planner.advice import Advice, advise
+from gradtide.planner.advice import STEPS, Advice, advise
 from gradtide.planner.data.presets import preset
 from gradtide.planner.network import Network, imagine, load
 from gradtide.planner.prior import Cost
@@ -34,7 +34,7 @@ class Weighed(NamedTuple):
     """How steps are weighed: a margin, the steps of a run, and a race's record."""
 
     margin: float | None = None
-    steps: int = 2000
+    steps: int | None = None  # as many as a run is taken to have
     pilot: Path | None = None
 
 
@@ -61,7 +61,7 @@ class Planning:
     device: str | None
     schemes: Mapping[str, Scheme] | None
     margin: float | None = None
-    steps: int = 2000
+    steps: int = STEPS
     known: Mapping[str, Cost] | None = None
     json: Path | None = None
 
@@ -77,6 +77,7 @@ class Planning:
     ) -> Planning:
         """From what was typed. Raises ValueError."""
         margin, steps, pilot = weighed
+        steps = STEPS if steps is None else steps
         if margin is not None and not 0 <= margin < math.inf:
             raise ValueError(f"--margin {margin}: a share of more steps, 0 or more")
         if steps < 1:

@@ -7,12 +7,13 @@ from typing import cast
 
 import pytest
 
-from gradtide.planner.advice import MARGIN, Advice, advise
+from gradtide.planner.advice import Advice, advise
 from gradtide.planner.search import Choice, in_order
 from gradtide.planner.virtual import Prediction
 from gradtide.scheme import parse
 from gradtide.scheme.recommended import RECOMMENDED, Steps
 
+MARGIN = 0.25
 COMPUTE = 0.100  # seconds of forward, backward and update
 
 

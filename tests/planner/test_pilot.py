@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gradtide.planner.pilot import SEED, cost, find, read
+from gradtide.planner.pilot import SEED, cost, read
+from gradtide.planner.prior import find
 from gradtide.scheme import parse
 
 RECORDS = Path(__file__).parents[2] / "benchmarks/records"

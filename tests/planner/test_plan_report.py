@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from gradtide.cli import app
 from gradtide.planner import report
 from gradtide.planner.advice import Advice, advise
 from gradtide.planner.network import Network
+from gradtide.planner.prior import Cost
 from gradtide.planner.report import dumps, show
 from gradtide.planner.search import DENSE, rank
 from gradtide.planner.trace import StepTrace, Unit
@@ -178,3 +180,19 @@ def test_k_fac_is_told_of_and_not_ranked() -> None:
 def test_no_k_fac_by_default() -> None:
     names = {choice.name for choice in rank(trace(0.1), Network.ideal(4, 1, 1e9))}
     assert not any("kfac" in name for name in names)
+
+
+@pytest.mark.parametrize("margin", [0.4, math.inf])
+def test_what_has_no_end_is_none_in_the_file(margin: float) -> None:
+    network = Network.ideal(8, 1, 1e8)
+    choices = rank(trace(0.3), network, SPARSE, tune=False)
+    known = {"topk": Cost(margin, 0.1, math.inf, 1)}
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    for found in (advise(choices, 8, 0.4), advise(choices, 8, known=known)):
+        text = dumps(found, trace(0.3), network)
+        told = json.loads(text, parse_constant=refuse)
+        costs = {each["name"]: each["cost"] for each in told["choices"]}
+    assert costs["topk"]["most"] is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradtide.planner.advice import advise
-from gradtide.planner.prior import NONE, STEPS, UNKNOWN, Cost, cost_of
+from gradtide.planner.prior import NONE, UNKNOWN, Cost, cost_of
 from gradtide.planner.search import Choice, in_order
 from gradtide.planner.virtual import Prediction
 from gradtide.scheme import parse
@@ -23,6 +23,7 @@ EXDYNA = "exdyna(0.01, schedule='local', warmup=240, wire='e3m0')"
 KNOWN = {
     "int8": "wfbp(wire='int8')",
     "e3m0": "dear(wire='e3m0')",
+    "topka2a": "topka2a(0.02, schedule='local', warmup=60)",
     "topka2a e3m0": TOPKA2A,
     "exdyna": EXDYNA,
     "oktopk": "oktopk(0.01, schedule='local', warmup=240)",
@@ -56,7 +57,8 @@ def test_a_loss_is_as_good_as_a_number_of_dense_steps(program: dict[str, Any]) -
 
 
 def test_what_was_not_measured_says_so() -> None:
-    for text in ("diloco(every=10)", "topk(0.01)", "wfbp(wire='sign')"):
+    others = "topka2a(0.001, schedule='local')", "micro(0.01, schedule='local')"
+    for text in ("diloco(every=10)", "topk(0.01)", "wfbp(wire='sign')", *others):
         assert cost_of(parse(text)) is UNKNOWN
     assert "nobody knows" in UNKNOWN.words
     assert str(Cost(0.04, 0.0, 0.12, 5).words) == "4 % more (0 to 12 % on 5 tasks)"
@@ -72,7 +74,7 @@ DENSE = [choice("wfbp", 1.0), choice("wfbp(wire='bf16')", 0.6)]
 
 
 def test_a_recipe_has_to_be_sooner_in_the_worst_run() -> None:
-    most = STEPS["TopKA2A"].most
+    most = cost_of(parse(TOPKA2A)).most
     for times, name in ((0.99, TOPKA2A), (1.01, "wfbp(wire='bf16')")):
         sparse = choice(TOPKA2A, times * 0.6 / (1 + most))
         found = advise(in_order([*DENSE, sparse]), 8)
@@ -93,7 +95,7 @@ def test_a_warm_up_counts_in_a_short_run() -> None:
     assert advise(choices, 8, total=250).recommended.name == "wfbp(wire='bf16')"
     found = advise(choices, 8, total=1000)
     typical, worst, best = found.sooner(sparse)
-    steps = 1000 * (1 + STEPS["TopKA2A"].typical)
+    steps = 1000 * (1 + cost_of(parse(TOPKA2A)).typical)
     assert typical == pytest.approx(600 / (240 * 0.9 + (steps - 240) * 0.2))
     assert worst <= typical <= best
 

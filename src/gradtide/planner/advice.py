@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradtide.core.grouped import grouped
-from gradtide.planner.pilot import find
-from gradtide.planner.prior import NONE, Cost, cost_of
+from gradtide.planner.prior import NONE, Cost, cost_of, find
 from gradtide.planner.search import DENSE, Choice
 from gradtide.planner.virtual import Prediction
 from gradtide.scheme.recommended import RECOMMENDED, Steps, made_for
@@ -31,7 +30,7 @@ HIDDEN = 0.05  # of a step: what is exposed of the exchange, where it counts as 
 SAME = 1.02  # by this factor and less, two steps of a kind take equally long
 NEARLY = 0.05  # more steps that a rounded scheme has to be worth
 CLOSE = 0.1  # shares that are too small to be named
-MARGIN = 0.25  # more steps that `auto` and others ask of a lossy scheme
+MOST = 1e6  # of a share of steps that is told as a number: more is for ever
 STEPS = 2000  # of a run, where nothing is said of it
 
 
@@ -297,7 +296,9 @@ def _margin(lossy: Choice, dense: Choice, weighing: Weighing) -> Rule:
             words += f"may need {percent(cost.most)} more"
             if lossy.warmup is not None:
                 words += f", its warm-up of {lossy.warmup[0]} steps aside"
-    return Rule("no margin", words, {"break_even": gain, "margin": cost.most})
+    return Rule(
+        "no margin", words, {"break_even": gain, "margin": min(cost.most, MOST)}
+    )
 
 
 # - Words ------------------------------------------------------------------------------

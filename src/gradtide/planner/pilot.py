@@ -12,18 +12,16 @@ among three seeds of eight recipes). Where the loss hardly falls, steps say noth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradtide.core.payload import settled
 from gradtide.planner.data.document import read_json
 from gradtide.planner.prior import Cost
 from gradtide.planner.search import kind
-from gradtide.scheme import Scheme, parse
+from gradtide.scheme import parse
 
 Course: TypeAlias = Sequence[tuple[float, float]]  # steps and losses
 DDP = "ddp"  # as a race calls torch's, which is exact
@@ -117,18 +115,6 @@ def _falls(late: np.ndarray[Any, Any]) -> Fall:
 
 def _share(logarithm: float) -> float:
     return math.inf if logarithm > MOST else math.exp(logarithm) - 1
-
-
-def find(known: Mapping[str, Cost], scheme: Scheme) -> Cost | None:
-    """What is known of a scheme, whatever its warm-up."""
-    same = (c for name, c in known.items() if _bare(parse(name)) == _bare(scheme))
-    return next(same, None)
-
-
-def _bare(scheme: Scheme) -> Scheme:
-    """Without its warm-up, and without what a fusion may be tuned to."""
-    inner: Any = settled(scheme.collective)
-    return replace(scheme, collective=inner, fusion=parse("wfbp").fusion)
 
 
 def _is_ddp(name: str) -> bool:

@@ -9,10 +9,12 @@ model needs, a trial on that model says.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from gradtide.core.payload import settled, wire_of
-from gradtide.scheme import Scheme
+from gradtide.core.payload import settled
+from gradtide.scheme import Scheme, parse
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,35 @@ class Cost:
 
 NONE = Cost(0.0, 0.0, 0.0)
 UNKNOWN = Cost(0.25, 0.0, 0.5)
-# Of what is rounded on the wire and made up for, by the wire; of steps that are
-# exchanged sparsely, by the collective, on tasks with Adam or its kin.
-WIRES = {"int8": Cost(-0.001, -0.053, 0.02, 3), "e3m0": Cost(0.011, -0.056, 0.092, 3)}
-STEPS = {
-    "TopKA2A": Cost(-0.044, -0.095, 0.036, 3),
-    "PartitionedTopK": Cost(0.018, -0.051, 0.214, 3),
-    "OkTopk": Cost(0.11, 0.064, 0.16, 3),
+INT8 = Cost(-0.001, -0.053, 0.02, 3)
+E3M0 = Cost(0.011, -0.056, 0.092, 3)
+EXDYNA = Cost(0.018, -0.051, 0.214, 3)
+# By recipes, of any warm-up. `dear` has the bits of `wfbp`.
+PRIOR = {
+    "wfbp(wire='int8')": INT8,
+    "dear(wire='int8')": INT8,
+    "wfbp(wire='e3m0')": E3M0,
+    "dear(wire='e3m0')": E3M0,
+    "topka2a(0.02, schedule='local')": Cost(-0.01, -0.055, -0.006, 3),
+    "topka2a(0.02, schedule='local', wire='e3m0')": Cost(-0.044, -0.095, 0.036, 3),
+    "exdyna(0.01, schedule='local')": EXDYNA,
+    # Not measured: taken for what it is with values as they are.
+    "exdyna(0.01, schedule='local', wire='e3m0')": EXDYNA,
+    "oktopk(0.01, schedule='local')": Cost(0.11, 0.064, 0.16, 3),
 }
 
 
 def cost_of(scheme: Scheme) -> Cost:
     """What a scheme that is not exact costs in steps."""
-    inner = settled(scheme.collective)
-    if scheme.schedule.rounds or scheme.outer is not None:
-        return UNKNOWN
-    if scheme.schedule.launch == "step":
-        return STEPS.get(type(inner).__name__, UNKNOWN)
-    return WIRES.get(str(wire_of(inner) or ""), UNKNOWN)
+    return find(PRIOR, scheme) or UNKNOWN
+
+
+def find(known: Mapping[str, Cost], scheme: Scheme) -> Cost | None:
+    """What is known of a scheme, by recipes; whatever its warm-up and its fusion."""
+    own = _bare(scheme)
+    return next((c for name, c in known.items() if _bare(parse(name)) == own), None)
+
+
+def _bare(scheme: Scheme) -> Scheme:
+    inner: Any = settled(scheme.collective)
+    return replace(scheme, collective=inner, fusion=Scheme().fusion)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from operator import attrgetter
@@ -15,6 +16,7 @@ from gradtide.core.grouped import grouped
 from gradtide.planner.advice import Advice, percent
 from gradtide.planner.data import document
 from gradtide.planner.network import Network
+from gradtide.planner.prior import Cost
 from gradtide.planner.search import Choice
 from gradtide.planner.steps.stages import Stages
 from gradtide.planner.trace import StepTrace
@@ -147,7 +149,7 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
         "ranks_per_host": network.ranks_per_host,
         "device": network.device.name or None,
         "margin": advice.weighing.margin,
-        "steps": advice.weighing.total,
+        "steps": _finite(advice.weighing.total),
         "verdict": advice.verdict,
         "recommended": advice.recommended.name,
         "scheme": advice.recommended.text,
@@ -163,7 +165,7 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
                 "refused": choice.refused or None,
                 "prediction": asdict(choice.prediction),
                 "break_even": _break_even(advice, choice),
-                "cost": None if choice.refused else asdict(advice.cost(choice)),
+                "cost": None if choice.refused else _told(advice.cost(choice)),
                 "sooner": None if choice.refused else advice.sooner(choice),
                 "warmup": choice.warmup
                 and {"steps": choice.warmup[0], "step_seconds": choice.warmup[1]},
@@ -173,3 +175,12 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
         ],
     }
     return document.dumps(FORMAT, content)
+
+
+def _told(cost: Cost) -> dict[str, float | None]:
+    return {name: _finite(value) for name, value in asdict(cost).items()}
+
+
+def _finite(number: float) -> float | None:
+    """None, which JSON has, of what has no end."""
+    return number if math.isfinite(number) else None

@@ -47,7 +47,7 @@ class Document:
 def dumps(format: str, content: Mapping[str, Any]) -> str:
     """JSON that says what it is."""
     document = {"format": format, "version": VERSION, **content}
-    return json.dumps(document, indent=1) + "\n"
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
 def read_json(path: Path, noun: str) -> Any:
