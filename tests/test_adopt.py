@@ -396,6 +396,74 @@ def _moments(schedule: str) -> None:
     sync.remove()
 
 
+STEPWISE = "Scheme({}, BySize(0.004, ends=0.001), {}{})"
+LOCALS = {
+    "steps": ("TopK(0.05)", "LOCAL", ""),
+    "partitioned": ("PartitionedTopK(0.05, Dynamic())", "LOCAL", ""),
+    "rounds": ("Dense()", "Schedule('step', every=3)", ""),
+    "diloco": ("Dense()", "Schedule('step', every=3)", ", outer=OuterSGD()"),
+    "sparseloco": (
+        "TiledTopK(0.05)",
+        "Schedule('step', every=3, decay=0.95)",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOCALS)
+@pytest.mark.parametrize("before", ["wfbp", "dear", "TopK(1.0)"])
+def test_steps_begin_where_gradients_leave_nothing(kind: str, before: str) -> None:
+    run_ranks(2, _steps_begin, kind, before)
+
+
+def _steps_begin(kind: str, before: str) -> None:
+    """As after a warm-up that is dense."""
+
+    def go(start: str, adopted: str) -> tuple[list[Tensor], gradtide.Replica]:
+        torch.manual_seed(0)
+        model = Branches()
+        opt = torch.optim.AdamW(model.parameters(), 0.01)
+        sync = gradtide.replicate(model, opt, start)
+        for step in range(10):
+            if step == 4 and adopted:
+                sync.adopt(adopted)
+            model(batch(step)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        sync.end_round()
+        return [p.detach().clone() for p in model.parameters()], sync
+
+    collective, schedule, outer = LOCALS[kind]
+    warm = STEPWISE.format(f"Warmup({collective}, 4)", schedule, outer)
+    start = before if "(" not in before else f"Scheme({before})"
+    expected, one = go(warm, "")
+    got, other = go(start, STEPWISE.format(collective, schedule, outer))
+    assert all(map(torch.equal, got, expected))
+    with pytest.raises(ValueError, match="optimizer's state of its own"):
+        other.adopt("wfbp")
+    one.remove()
+    other.remove()
+
+
+def test_what_gradients_have_left_is_no_step() -> None:
+    run_ranks(2, _left)
+
+
+def _left() -> None:
+    model, opt, sync = build("Scheme(TopK(0.05))")
+    for step in range(8):
+        if step == 4:
+            with pytest.raises(ValueError, match="no step; call adopt"):
+                sync.adopt("Scheme(TopK(0.05), schedule=LOCAL)")
+            sync.adopt("wfbp")
+        if step == 6:
+            sync.adopt("Scheme(TopK(0.05), schedule=LOCAL)")
+        model(batch(step)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    sync.remove()
+
+
 @dataclass(frozen=True)
 class Loses:
     def __call__(self, trace: Trace, cost: object) -> list[slice]:

@@ -487,8 +487,9 @@ class Replica:
 
         Args:
             scheme: The new scheme, the same on every rank, as for `replicate`. Its
-                preconditioner has to be the present one, and it has to exchange
-                gradients if the present one does, or steps (LOCAL) if that does.
+                preconditioner has to be the present one. One that exchanges steps
+                (LOCAL) may follow any scheme that has left no residual of gradients,
+                as exact ones do; one that exchanges gradients cannot follow it.
 
         Raises:
             RuntimeError: The call comes during backward, inside `no_sync`, or between

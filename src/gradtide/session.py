@@ -322,10 +322,14 @@ class Session:
             validate_optimizer(self.model, self.optimizer, chosen.schedule)
             momentum_of(self.optimizer, chosen)
             before, now = self.scheme.schedule.launch, chosen.schedule.launch
+            begins = now == "step" != before
             wrong = {
-                f"adopt({chosen!r}): the residual of gradients is no step, nor the "
-                "other way round; call remove() and replicate()": (
-                    (now == "step") != (before == "step")
+                f"adopt({chosen!r}): the residual of gradients is no step; call "
+                "adopt('wfbp') and make a step of that before, or remove() and "
+                "replicate()": begins and self.training.placement.has_residual,
+                f"adopt({chosen!r}): each rank has come to have an optimizer's state "
+                "of its own, and residuals of steps; call remove() and replicate()": (
+                    before == "step" != now
                 ),
                 f"adopt({chosen!r}): the preconditioner stays as it is; call remove() "
                 "and replicate() for another one": (

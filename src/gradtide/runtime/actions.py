@@ -102,6 +102,7 @@ class Actions:
             self.around, setup.scheme, self.updates, self._stage
         )
         self.consensus: Consensus | None = None  # of ranks that exchange steps
+        self._averaged = False  # gradients were exchanged, by another scheme
         self.use(self._exchange_of(setup.scheme))
 
     @property
@@ -120,6 +121,7 @@ class Actions:
         self.updates.reset()
         self.gradients.adopt(scheme)
         self.step.schedule = scheme.schedule
+        self._averaged |= not self.chosen.apart
         self.use(self._exchange_of(scheme))
 
     def use(self, exchange: Exchange) -> None:
@@ -142,7 +144,7 @@ class Actions:
         from gradtide.runtime.exchange.rounds import RoundExchange
         from gradtide.runtime.exchange.steps import StepExchange
 
-        self.consensus = self.consensus or Consensus(self.around)
+        self.consensus = self.consensus or Consensus(self.around, self._averaged)
         kind = RoundExchange if scheme.schedule.rounds else StepExchange
         return kind(self.around, scheme, self.consensus, self.gradients)
 

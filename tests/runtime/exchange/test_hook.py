@@ -167,7 +167,7 @@ def test_what_is_no_hook_is_refused() -> None:
             ("returned a NoneType", said(lambda *_: None)),
             ("has to be one tensor", said(lambda *_: done(3))),
             ("has to be one tensor", said(lambda *_: done(torch.ones(1)))),
-            ("is no step", said(own, gradtide.Scheme(schedule=gradtide.LOCAL))),
+            ("state of its own", said(own, gradtide.Scheme(schedule=gradtide.LOCAL))),
             ("preconditioner stays", said(own, "mpd_kfac")),
         ]
 

@@ -43,7 +43,9 @@ class Consensus:
     It outlives the scheme: the exchanges of steps and of rounds go on from it.
     """
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: Surroundings, averaged: bool) -> None:
+        """`averaged`: the optimizer has stepped from averaged gradients before."""
+        self._averaged = averaged
         self._engine, self._placement = around.engine, around.placement
         self._optimizer = around.optimizer
         self._traits = probe(around.optimizer)
@@ -79,10 +81,12 @@ class Consensus:
         for bucket in self._placement.buckets:
             bucket.waiting.clear()  # gradients are no steps
         self.resume()
+        self.to_widen |= self._averaged
 
     def resume(self) -> None:
         """Buckets have residuals of steps, and no gradient may live in them."""
-        self.begun = self.to_widen = True
+        first, self.begun = self._placement.buckets[0], True
+        self.to_widen = dense_last(first.collective, first.payload.state)
         for place in self._placement.places.values():
             grad = place.slot.grad
             if grad is not None and lives_in(grad, place.bucket.payload.flat):
@@ -90,9 +94,8 @@ class Consensus:
 
     def widen_once(self) -> None:
         """Have the optimizer expect a rank's own gradients, see [Note: gain]."""
-        first, due = self._placement.buckets[0], self.to_widen
-        self.to_widen = False
-        if not due or not dense_last(first.collective, first.payload.state):
+        due, self.to_widen = self.to_widen, False
+        if not due:
             return
         for p in self._placement.places:
             known, memory = self.known(p)

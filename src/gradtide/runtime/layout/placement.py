@@ -168,6 +168,12 @@ class Placement:
         if self.recorded is None:
             self._find_reads()
 
+    @property
+    def has_residual(self) -> bool:
+        """Whether anything waits to be sent, on this rank."""
+        left = (b.payload.flat for b in self.buckets if not b.residual_empty)
+        return any(bool(flat.any()) for flat in left)
+
     def _lay_out(self, ready: Sequence[Named], scheme: Scheme) -> None:
         pieces = scheme.schedule.fragments
         buckets = lay_out(
