@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 import gradtide
 from gradtide.collectives import Warmup
-from gradtide.planner.auto import decision, selector
-from gradtide.planner.auto.decision import Seen
+from gradtide.planner.auto import decision, drift, selector
+from gradtide.planner.auto.decision import Present, Seen
 from gradtide.planner.auto.inspector import LoopInspector
 from gradtide.planner.network import Network
 from gradtide.planner.search import DENSE, Choice, in_order
@@ -302,7 +302,7 @@ def test_deferred_updates_bear_that_gradients_are_scaled_alone(
 ) -> None:
     heard: list[Sequence[Seen]] = []
 
-    def plan(auto: Auto, seen: Sequence[Seen], network: Network) -> tuple[str, str]:
+    def plan(auto: Auto, seen: Sequence[Seen], *_: object) -> tuple[str, str]:
         heard.append(seen)
         return "wfbp", "because"
 
@@ -336,6 +336,21 @@ def trace(name: str, seconds: float) -> StepTrace:
     return StepTrace(name, (Unit("w", 1000, 4, seconds, seconds, 0.0),), 0.0)
 
 
+def predicted(step: float) -> Prediction:
+    return Prediction(
+        step=step,
+        forward=step / 4,
+        backward=step / 4,
+        select=0.0,
+        exchange=step,
+        apply=0.0,
+        exposed=step / 2,
+        sent_bytes=1e6,
+        limit=step,
+        buckets=1,
+    )
+
+
 def ranked(steps: dict[str, float]) -> Callable[..., list[Choice]]:
     """As `rank`, with these seconds of a step; half of each exposed."""
 
@@ -350,20 +365,8 @@ def ranked(steps: dict[str, float]) -> Callable[..., list[Choice]]:
         choices = []
         for name in DENSE.keys() | schemes:
             step = steps.get(name, 1.0)
-            told = Prediction(
-                step=step,
-                forward=step / 4,
-                backward=step / 4,
-                select=0.0,
-                exchange=step,
-                apply=0.0,
-                exposed=step / 2,
-                sent_bytes=1e6,
-                limit=step,
-                buckets=1,
-            )
             scheme = parse(name)
-            choices.append(Choice(name, scheme, told, refuse(scheme)))
+            choices.append(Choice(name, scheme, predicted(step), refuse(scheme)))
         return in_order(choices)
 
     return rank
@@ -372,6 +375,7 @@ def ranked(steps: dict[str, float]) -> Callable[..., list[Choice]]:
 SLOW = replace(trace("slow", 0.2), steps="sgd")
 SEEN = (Seen(trace("fast", 0.1), ""), Seen(SLOW, ""))
 ADAM = (SEEN[0], Seen(replace(SLOW, steps="adam"), ""))
+UNTRIED = (replace(ADAM[0], alone="it cannot be tried out"), ADAM[1])
 SPARSE = "exdyna(0.01, warmup=160)"
 STEPWISE = "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')"
 TIMES = {"dear": 0.8, "wfbp(wire='bf16')": 0.75, SPARSE: 0.25, STEPWISE: 0.3}
@@ -382,8 +386,8 @@ TIMES = {"dear": 0.8, "wfbp(wire='bf16')": 0.75, SPARSE: 0.25, STEPWISE: 0.3}
     [
         (Auto(), SEEN, "wfbp(wire='bf16')"),
         (Auto(lossy=True), SEEN, SPARSE),
-        # What Adam bears exchanges steps, and training has begun with gradients.
-        (Auto(lossy=True), ADAM, "wfbp(wire='bf16')"),
+        (Auto(lossy=True), ADAM, STEPWISE),
+        (Auto(lossy=True), UNTRIED, "wfbp(wire='bf16')"),
         (Auto(lossy=True, margin=3.0), SEEN, "wfbp(wire='bf16')"),
     ],
 )
@@ -406,9 +410,49 @@ def test_the_log_names_what_would_win_and_its_break_even(
     assert "less than 3 times the steps" in words
     assert "auto(lossy=True)" in words
     assert "\n" not in words
-    _, words = decision.plan(Auto(lossy=True), ADAM, Network.ideal(4, 2, 1e9))
+    _, words = decision.plan(Auto(), ADAM, Network.ideal(4, 2, 1e9))
     assert f"{STEPWISE} would take 300 ms" in words
-    assert "start with it" in words
+
+
+@pytest.mark.parametrize(
+    ("present", "times", "expected"),
+    [
+        # Nothing has changed, or hardly anything: it stays.
+        ("dear", TIMES, "wfbp(wire='bf16')"),
+        ("wfbp", {"wfbp": 0.52, "dear": 0.5}, "wfbp"),
+        ("dear(wire='bf16')", {"wfbp": 0.52, "dear": 0.5}, "dear"),
+        (STEPWISE, TIMES, STEPWISE),
+        # Nobody comes back from steps.
+        (STEPWISE, {"wfbp": 0.1}, STEPWISE),
+    ],
+)
+def test_what_is_chosen_in_training_follows_what_is_there(
+    present: str,
+    times: dict[str, float],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decision, "rank", ranked(times))
+    told = {parse(name): step for name, step in times.items()}
+    monkeypatch.setattr(
+        decision, "simulate", lambda _, own, __: predicted(told.get(own, 1.0))
+    )
+    auto = Auto(lossy=present == STEPWISE)
+    now = Present(parse(present), 1000, chosen=True)
+    text, words = decision.plan(auto, ADAM, Network.ideal(4, 2, 1e9), now)
+    assert parse(text) == parse(expected)
+    assert words.startswith("stays") == (present == expected)
+    assert ("state of its own" in words) == ("wfbp" in times and present == STEPWISE)
+
+
+def test_no_warm_up_follows_as_many_exact_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decision, "rank", ranked(TIMES))
+    for steps, expected in ((239, STEPWISE), (240, STEPWISE.replace("240", "0"))):
+        now = Present(parse("wfbp"), steps, chosen=True)
+        text, _ = decision.plan(Auto(lossy=True), ADAM, Network.ideal(4, 2, 1e9), now)
+        assert parse(text) == parse(expected)
 
 
 def test_an_obstacle_to_deferred_updates_is_none_to_others(
@@ -476,3 +520,86 @@ def test_it_is_a_scheme_like_others(text: str, auto: Auto) -> None:
 def test_what_is_wrong_with_it_is_said(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse(text)
+
+
+# - Later on ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("wfbp", "dear"),
+        ("dear", "wfbp(wire='bf16')"),
+        ("wfbp", "topka2a(0.1, schedule='local', wire='e3m0')"),
+        ("topka2a(0.1, schedule='local')", "oktopk(0.1, schedule='local')"),
+        ("wfbp", "Scheme(Dense(), schedule=Schedule('step', every=3))"),
+    ],
+)
+def test_all_decide_anew_after_the_same_step(
+    first: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank alone finds its steps slow: by a clock of its own."""
+    monkeypatch.setattr(drift, "STEPS", 4)
+    slow = 2 * STEPS + 6
+
+    def work() -> tuple[list[int], list[str]]:
+        rank, plans = torch.distributed.get_rank(), iter((first, then, then))
+        told = lambda *_: (repr(parse(name := next(plans))), f"{name} is best")  # noqa: E731
+        monkeypatch.setattr(decision, "plan", told)
+        log, now = Log(), [0.0]
+        monkeypatch.setattr(selector.time, "perf_counter", lambda: now[0])
+        torch.manual_seed(7)
+        model = plain()
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        sync = gradtide.replicate(model, opt, f"auto(steps={STEPS})")
+        changed, known = [], sync.scheme
+        for step in range(slow + 24):
+            now[0] += 9.0 if rank == 1 and step >= slow else 1.0
+            x, y = data(step)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            if sync.scheme is not known:
+                known = sync.scheme
+                changed.append(step)
+        sync.end_round()
+        sync.flush()
+        assert sync.scheme == parse(then)
+        sync.remove()
+        return changed, log.lines
+
+    (changed, lines), *others = run_ranks(3, work)
+    assert [steps for steps, _ in others] == [changed] * 2
+    assert len(changed) == 2
+    assert changed[0] == STEPS - 1
+    assert slow < changed[1] < slow + 10
+    assert [line.split(": ")[1] for line in lines] == [
+        f"{n} is best" for n in (first, then)
+    ]
+
+
+def test_who_adopts_another_scheme_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drift, "STEPS", 4)
+    decide_for(monkeypatch, "dear")
+
+    def work() -> list[str]:
+        log, now = Log(), [0.0]
+        monkeypatch.setattr(selector.time, "perf_counter", lambda: now[0])
+        model = plain()
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        sync = gradtide.replicate(model, opt, f"auto(steps={STEPS})")
+        for step in range(60):
+            now[0] += 1.0 if step < 30 else 9.0
+            x, y = data(step)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            if step == 20:
+                sync.adopt("wfbp")
+        assert sync.scheme == RECIPES["wfbp"]
+        sync.remove()
+        return log.lines
+
+    assert len(run_ranks(2, work)[0]) == 1

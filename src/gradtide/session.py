@@ -212,6 +212,8 @@ class Session:
         """A step is over; nothing has left in it if it was `silent`."""
         if self.tuning is not None:
             self.tuning.stepped()
+        if self.auto is not None:
+            self.auto.stepped(silent)
         if self.regrouping is not None:
             self.regrouping.stepped(self.trained, silent)
 

@@ -2,8 +2,8 @@
 
 Which message that is depends on what a step exchanges: the tally, or the flags of local
 steps and of rounds. What ranks have to hear of each other whichever it is stands here:
-that buffers are others than all agreed on, that a rank wants all to stop, that what it
-saves is not yet whole, or never will be.
+that buffers are others than all agreed on, that a rank wants all to stop, or to decide
+anew what to train with, that what it saves is not yet whole, or never will be.
 
 [Note: the same step] All ranks have to act on it after the same step. Where gradients
 are there when backward is over, so is the answer, on every rank. Where updates are
@@ -15,12 +15,12 @@ the answer of the step before. In the silent steps of a round nothing is heard.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gradtide.runtime.buffers import SharedBuffers
 
-COUNT = 5  # numbers in a message
+COUNT = 6  # numbers in a message
 
 
 class Saves(Protocol):
@@ -49,11 +49,13 @@ class Heard:
 
     Attributes:
         stop: Whether some rank wants all to stop.
+        decide: Whether some rank wants all to decide anew.
         failures: How many saves have failed, on all ranks together.
         whole: The last save, by its number, that is known to be whole on all ranks.
     """
 
     stop: bool = False
+    decide: bool = False
     failures: int = 0
     whole: int = 0
 
@@ -63,6 +65,7 @@ class Notices:
 
     Attributes:
         stop: Whether this rank wants all to stop.
+        decide: Whether it wants all to decide anew.
         saves: Who saves its states, if somebody does.
         last: What was heard in the last message that this rank has learned of.
         settled: What all ranks had heard when the backward of this step began.
@@ -71,7 +74,7 @@ class Notices:
     saves: Saves | None
 
     def __init__(self, buffers: SharedBuffers) -> None:
-        self.stop, self.saves = False, None
+        self.stop, self.decide, self.saves = False, False, None
         self.last = self.settled = Heard()
         self._buffers, self._begun = buffers, 0
 
@@ -81,17 +84,25 @@ class Notices:
         if saves is not None:
             self._begun = saves.begun
             torn, failures = saves.torn, saves.failures
-        return [self._buffers.changed(), self.stop, torn > 0, torn > 1, failures]
+        wishes = self.stop, self.decide
+        return [self._buffers.changed(), *wishes, torn > 0, torn > 1, failures]
 
     def hear(self, told: Sequence[int]) -> None:
         """Take the sum of all ranks' flags."""
-        changed, stop, torn, before, failures = told
+        changed, stop, decide, torn, before, failures = told
         self._buffers.note(changed > 0)
         whole = self.last.whole
         if not before:
             whole = max(whole, self._begun - (torn > 0))
-        self.last = Heard(self.last.stop or stop > 0, int(failures), whole)
+        wishes = self.last.stop or stop > 0, self.last.decide or decide > 0
+        self.last = Heard(*wishes, int(failures), whole)
 
     def settle(self) -> None:
         """A backward has begun: what was told in earlier ones, all ranks have heard."""
         self.settled = self.last
+
+    def decided(self) -> None:
+        """All have decided anew, and everything that was said has been heard."""
+        self.decide = False
+        self.last = replace(self.last, decide=False)
+        self.settled = replace(self.settled, decide=False)

@@ -1,5 +1,10 @@
 """What all ranks are to train with, decided by rank 0 and followed by everybody.
 
+[Note: In training] What is chosen follows what was trained with until now (`Present`),
+so not everything can be. A warm-up is for the beginning of a training: where means were
+exact for as long already, none is left. And what is there stays, unless something of
+its kind is faster by KEPT, because another one learns anew what it knows of entries.
+
 [Note: Together] Between two exchanges of this module stands nothing that a rank might
 raise unnoticed: what can fail is tried, and whether it did is exchanged next.
 """
@@ -13,19 +18,22 @@ from typing import Any, cast
 
 import torch
 
-from gradtide.core.payload import settled
+from gradtide.collectives import Warmup
+from gradtide.core.payload import settled, traits
 from gradtide.planner.advice import Advice, advise, more, ms
 from gradtide.planner.measure import measure
 from gradtide.planner.measuring.bench import Bench, RankError
 from gradtide.planner.network import Network
-from gradtide.planner.search import Choice, rank
+from gradtide.planner.search import Choice, kind, rank
 from gradtide.planner.trace import StepTrace
+from gradtide.planner.virtual import simulate
 from gradtide.scheme import RECIPES, Auto, Scheme, parse, prepared
 from gradtide.scheme.recommended import candidates
 from gradtide.transport import Transport
 
 LOG = logging.getLogger("gradtide")
 BUDGET = 3.0  # seconds of measuring the network
+KEPT = 1.05  # by this factor and less, a scheme of the same kind is not worth it
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,24 @@ class Seen:
 
     trace: StepTrace
     obstacle: str  # why its updates cannot be deferred; empty where they can
+    alone: str = ""  # why its steps cannot be exchanged; empty where they can
+
+
+@dataclass(frozen=True)
+class Present:
+    """What is trained with, for how many steps by now, and if a plan has chosen it."""
+
+    scheme: Scheme = RECIPES["wfbp"]
+    steps: int = 0
+    chosen: bool = False
+
+    def forbids(self, scheme: Scheme) -> str:
+        """Why another scheme cannot follow; empty where it can."""
+        before, then = (s.schedule.launch == "step" for s in (self.scheme, scheme))
+        if before and not then:
+            return "each rank has an optimizer's state of its own by now"
+        left = self.chosen and traits(settled(self.scheme.collective)).residual
+        return "a residual of gradients is no step" if then > before and left else ""
 
 
 @dataclass(frozen=True)
@@ -51,7 +77,11 @@ def stay(why: str) -> Decision:
 
 
 def decide(
-    transport: Transport, auto: Auto, see: Callable[[], Seen], device: torch.device
+    transport: Transport,
+    auto: Auto,
+    see: Callable[[], Seen],
+    device: torch.device,
+    present: Present,
 ) -> Decision:
     """What all ranks are to train with; the same on each, see [Note: Together].
 
@@ -65,7 +95,9 @@ def decide(
 
         def planned() -> tuple[str, str] | None:
             network = measure(transport, BUDGET, device)
-            return plan(auto, seen, network) if bench.group.rank == 0 else None
+            if bench.group.rank:
+                return None
+            return plan(auto, seen, network, present)
 
         answer = bench.first(planned)
     except RankError as error:
@@ -78,31 +110,62 @@ def decide(
     return Decision(parse(text), words)
 
 
-def plan(auto: Auto, seen: Sequence[Seen], network: Network) -> tuple[str, str]:
+def plan(
+    auto: Auto,
+    seen: Sequence[Seen],
+    network: Network,
+    present: Present = Present(),
+) -> tuple[str, str]:
     """The scheme as text, and why; for the slowest of the ranks."""
     slowest = max((s.trace for s in seen), key=lambda trace: trace.compute)
     obstacle = next((s.obstacle for s in seen if s.obstacle), "")
+    alone = next((s.alone for s in seen if s.alone), "")
 
     def refuse(scheme: Scheme) -> str:
+        if scheme.schedule.launch == "step":
+            return alone or present.forbids(scheme)
         return obstacle if scheme.schedule.update == "forward" else ""
 
     if auto.momentum_correction:  # with it, Adam bears what is made for SGD
         slowest = replace(slowest, steps="sgd")
     choices = rank(slowest, network, candidates(), refuse=refuse)
-    how = network.size, auto.margin, slowest.steps
-    # What exchanges steps cannot be gone on with: training has begun otherwise.
-    own = advise([c for c in choices if c.scheme.schedule.launch != "step"], *how)
-    chosen = own.recommended if auto.lossy else own.dense
-    scheme = _prepared(chosen.scheme, auto) if chosen.kind == "lossy" else chosen.scheme
-    return repr(scheme), _words(advise(choices, *how), chosen, network)
+    advice = advise(choices, network.size, auto.margin, slowest.steps)
+    chosen = advice.recommended if auto.lossy else advice.dense
+    why = present.forbids(chosen.scheme)
+    if present.chosen and (why or _kept(present, chosen, slowest, network)):
+        words = f"stays: {_words(advice, chosen, network)}"
+        return repr(present.scheme), f"{words}; but {why}" if why else words
+    scheme = chosen.scheme
+    if chosen.kind == "lossy":
+        scheme = _prepared(scheme, auto, present.steps)
+    return repr(scheme), _words(advice, chosen, network)
 
 
-def _prepared(scheme: Scheme, auto: Auto) -> Scheme:
-    """With what else `auto` was asked for, in the place of the recipe's own warm-up."""
-    if not auto.warmup and not auto.momentum_correction:
-        return scheme
+def _kept(present: Present, chosen: Choice, trace: StepTrace, network: Network) -> bool:
+    """Whether what is trained with is as good as what was chosen."""
+    own = present.scheme
+    if kind(own) != chosen.kind:
+        return False
+    if settled(own.collective) == settled(chosen.scheme.collective) and (
+        own.schedule == chosen.scheme.schedule and chosen.kind == "lossy"
+    ):
+        return True
+    return simulate(trace, own, network).step <= KEPT * chosen.step
+
+
+def _prepared(scheme: Scheme, auto: Auto, steps: int) -> Scheme:
+    """With what else `auto` was asked for, in the place of the recipe's own warm-up.
+
+    What was exact for as many `steps` needs none.
+    """
     bare = replace(scheme, collective=cast(Any, settled(scheme.collective)))
-    return prepared(bare, auto.warmup, auto.momentum_correction)
+    if auto.warmup or auto.momentum_correction:
+        scheme = prepared(bare, auto.warmup, auto.momentum_correction)
+    wrapper = scheme.collective
+    if isinstance(wrapper, Warmup) and steps >= wrapper.steps * len(wrapper.densities):
+        inside = wrapper.collective
+        return replace(scheme, collective=inside)
+    return scheme
 
 
 def _words(advice: Advice, chosen: Choice, network: Network) -> str:
@@ -111,10 +174,8 @@ def _words(advice: Advice, chosen: Choice, network: Network) -> str:
     words = f"{chosen.name}, {ms(chosen.step)} a step predicted on {where}: {why}"
     other = advice.recommended
     if other is not chosen:
-        steps = other.scheme.schedule.launch == "step"
         words += (
             f"; {other.name} would take {ms(other.step)}, worth it only if it needs "
-            f"less than {more(advice.break_even(other))}: "
-            + ("start with it" if steps else "auto(lossy=True) allows it")
+            f"less than {more(advice.break_even(other))}: auto(lossy=True) allows it"
         )
     return f"{words}; {chosen.scheme!r}"
