@@ -357,6 +357,14 @@ class DistributedDataParallel(Torchs):
         """
         self.replica.exchange()
 
+    def describe(self) -> str:
+        """Return a table of which bucket travels how, as `Replica.describe`. Local.
+
+        Returns:
+            Lines for people, whose form may change.
+        """
+        return self.replica.describe()
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let a communication hook exchange the gradients, as in DDP.
 

@@ -362,6 +362,9 @@ class Replica:
         - `density`: The entries that travelled, as a share (0 to 1) of those in the
           buckets whose exchange has ended; 1 for a dense exchange. If none has ended
           since the call before, it is what it was then.
+        - `compressed_share`: The share (0 to 1) of gradients, in bytes, whose exchange
+          sent fewer bytes than a dense one: `describe` says of which, and why of the
+          others not. As the density, it is of what has ended since the call before.
         - `skipped_steps`: How often, since `replicate`, exchanged gradients were
           cleared without an `optimizer.step()`, as by a GradScaler that has found
           infinities. It is counted when the next backward begins. A fused optimizer
@@ -393,6 +396,26 @@ class Replica:
         if (ranks := self._session.regrouping) is not None:
             more |= ranks.numbers()
         return {**self._metrics.read(self._session.trained), **more}
+
+    def describe(self) -> str:
+        """Return a table of which bucket travels how, as text. Local.
+
+        A row says which parameters are in a bucket; how many bytes this rank would send
+        for it densely, and how many it sends, for each step; and by what, or why it
+        travels densely though the scheme says otherwise: too short, in a warm-up,
+        before the optimizer is known. Bytes are those `counted` in the bucket's last
+        exchange. Before its first one, and after `adopt` has cut buckets anew, those of
+        a dense exchange are `foreseen`, and others are not known yet. Where hosts have
+        several ranks, bytes are those over their hosts' links.
+
+        Nothing is exchanged, and no tensor is read. Rank 0 logs the table once, when
+        `replicate` is over: by `logging`, to "gradtide" at level INFO. What share of
+        gradients travels compressed, `metrics` says as a number.
+
+        Returns:
+            Lines for people, whose form may change.
+        """
+        return self._session.describe()
 
     def meet(self) -> int:
         """Have ranks meet anew that have to, where they come and go.

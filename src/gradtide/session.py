@@ -116,8 +116,9 @@ class Session:
             self.regrouping.begin()
         found = params if self._unknown else []
         self._finder = Finder(found, self._step_begins, self._step_ends)
-        if self.engine.group.rank == 0:
+        if self.engine.group.rank == 0 and LOG.isEnabledFor(logging.INFO):
             LOG.info("%s is replicated: %s", type(model).__name__, self._words())
+            LOG.info("%s is replicated:\n%s", type(model).__name__, self.describe())
 
     # - The ranks ----------------------------------------------------------------------
 
@@ -181,6 +182,19 @@ class Session:
             f"hosts, {averaging}, by {type(transport).__name__}"
             + (", when its optimizer is known" if self.waiting else "")
         )
+
+    def describe(self) -> str:
+        """As `Replica.describe`."""
+        from gradtide.runtime.describe import table
+
+        instead = {
+            "by a communication hook: what it sends is not counted": (
+                self._comm_hook is not None
+            ),
+            "densely, until the optimizer is known": self.waiting,
+            "densely, until auto has decided": undecided(self.scheme) is not None,
+        }
+        return table(self.training, next((k for k, v in instead.items() if v), None))
 
     def _train_with(self, optimizer: Optimizer) -> None:
         """Begin to train; with K-FAC, a collective call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtide.core.telemetry import Record, Telemetry
+from gradtide.core.telemetry import Exchanged, Record, Telemetry
 
 
 def seen() -> Telemetry:
@@ -28,9 +28,20 @@ def test_totals_outlive_what_is_cleared() -> None:
         "exchange_seconds": 0.5,
         "selected": 3,
         "offered": 30,
+        "dense_bytes": 0,
+        "compressed_bytes": 0,
     }
     telemetry.select(1, 10)
     assert telemetry.totals()["offered"] == 40
+
+
+def test_an_exchange_counts_as_compressed_if_it_sent_less_than_densely() -> None:
+    telemetry = seen()
+    telemetry.exchange(Exchanged(sent=80, dense=80, selected=10, offered=10))
+    telemetry.exchange(Exchanged(sent=8, dense=160, selected=1, offered=20))
+    totals = telemetry.totals()
+    assert (totals["dense_bytes"], totals["compressed_bytes"]) == (240, 160)
+    assert (totals["selected"], totals["offered"]) == (14, 60)
 
 
 def test_what_was_not_cleared_counts_once() -> None:

@@ -188,6 +188,7 @@ def test_costs_are_told_per_step() -> None:
         "gradtide/exchange_seconds",
         "gradtide/sent_bytes",
         "gradtide/density",
+        "gradtide/compressed_share",
         "gradtide/skipped_steps",
     }
 

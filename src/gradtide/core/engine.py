@@ -52,6 +52,7 @@ class InFlight:
     label: str = ""  # of what was asked
     pending: Any = None
     sent: int = 0  # bytes of payload, to have it answered
+    total: int = 0  # bytes, of all that was asked so far
     part: Tensor | None = None  # this rank's share of the mean, while held at the Cut
     mean: Any = None  # what the flow returned
 
@@ -82,6 +83,14 @@ class Engine:
     def sent_bytes(self) -> int:
         """Bytes of payload that this rank has sent."""
         return self._sent + self.transport.payload_bytes
+
+    def dense_bytes(self, nbytes: int) -> int:
+        """Bytes that this rank would send to average so many of a bucket as they are.
+
+        Over its host's link, where that has several ranks.
+        """
+        size = self.group.size if self.levels is None else self.levels.outer.size
+        return 2 * (size - 1) * nbytes // size
 
     def move(self, transport: Transport) -> None:
         """Go on over another transport; nothing is under way."""
@@ -249,7 +258,10 @@ class Engine:
             except CommunicationError:
                 flight.flow.close()
                 raise
-        flight.sent = self.transport.payload_bytes - sent
+        # Beside what stays in a host another thread counts what does not.
+        stays = all(ops.is_inside(op) or isinstance(op, ops.ToHost) for op in several)
+        flight.sent = 0 if stays else self.transport.payload_bytes - sent
+        flight.total += flight.sent
 
     def _run(
         self,

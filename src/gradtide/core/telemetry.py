@@ -8,6 +8,14 @@ from typing import NamedTuple, TypeAlias
 
 RECORDED = 1 << 16  # entries kept: more than the lab reads at once, 16 MB at most
 Interval: TypeAlias = tuple[float, float]
+TOTALS = (
+    "exposed_seconds",
+    "exchange_seconds",
+    "selected",
+    "offered",
+    "dense_bytes",
+    "compressed_bytes",
+)
 
 
 class Record(NamedTuple):
@@ -20,6 +28,32 @@ class Record(NamedTuple):
     end: float
     second: bool = False  # after the turn of its exchange
     inside: bool = False  # a host, beside what is between hosts
+
+
+class Exchanged(NamedTuple):
+    """An exchange of a bucket that is over, as this rank has counted it.
+
+    Attributes:
+        sent: Bytes of payload.
+        dense: Bytes that a dense exchange would have sent.
+        selected: Entries that travelled.
+        offered: Entries of the bucket.
+    """
+
+    sent: int
+    dense: int
+    selected: int
+    offered: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether every entry travelled."""
+        return self.selected >= self.offered
+
+    @property
+    def compressed(self) -> bool:
+        """Whether fewer bytes travelled than densely."""
+        return self.sent < self.dense
 
 
 @dataclass
@@ -35,6 +69,8 @@ class Telemetry:
     select_seconds: float = 0.0  # that flows took up to their first request
     selected: int = 0  # entries taken out of buckets
     offered: int = 0  # entries in them
+    dense_bytes: int = 0  # that dense exchanges of the same buckets would have sent
+    compressed_bytes: int = 0  # of these, where fewer were sent
     _cleared: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def record(self, record: Record) -> None:
@@ -47,6 +83,12 @@ class Telemetry:
         self.waited.append((start, end))
         self.exposed_seconds += end - start
 
+    def exchange(self, seen: Exchanged) -> None:
+        """The exchange of a bucket is over."""
+        self.select(seen.selected, seen.offered)
+        self.dense_bytes += seen.dense
+        self.compressed_bytes += seen.dense * seen.compressed
+
     def select(self, selected: int, offered: int) -> None:
         """So many of the entries that a bucket offered have travelled."""
         self.selected += selected
@@ -54,8 +96,7 @@ class Telemetry:
 
     def totals(self) -> dict[str, float]:
         """What has been added up since the engine was made; `clear` lowers none."""
-        names = "exposed_seconds", "exchange_seconds", "selected", "offered"
-        return {n: self._cleared.get(n, 0) + getattr(self, n) for n in names}
+        return {n: self._cleared.get(n, 0) + getattr(self, n) for n in TOTALS}
 
     def clear(self) -> None:
         """Forget all of it but the totals."""
@@ -63,4 +104,4 @@ class Telemetry:
         for kept in (self.records, self.applied, self.waited):
             kept.clear()
         self.exposed_seconds = self.exchange_seconds = self.select_seconds = 0.0
-        self.selected = self.offered = 0
+        self.selected = self.offered = self.dense_bytes = self.compressed_bytes = 0

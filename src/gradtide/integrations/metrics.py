@@ -33,7 +33,8 @@ class Meter:
 
         Returns:
             `exposed_seconds`, `exchange_seconds` and `sent_bytes`, each per step;
-                `density` and `skipped_steps` as `Replica.metrics` tells them.
+                `density`, `compressed_share` and `skipped_steps` as `Replica.metrics`
+                tells them.
         """
         found = replica.metrics()
         step = found.pop("step")

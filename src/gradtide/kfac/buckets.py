@@ -43,6 +43,7 @@ class FactorBucket(Bucket):
         super().__init__(name, len(layers))
         self.kind = kind
         self.flight: InFlight | None = None
+        self.exchanged: int | None = None  # bytes that were sent, the last time
         by_owner, sizes, numbers = list(layers), None, None
         if config.distribution == "pad":  # parts are in the order of ranks
             by_owner.sort(key=lambda layer: owners[layer, kind])
@@ -66,7 +67,7 @@ class FactorBucket(Bucket):
         """Wait for the sums, if they are on their way; buffers may be used again."""
         if self.stage is Stage.SENT and self.flight is not None:
             engine.finish(self.flight)
-            self.flight = None
+            self.exchanged, self.flight = self.flight.total, None
             self.move("deliver")
 
 

@@ -16,7 +16,7 @@ class Metrics:
     """What `Replica.metrics` returns; it reads counters, and no tensors."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._density = engine, 0.0
+        self._engine, self._density, self._compressed = engine, 0.0, 0.0
         self._counted = self._totals()
 
     def read(self, training: Training) -> dict[str, float]:
@@ -26,10 +26,14 @@ class Metrics:
         selected, offered = new.pop("selected"), new.pop("offered")
         if offered:
             self._density = selected / offered
+        dense, compressed = new.pop("dense_bytes"), new.pop("compressed_bytes")
+        if dense:
+            self._compressed = compressed / dense
         return {
             "step": training.num_steps,
             **new,
             "density": self._density,
+            "compressed_share": self._compressed,
             "skipped_steps": training.num_skipped,
         }
 

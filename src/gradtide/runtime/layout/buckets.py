@@ -47,6 +47,7 @@ from gradtide.collectives.momentum_correction import (
 from gradtide.core.engine import Engine, InFlight
 from gradtide.core.payload import Collective, Payload, hands_over, layers, traits
 from gradtide.core.step import Bucket
+from gradtide.core.telemetry import Exchanged
 from gradtide.core.torch_internals import foreach_add_, foreach_copy_
 from gradtide.transport.shards import Spread, is_sharded, like, local, spread
 
@@ -139,6 +140,7 @@ class GradientBucket(Bucket):
         self._left: Tensor | None = None  # a copy of what has left: [Note: undone]
         self.open = False  # what has left has yet to take effect
         self.flight: InFlight | None = None
+        self.exchanged: Exchanged | None = None  # as it was the last time
 
     def rearm(self) -> None:
         super().rearm()
@@ -428,13 +430,14 @@ class GradientBucket(Bucket):
         if self.flight is None:
             return
         mean: Tensor = engine.finish(self.flight)
-        self.flight = None
+        sent, self.flight = self.flight.total, None
         self.take(mean)
         payload = self.payload
         numel = payload.flat.numel()
-        engine.telemetry.select(
-            numel if self.residual_empty else payload.num_sent, numel
-        )
+        selected = numel if self.residual_empty else payload.num_sent
+        dense = engine.dense_bytes(payload.flat.nbytes)
+        self.exchanged = Exchanged(sent, dense, selected, numel)
+        engine.telemetry.exchange(self.exchanged)
         payload.num_sent = 0
 
     # - What is taken out --------------------------------------------------------------
