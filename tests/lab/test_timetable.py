@@ -15,6 +15,7 @@ from gradtide.lab.internet import Internet, Link, Path
 from gradtide.lab.launch import launch
 from gradtide.lab.router import changed, needs_rules
 from gradtide.lab.timetable import Timetable
+from gradtide.lab.wiring import shape
 
 PYTHON = [sys.executable, "-u", "-I", "-c"]
 
@@ -64,6 +65,10 @@ def test_links_change_by_lines_for_a_shell() -> None:
         "tc qdisc change dev port1 root tbf rate 20000000bit",
         "tc qdisc change dev up1 root tbf rate 1000000bit",
     ]
+    # What waits in front of a bucket fits into it, or nothing ever passes again.
+    bundled = shape(cluster.internet.links[0].sends, cluster.mtu).segment
+    for line in slow:
+        assert int(line.split(" burst ")[1].split()[0]) > 1.5 * bundled
 
 
 def test_a_link_that_cannot_be_changed_is_an_error() -> None:

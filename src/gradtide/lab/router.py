@@ -34,6 +34,7 @@ from and go to, and puts them into the queue of the host that they go to (`port`
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from gradtide.lab.cluster import INTERFACE, NETWORK, Cluster, address, host_name
 from gradtide.lab.events import Cut, OfLink
@@ -160,7 +161,13 @@ def _bucket(
 ) -> str:
     shaped = shape(rate, cluster.mtu)
     limit = max(internet.queue * rate / 8, 2 * shaped.segment)
-    return shaped.bucket(device, int(limit), verb)
+    burst = shaped.burst
+    if verb == "change":
+        # What waits may be larger than the new bucket, in front of which it would stay
+        # for ever: hosts bundle packets as it suited their links at first.
+        bundles = (shape(link.sends, cluster.mtu).burst for link in internet.links)
+        burst = max(burst, *bundles)
+    return replace(shaped, burst=burst).bucket(device, max(int(limit), burst), verb)
 
 
 def _rules(internet: Internet) -> list[str]:
