@@ -320,8 +320,10 @@ def plan(
     ranks: Annotated[int | None, Option(help="Number of all ranks.")] = None,
     ranks_per_host: PerHost = None,
     rate: Rate = None,
+    up: options.Up = None,
     delay: options.Delay = None,
     internet: options.FromFile = None,
+    stragglers: options.Stragglers = None,
     device: options.Processor = None,
     schemes: Ranked = None,
     margin: Margin = None,
@@ -333,12 +335,12 @@ def plan(
 
     Nothing is exchanged: the engine runs on a virtual clock.
     """
-    from gradtide.planning import Planning, Weighed, read_trace
+    from gradtide.planning import Place, Planning, Weighed, read_trace
 
     with options.told():
         if trace is None:
             raise ValueError(f"say what is trained, and where.\n{PLANNED}")
-        place = ranks, ranks_per_host, rate, delay, internet
+        place = Place(ranks, ranks_per_host, rate, up, delay, internet, stragglers)
         weighed = Weighed(margin, steps, pilot)
         planning = Planning.asked(network, place, device, schemes, weighed, json)
         found = planning.of(read_trace(trace, step_ms))
@@ -362,8 +364,10 @@ def advise(
     ranks: Annotated[int | None, Option(help="Or of all ranks.")] = None,
     ranks_per_host: PerHost = None,
     rate: Rate = None,
+    up: options.Up = None,
     delay: options.Delay = None,
     internet: options.FromFile = None,
+    stragglers: options.Stragglers = None,
     device: options.Processor = None,
     schemes: Ranked = None,
     margin: Margin = None,
@@ -390,7 +394,7 @@ def advise(
     """
     from gradtide.advise import notes, page, report
     from gradtide.advise.program import NotRecorded, record
-    from gradtide.planning import Planning, Weighed
+    from gradtide.planning import Place, Planning, Weighed
 
     with options.told():
         if not program:
@@ -403,7 +407,7 @@ def advise(
         if timed < 1 or not 0 < seconds < math.inf:
             raise ValueError(f"--timed {timed} --seconds {seconds}: more than 0")
         size = _all_ranks(hosts, ranks, ranks_per_host)
-        place = size, ranks_per_host, rate, delay, internet
+        place = Place(size, ranks_per_host, rate, up, delay, internet, stragglers)
         weighed = Weighed(margin, steps, pilot)
         planning = Planning.asked(network, place, device, schemes, weighed, json)
         for option, path in {"--trace-out": trace_out, "--html": html}.items():

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from rich.console import Console
 
 from gradtide.lab import options
+from gradtide.lab.amounts import parse_share
 from gradtide.lab.checks import check_file
 from gradtide.lab.spec import split_schemes
 from gradtide.planner import pilot as pilots
@@ -26,8 +27,17 @@ from gradtide.planner.trace import StepTrace
 from gradtide.scheme import Scheme, parse
 from gradtide.simulate.grid import read_trace as read_trace
 
-# Ranks, those of a host, rate, delay and internet: None of what was not said.
-Place: TypeAlias = tuple[int | None, int | None, str | None, str | None, str | None]
+
+class Place(NamedTuple):
+    """Where is trained, as it was typed: None of what was not said."""
+
+    ranks: int | None = None
+    ranks_per_host: int | None = None
+    rate: str | None = None
+    up: str | None = None
+    delay: str | None = None
+    internet: str | None = None
+    stragglers: str | None = None
 
 
 class Weighed(NamedTuple):
@@ -87,9 +97,13 @@ class Planning:
         if device is not None:
             preset(device)
         measured = None if network is None else load(network)
-        ranks, per_host, *links = place
-        ranks, bits, more = options.planned(ranks, per_host or 1, *links)
+        per_host, links = place.ranks_per_host, (place.delay, place.internet, place.up)
+        own = place.ranks, per_host or 1, place.rate
+        ranks, bits, more = options.planned(*own, *links)
         there = imagine(measured, ranks, per_host, bits, more)
+        if place.stragglers is not None:
+            share = parse_share("--stragglers", place.stragglers)
+            there = replace(there, stragglers=share)
         names = None if schemes is None else split_schemes(schemes)
         wanted = None if names is None else {name: parse(name) for name in names}
         known = None if pilot is None else pilots.read(pilot)

@@ -22,6 +22,9 @@ from gradtide.planner.network import (
     imagine,
     load,
 )
+from gradtide.planner.trace import StepTrace, Unit
+from gradtide.planner.virtual import simulate
+from gradtide.scheme import parse
 from gradtide.transport import gloo
 
 
@@ -168,3 +171,26 @@ def test_where_hosts_are_far_a_ring_is_left_as_training_leaves_it() -> None:
     for mean, hops in ((small, 2), (large, 6)):
         expected = hops * 0.05 + mean.tensor.nbytes * bits
         assert seconds(mean, group, far) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("hosts", "largest"), [(2, 0.564), (4, 1.029), (16, 1.766)])
+def test_ranks_wait_for_the_last_of_them(hosts: int, largest: float) -> None:
+    """By the expected largest of so many normal numbers, as tables have it."""
+    there = replace(Network.ideal(hosts, 1, 1e9), stragglers=0.2)
+    assert there.slowest() == pytest.approx(1 + 0.2 * largest, rel=0.01)
+    assert there.slowest(25) - 1 == pytest.approx((there.slowest() - 1) / 5)
+    assert Network.ideal(hosts, 1, 1e9).slowest() == 1
+    assert there.words.endswith("whose steps vary by 20 %")
+
+
+def test_steps_that_vary_cost_rounds_less() -> None:
+    still = Network.ideal(4, 1, 1e12, alpha=0.0)
+    vary = replace(still, stragglers=0.3)
+    unit = Unit("w", 1000, 4, 0.05, 0.1, 0.01)
+    trace = StepTrace("one", (unit,), 0.01, loss=0.04)
+    for text, factor in (
+        ("wfbp", vary.slowest()),
+        ("diloco(every=9)", vary.slowest(9)),
+    ):
+        steps = [simulate(trace, parse(text), n).step for n in (still, vary)]
+        assert steps[1] / steps[0] == pytest.approx(factor, rel=1e-3)

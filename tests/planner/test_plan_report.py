@@ -142,12 +142,23 @@ def test_the_command(tmp_path: Path) -> None:
     }
 
 
+def test_a_link_is_as_slow_as_its_slower_way(tmp_path: Path) -> None:
+    found = [call(tmp_path, **how) for how in ({"rate": "1gbit", "up": "50mbit"}, {})]
+    slow = call(tmp_path, rate="50mbit")
+    assert found[0].output == slow.output != found[1].output
+    vary = call(tmp_path, rate="50mbit", stragglers="20%")
+    assert "8 hosts x 1 ranks, whose steps vary by 20 %" in vary.output
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"ranks": None}, "say for which network"),
         ({"rate": None}, "say for which network"),
         ({"rate": "fast"}, "not a rate"),
+        ({"up": "none"}, "a link has a limit"),
+        ({"up": "20mbit", "rate": None}, "say --rate"),
+        ({"stragglers": "often"}, "is no share"),
         ({"ranks": "1"}, "nobody to average with"),
         ({"ranks": "9", "ranks_per_host": "2"}, "choose a multiple"),
         ({"schemes": "nonsense"}, "nonsense"),

@@ -75,8 +75,8 @@ def _from(
     yield (
         f"Seen in {told.script}: {model}, {trace.numel:,} parameters "
         f"({trace.nbytes / 1e6:.3g} MB of gradients), {told.optimizer}, "
-        f"{ms(trace.compute)} a step on {trace.device}. Predicted for {network.hosts} "
-        f"hosts x {network.ranks_per_host} ranks."
+        f"{ms(trace.compute)} a step on {trace.device}. Predicted for "
+        f"{network.words}."
     )
     yield (
         "The script was ended when that was seen, as nothing else of it was asked for; "

@@ -43,6 +43,10 @@ FromFile = Annotated[
         help="File of hosts that differ, or transatlantic, home; for all of these.",
     ),
 ]
+Stragglers = Annotated[
+    str | None,
+    Option(help="Of a step, by how much its time varies among ranks (deviation): 10%."),
+]
 Loss = Annotated[
     str | None, Option(help="Share of packets that is lost on each way: 0.5%.")
 ]
@@ -218,8 +222,11 @@ def planned(
     rate: str | None,
     delay: str | None,
     internet: str | None,
+    up: str | None = None,
 ) -> tuple[int | None, float | None, float]:
     """For a planner: ranks, bits/s of the slowest link, and the longest round trip.
+
+    All ranks send as much as they receive, so a link is as slow as its slower way.
 
     Raises ValueError for what has no plan.
     """
@@ -227,8 +234,12 @@ def planned(
         bits = None
         if rate is not None:
             bits = limited(rate, f"--rate {rate}: a link without a limit has no plan")
+        if up is not None:
+            if bits is None:
+                raise ValueError(f"--up {up}: say --rate, too, of what hosts receive")
+            bits = min(bits, limited(up, f"--up {up}: a link has a limit"))
         return ranks, bits, parse_time("--delay", delay or "0ms")
-    given = {"--rate": rate, "--ranks": ranks, "--delay": delay}
+    given = {"--rate": rate, "--up": up, "--ranks": ranks, "--delay": delay}
     if twice := [name for name, value in given.items() if value is not None]:
         raise ValueError(
             f"--internet {internet} says what links are like: leave out "

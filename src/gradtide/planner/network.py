@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from gradtide.core.levels import rows
@@ -34,6 +35,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "spread": (lambda x: 0 <= x <= 1, "a share, from 0 to 1"),
     "occupancy": (lambda x: 0 < x <= 1, "a share, above 0 to 1"),
     "delay": (lambda x: 0 <= x < math.inf, "seconds, 0 or more"),
+    "stragglers": (lambda x: 0 <= x < math.inf, "a share of a step, 0 or more"),
     "rate": (lambda x: x is None or 0 < x < math.inf, "bits/s, above 0, or None"),
 }
 
@@ -111,6 +113,7 @@ class Network:
     occupancy: float = 1.0
     rate: float | None = None  # bits/s: nominal, of `inter`
     delay: float = 0.0  # seconds one way: of what a message takes to another host
+    stragglers: float = 0.0  # by how much steps vary among ranks, see `slowest`
     # As gradtide's transport over Gloo has them: parts of so many bytes and less, among
     # so many ranks (0: never), travel directly, and so do all-reduces that are small.
     one_hop_bytes: int = HOP
@@ -132,6 +135,14 @@ class Network:
         return self.hosts * self.ranks_per_host
 
     @property
+    def words(self) -> str:
+        """How many ranks where, for people."""
+        told = f"{self.hosts} hosts x {self.ranks_per_host} ranks"
+        if self.stragglers:
+            told += f", whose steps vary by {100 * self.stragglers:.3g} %"
+        return told
+
+    @property
     def members(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of every host."""
         return rows(self.size, self.ranks_per_host)
@@ -145,6 +156,19 @@ class Network:
     def share(self) -> float:
         """Of a processor, what a rank has while all ranks work."""
         return 1.0 if self.processors is None else min(self.processors, 1.0)
+
+    def slowest(self, steps: int = 1) -> float:
+        """How many times as long as usual the last of the ranks computes.
+
+        Ranks wait for each other after so many `steps`. What each step takes has a
+        standard deviation of `stragglers` times its mean, and does not depend on the
+        step before. The last of P normal ones is late by their expected largest (Blom,
+        1958), and in rounds of many steps quick ones make up for slow ones.
+        """
+        if not self.stragglers:
+            return 1.0
+        largest = NormalDist().inv_cdf((self.size - 0.375) / (self.size + 0.25))
+        return 1 + self.stragglers * largest / math.sqrt(steps)
 
     def occupied(self, seconds: float) -> float:
         """How long ranks keep their processors busy that work for `seconds` each."""

@@ -54,8 +54,8 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
     lines = [
         Text(
             f"{trace.name}: {trace.nbytes / 1e6:.4g} MB of gradients, "
-            f"{1e3 * trace.compute:.4g} ms of compute a step; {network.hosts} hosts x "
-            f"{network.ranks_per_host} ranks; predicted on the virtual clock"
+            f"{1e3 * trace.compute:.4g} ms of compute a step; {network.words}; "
+            "predicted on the virtual clock"
         ),
         Text(f"device: {told_of(network)}"),
         Text(advice.verdict, style="bold"),

@@ -154,6 +154,16 @@ class StepTrace:
         units = tuple(replace(unit, optimizer=factor * share) for unit, share in both)
         return replace(self, units=units, optimizer=seconds)
 
+    def slower(self, factor: float) -> StepTrace:
+        """The same step on a rank that computes `factor` times as long."""
+        times = ("forward", "backward", "optimizer")
+        units = tuple(
+            replace(unit, **{name: factor * getattr(unit, name) for name in times})
+            for unit in self.units
+        )
+        rest = {"optimizer": factor * self.optimizer, "loss": factor * self.loss}
+        return replace(self, units=units, **rest)  # type: ignore[arg-type]
+
     def save(self, path: Path) -> None:
         """Write JSON."""
         DOCUMENT.save(path, self)

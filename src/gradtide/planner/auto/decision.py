@@ -169,7 +169,7 @@ def _prepared(scheme: Scheme, auto: Auto, steps: int) -> Scheme:
 
 
 def _words(advice: Advice, chosen: Choice, network: Network) -> str:
-    where = f"{network.hosts} hosts x {network.ranks_per_host} ranks"
+    where = network.words
     why = "; ".join([*advice.reasons(chosen), *(rule.words for rule in advice.rules)])
     words = f"{chosen.name}, {ms(chosen.step)} a step predicted on {where}: {why}"
     other = advice.recommended

@@ -31,6 +31,8 @@ class Run:
         parts: MakeParts = Parts,
     ) -> None:
         trace = with_optimizer(trace, network.device)
+        if network.stragglers:
+            trace = trace.slower(network.slowest(scheme.schedule.every))
         self.trace, self.scheme = trace, scheme
         self.transport = VirtualTransport(network, busiest(trace, scheme, network))
         # Of a replay, only what is done to gradients and parameters is work.
