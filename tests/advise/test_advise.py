@@ -32,7 +32,7 @@ from gradtide.planner.advice import Advice, advise
 from gradtide.planner.network import Network
 from gradtide.planner.search import rank
 from gradtide.planner.trace import StepTrace, Unit
-from gradtide.planning import Planning
+from gradtide.planning import Place, Planning
 
 BEGIN = """\
 import os, sys, time, torch
@@ -117,7 +117,7 @@ while True:
     assert step.numel == 64 * 65 + 65 * 512 + 513 * 8
     assert step.steps == "adam"
     again = tmp_path / "again"
-    place = 4, None, "100mbit", None, None
+    place = Place(4, rate="100mbit")
     Planning.asked(None, place, schemes="dear", json=again).of(step)
     assert again.read_text() == plan.read_text()
 
