@@ -40,6 +40,10 @@ def compared(steps: int) -> dict[str, str]:
         "topka2a": f"topka2a(0.02, {rest})",
         "topka2a e3m0": f"topka2a(0.02, {rest}, wire='e3m0')",
         "oktopk": f"oktopk(0.01, {rest})",
+        **{
+            f"{name} {every}": f"{name}(every={every}, warmup={steps * 2 // 5})"
+            for name, every in (("diloco", 10), ("diloco", 30), ("sparseloco", 10))
+        },
     }
 
 
