@@ -104,6 +104,7 @@ def columns(found: Sequence[Cell]) -> list[dict[str, Any]]:
             "hosts": cluster.hosts,
             "ranks_per_host": cluster.local,
             "rate": cluster.rate,
+            "delay": cluster.delay,
             "schemes": len(own),
             "pick": chosen,
         }
@@ -128,7 +129,7 @@ def shown(found: Sequence[Cell], detailed: bool) -> Table:
     for name in names:
         table.add_column(name, justify="right")
     for cell in found:
-        there, own = f"{cell.cluster.place} x {cell.cluster.rate}", parts(cell)
+        there, own = f"{cell.cluster.place} x {cell.cluster.links}", parts(cell)
         mark = "" if abs(cell.error) <= NEAR else " !"
         table.add_row(
             cell.cluster.short,
@@ -145,14 +146,17 @@ def shown(found: Sequence[Cell], detailed: bool) -> Table:
     return table
 
 
-def _clusters(folder: Path, workload: str, hosts: str, rate: str) -> list[Cluster]:
-    every = product(workload.split(","), hosts.split(","), rate.split(","))
-    return [_cluster(folder, *one) for one in every]
+def _clusters(
+    folder: Path, workload: str, hosts: str, rate: str, delay: str
+) -> list[Cluster]:
+    asked = (text.split(",") for text in (workload, hosts, rate, delay))
+    return [_cluster(folder, *one) for one in product(*asked)]
 
 
-def _cluster(folder: Path, workload: str, place: str, rate: str) -> Cluster:
+def _cluster(folder: Path, workload: str, place: str, rate: str, delay: str) -> Cluster:
     hosts, _, local = place.partition("x")
-    return Cluster(folder, workload, int(hosts), rate, int(local or 1))
+    far = "" if delay == "0ms" else delay
+    return Cluster(folder, workload, int(hosts), rate, int(local or 1), far)
 
 
 Folder = Annotated[Path, typer.Option(help="Where everything is kept.")]
@@ -161,6 +165,11 @@ Hosts = Annotated[
     str, typer.Option(help="How many, with commas between; 4x2: two ranks on each.")
 ]
 Rate = Annotated[str, typer.Option(help="Of their links, with commas between.")]
+Delay = Annotated[
+    str, typer.Option(help="Of round trips between hosts, with commas between.")
+]
+Schemes = Annotated[str, typer.Option(help="Which.")]
+NAMES = ",".join(SCHEMES)
 ALL = (",".join(WORKLOADS), ",".join(map(str, HOSTS)), ",".join(RATES))
 
 
@@ -170,7 +179,8 @@ def run(
     workload: Workload = ALL[0],
     hosts: Hosts = ALL[1],
     rate: Rate = ALL[2],
-    schemes: Annotated[str, typer.Option(help="Which.")] = ",".join(SCHEMES),
+    delay: Delay = "0ms",
+    schemes: Schemes = NAMES,
     minutes: Annotated[
         float | None, typer.Option(help="Begin nothing that would end later.")
     ] = None,
@@ -178,7 +188,7 @@ def run(
 ) -> None:
     """Measure what is missing, one command after the other."""
     folder.mkdir(parents=True, exist_ok=True)
-    clusters = _clusters(folder, workload, hosts, rate)
+    clusters = _clusters(folder, workload, hosts, rate, delay)
     wanted = [job for c in clusters for job in jobs(c, split_schemes(schemes))]
     missing = {j.makes: j for j in wanted if not j.makes.exists()}
     total = sum(job.seconds for job in missing.values())
@@ -203,14 +213,17 @@ def table(
     workload: Workload = ALL[0],
     hosts: Hosts = ALL[1],
     rate: Rate = ALL[2],
+    delay: Delay = "0ms",
+    schemes: Schemes = NAMES,
     parts_too: Annotated[
         bool, typer.Option("--parts", help="Predicted / measured parts of steps.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON there.")] = None,
 ) -> None:
     """Predict what has been measured, and say whether the bar is met."""
-    clusters = _clusters(folder, workload, hosts, rate)
-    found = cells(clusters)
+    clusters = _clusters(folder, workload, hosts, rate, delay)
+    asked = split_schemes(schemes)
+    found = [cell for cell in cells(clusters) if cell.scheme in asked]
     if not found:
         raise typer.BadParameter(f"{folder} holds no measured cluster: use run first")
     (console := Console()).print(shown(found, parts_too))
@@ -220,11 +233,11 @@ def table(
     for row in picks:
         console.print(
             f"{row['workload']} {row['hosts']} x {row['ranks_per_host']} x "
-            f"{row['rate']}: of {row['schemes']} the pick is {row['pick']}, "
-            f"{row['behind']:.1%} behind {row['fastest']}"
+            f"{row['rate']} {row['delay']}: of {row['schemes']} the pick is "
+            f"{row['pick']}, {row['behind']:.1%} behind {row['fastest']}"
         )
     best = all(1 + row["behind"] <= BEHIND for row in picks)
-    whole = len(found) == len(clusters) * len(SCHEMES)
+    whole = len(found) == len(clusters) * len(asked)
     met = whole and within >= SHARE and median(errors) <= MIDDLE and best
     console.print(
         f"{len(found)} cells{'' if whole else ' (not all)'}: {within:.0%} within "
@@ -249,7 +262,8 @@ def table(
 def _written(cell: Cell) -> dict[str, Any]:
     where: dict[str, Any] = {"workload": cell.cluster.workload}
     where |= {"hosts": cell.cluster.hosts, "ranks_per_host": cell.cluster.local}
-    where |= {"rate": cell.cluster.rate, "scheme": cell.scheme, "error": cell.error}
+    where |= {"rate": cell.cluster.rate, "delay": cell.cluster.delay}
+    where |= {"scheme": cell.scheme, "error": cell.error}
     return where | {"predicted": asdict(cell.predicted), "measured": cell.measured}
 
 

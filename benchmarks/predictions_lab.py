@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradtide.lab.amounts import parse_time
 from gradtide.lab.rate import parse_rate
 from gradtide.planner.network import Network
 from gradtide.planner.virtual import simulate
@@ -26,6 +28,7 @@ class Cluster:
     hosts: int
     rate: str
     local: int = 1  # ranks on each host
+    delay: str = ""  # of a round trip between hosts; empty: they are near
 
     @property
     def short(self) -> str:
@@ -37,6 +40,11 @@ class Cluster:
         return f"{self.hosts}" if self.local == 1 else f"{self.hosts}x{self.local}"
 
     @property
+    def links(self) -> str:
+        """Their rate, and how far apart hosts are where they are."""
+        return f"{self.rate}_{self.delay}" if self.delay else self.rate
+
+    @property
     def ranks(self) -> int:
         return self.hosts * self.local
 
@@ -46,10 +54,10 @@ class Cluster:
 
     @property
     def network(self) -> Path:
-        return self.folder / f"network_{self.place}x{self.rate}.json"
+        return self.folder / f"network_{self.place}x{self.links}.json"
 
     def measured(self, schemes: str) -> Path:
-        return self.folder / f"{self.short}_{self.place}x{self.rate}_{schemes}"
+        return self.folder / f"{self.short}_{self.place}x{self.links}_{schemes}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,8 @@ def jobs(cluster: Cluster, schemes: Sequence[str]) -> Iterator[Job]:
     there: tuple[str, ...] = ("--hosts", str(cluster.hosts), "--rate", cluster.rate)
     if cluster.local > 1:
         there = (*there, "--ranks-per-host", str(cluster.local))
+    if cluster.delay:
+        there = (*there, "--delay", cluster.delay)
     rate = parse_rate(cluster.rate)
     assert rate is not None
     budget = 60.0 if rate >= 2e8 else 120.0
@@ -79,6 +89,7 @@ def jobs(cluster: Cluster, schemes: Sequence[str]) -> Iterator[Job]:
 
     trace = read_trace(cluster.workload)
     network = Network.ideal(cluster.hosts, cluster.local, rate)
+    network = network.delayed(parse_time("--delay", cluster.delay or "0ms"))
     # Parameters, gradients, buckets and means, and what a process holds anyway.
     room = cluster.ranks * (4 * trace.nbytes + 2.5e8)
     together = max(1, int(MEMORY / room))
@@ -89,8 +100,13 @@ def jobs(cluster: Cluster, schemes: Sequence[str]) -> Iterator[Job]:
         warmup = 1 if max(each) > TIMED else 3
         words = ("compare", "--schemes", ",".join(names), "--workload")
         effort = ("--steps", str(timed), "--warmup", str(warmup), "--rounds", "1")
-        folder = cluster.measured("+".join(names))
+        folder = cluster.measured(_short(names))
         out = ("--out", str(folder))
         seconds = start + 1.3 * (warmup + 1 + timed) * sum(each)
         asked = (*words, cluster.workload, *there, *effort, *out)
         yield Job(asked, folder / "record.json", seconds)
+
+
+def _short(names: Sequence[str]) -> str:
+    """As a folder is called."""
+    return re.sub(r"[^\w.+=-]+", "_", "+".join(names))[:120]
