@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace, new_class
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from gradtide.runtime.layout.parameters import (
     shared_parameters,
 )
 from gradtide.scheme import Scheme
+from gradtide.session import Buffers
 from gradtide.transport import ProcessGroup
 
 Recipe: TypeAlias = "str | Scheme"
@@ -99,6 +100,9 @@ class DistributedDataParallel(Torchs):
             default, stands for what `install` was given, or "wfbp": what DDP does.
         optimizer: The optimizer, if it exists. The scheme then begins with the first
             step.
+        buffers: With "mean" ranks go on from the mean of all ranks' buffers, as for
+            `replicate`, and forwards begin with nobody's. None, the default, leaves it
+            to `broadcast_buffers`.
 
     Attributes:
         module: The module that was passed.
@@ -137,6 +141,7 @@ class DistributedDataParallel(Torchs):
         *,
         scheme: Recipe | None = None,
         optimizer: Optimizer | None = None,
+        buffers: Literal["mean"] | None = None,
     ) -> None:
         leave_out(DistributedDataParallel.forward)
         # torch's own constructor is passed over: it would make a Reducer.
@@ -170,6 +175,8 @@ class DistributedDataParallel(Torchs):
         self.device_ids = only_device(device_ids, self.device_type)
         self.output_device = output_device
         self.scheme = self.default_scheme if scheme is None else scheme
+        self._buffering: Buffers = buffers or "local"  # this class sends when DDP does
+        given = given and buffers is None
         self.broadcast_buffers = given  # a property of torch's, since 2.13
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.find_unused_parameters = find_unused_parameters
@@ -184,7 +191,8 @@ class DistributedDataParallel(Torchs):
         alike: list[Tensor] = []
         if init_sync:
             alike += [p for _, p in shared_parameters(module)]
-        if init_sync and (given or forward_sync_buffers is not None):
+        averaging = buffers is not None
+        if init_sync and (given or averaging or forward_sync_buffers is not None):
             alike += [buffer for _, buffer in shared_buffers(module)]
         self._hook_name: str | None = None
         self._replica: Replica | None = None
@@ -222,11 +230,11 @@ class DistributedDataParallel(Torchs):
         for former in {r for p in ours for r in owners(p)}:
             _take_over(former, ours)
         group = self.process_group
-        self._replica = Replica(  # this class sends buffers when DDP does
-            self.module, optimizer, self.scheme, group, "local", None, alike
+        self._replica = Replica(
+            self.module, optimizer, self.scheme, group, self._buffering, None, alike
         )
         self._replica.wrapper = weakref.ref(self)
-        self._replica.shares_buffers = self.broadcast_buffers
+        self._replica.shares_buffers |= self.broadcast_buffers
         self._pending = -1  # the number of exchanges at a forward that is to be one
         self._end = weakref.finalize(self, _release, self._replica)
         self._end.atexit = False

@@ -71,8 +71,12 @@ def replicate(
             sharded these are the ranks that have the same part of it (`mesh["outer"]`),
             and each rank averages what it has.
         buffers: With "broadcast" every training forward begins with rank 0's buffers
-            (running statistics of norms), as in DistributedDataParallel. With "local"
-            every rank keeps its own, which saves that exchange.
+            (running statistics of norms), as in DistributedDataParallel. With "mean"
+            every rank goes on from the mean of all ranks, which is asked for as a
+            backward ends and waited for when it is next needed, so that one rank alone
+            may evaluate; batch norms then have the statistics that SyncBatchNorm would
+            have, and none of its messages in forward and backward; what is no float is
+            rank 0's. With "local" every rank keeps its own, which saves that exchange.
         grad_scaler: The GradScaler that multiplies the loss. Only a scheme with K-FAC
             has to know it, because its factors are squares of gradients. Otherwise it
             is found at its first step, from when on ranks compare its scale.
@@ -132,7 +136,7 @@ class Replica:
         how = buffers, grad_scaler, alike, check_every, elastic
         self._session = Session(self, model, optimizer, scheme, process_group, *how)
         self.wrapper: Callable[[], object] | None = None
-        self.shares_buffers = buffers == "broadcast"  # whoever begins forwards
+        self.shares_buffers = buffers != "local"  # whoever begins forwards
         self._metrics = Metrics(self.engine)
 
     @property

@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # loaded by what needs them (tests/test_imports.py)
 
 LOG = logging.getLogger("gradtide")
 
-Buffers: TypeAlias = Literal["broadcast", "local"]
+Buffers: TypeAlias = Literal["broadcast", "mean", "local"]
 
 
 class Session:
@@ -80,6 +80,7 @@ class Session:
     engine: Engine
     trained: Training
     notices: Notices
+    _shared_buffers: SharedBuffers
 
     def __init__(
         self,
@@ -148,7 +149,11 @@ class Session:
 
     def train(self) -> Training:
         """Begin to train, when parameters are alike on all ranks."""
+        if hasattr(self, "_shared_buffers"):
+            self._shared_buffers.rest()
         self._shared_buffers = SharedBuffers(self.model, self.engine)
+        if self._buffering == "mean":
+            self._shared_buffers.average()
         before = getattr(self, "notices", None)  # of ranks that were others
         self.notices = Notices(self._shared_buffers)
         if before is not None:
@@ -411,6 +416,7 @@ class Session:
         """Apply the updates that step() has deferred."""
         self.training.flush()
         self.training.arrive()
+        self._shared_buffers.arrive()
 
     def refuse_moment(self, call: str) -> None:
         """Raise RuntimeError unless all that was exchanged has been made use of."""
@@ -513,6 +519,7 @@ class Session:
         self.apply_pending(end_round)
         self.detach()
         self._finder.rest()
+        self._shared_buffers.rest()
         self.engine.transport.close()
         if self.regrouping is not None:
             self.regrouping.close()

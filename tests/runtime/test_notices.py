@@ -96,6 +96,8 @@ class Unchanged:
     def note(self, doubtful: bool) -> None:
         assert not doubtful
 
+    def settle(self) -> None: ...
+
 
 class Saving:
     begun, torn, failures = 0, 0, 0

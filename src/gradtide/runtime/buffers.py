@@ -15,16 +15,25 @@ discriminator, siamese ones), and graphs of the first forward may have saved a b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from gradtide.core.engine import Engine
 from gradtide.runtime.guards.validation import Signature, check_ranks_agree
-from gradtide.runtime.layout.broadcast import INTEGERS, broadcast, integers
+from gradtide.runtime.layout.broadcast import (
+    INTEGERS,
+    broadcast,
+    integers,
+    synchronize,
+)
 from gradtide.runtime.layout.parameters import is_ignored, shared_buffers
+from gradtide.runtime.members import Members
 from gradtide.transport.shards import described, local
+
+if TYPE_CHECKING:
+    from gradtide.runtime.means import BufferMeans
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -42,6 +51,8 @@ class SharedBuffers:
         self._look()
         self._agreed: Mapping[str, Kind] = self._kinds(self._own())
         self._doubtful = False  # some rank has others than were agreed on
+        self._known_doubtful = False  # when the backward under way began
+        self.means: BufferMeans | None = None
 
     def __bool__(self) -> bool:
         """Whether there is anything to send, or to agree on; alike on all ranks."""
@@ -60,9 +71,9 @@ class SharedBuffers:
 
         Raises ValueError, on every rank, if ranks have others than each other.
         """
+        self.arrive()
         if self._doubtful:
-            check_ranks_agree(self._engine.transport, self._compare, REMEDY)
-            self._agreed, self._doubtful = self._kinds(self._own()), False
+            self._agree()
         broadcast(self._engine, self.tensors(), source)
 
     def tensors(self) -> list[Tensor]:
@@ -78,6 +89,57 @@ class SharedBuffers:
             else _zeros(*kind)
             for name, kind in self._agreed.items()
         ]
+
+    def held(self) -> dict[str, Tensor | None]:
+        """What is agreed on; None of what this rank has no more as it was."""
+        own = self._own()
+        kinds = self._kinds(own)
+        return {
+            name: local(own[name]).detach() if kinds.get(name) == kind else None
+            for name, kind in self._agreed.items()
+        }
+
+    # - Means of all ranks, see `means` ------------------------------------------------
+
+    def average(self) -> None:
+        """Have the means of all ranks from now on; collective."""
+        from gradtide.runtime.means import BufferMeans
+
+        self.rest()
+        synchronize(self._engine, self.tensors())
+        self.means = BufferMeans(self._model, self._engine, self.held)
+
+    def rest(self) -> None:
+        """Have no means any more."""
+        if self.means is not None:
+            self.means.remove()
+        self.means = None
+
+    def settle(self) -> None:
+        """A backward has begun: all ranks know by now whether some rank has others."""
+        self._known_doubtful = self._doubtful
+
+    def leave(self, members: Members) -> None:
+        """A backward is over: ask for the means; collective."""
+        if self.means is None:
+            return
+        self.arrive()
+        if self._known_doubtful:
+            self._agree()
+            self.average()
+        active = members.count()  # first: by then it is known who is the source
+        self.means.leave(members.source, active, members.shadowing)
+
+    def arrive(self) -> None:
+        """Put in the means that are on their way; local."""
+        if self.means is not None:
+            with torch.no_grad():
+                self.means.arrive()
+
+    def _agree(self) -> None:
+        check_ranks_agree(self._engine.transport, self._compare, REMEDY)
+        self._agreed = self._kinds(self._own())
+        self._doubtful = self._known_doubtful = False
 
     def _compare(self) -> tuple[None, Signature]:
         named = shared_buffers(self._model)

@@ -82,6 +82,9 @@ class Hooks:
         for module in _hookable(model):  # each of them keeps the training alive
             held = Hook(partial(_held, self))
             keep(module.register_load_state_dict_pre_hook(held))  # type: ignore[no-untyped-call]
+            if training.buffers.means is not None:
+                arrive = Hook(lambda *_: self._training.buffers.arrive())
+                keep(module.register_state_dict_pre_hook(arrive))  # type: ignore[no-untyped-call]
         if is_scripted(model):  # updates at step(): none of its forwards is seen
             training.placement.compiled = True
         else:
@@ -211,7 +214,8 @@ class Hooks:
             return (
                 "K-FAC counts forwards: call the model from code that is not compiled"
             )
-        if self._buffers and self._training.buffers:
+        averaged = self._training.buffers.means is not None
+        if (self._buffers or averaged) and self._training.buffers:
             return (
                 "gradtide sends buffers before every forward: compile the model by "
                 "model.compile(), or before replicate() and pass what was compiled, or "
@@ -223,6 +227,8 @@ class Hooks:
         training = self._training
         if not training.turns.trains:  # see [Note: readers] in `turns`
             return
+        if not is_traced():
+            training.surviving(training.buffers.arrive)()
         if training.step.open and not in_backward():
             raise RuntimeError(
                 "the last backward pass raised before its end, so the ranks may have "

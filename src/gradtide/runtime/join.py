@@ -86,6 +86,11 @@ class Join:
         """By what gradients are multiplied for the mean to be over the right ranks."""
         return 1.0 if self._over_all else self._engine.group.size / len(self.active)
 
+    def count(self) -> int:
+        """How many ranks train, by the last event; waits for what they have said."""
+        self._read()
+        return len(self.active)
+
     def announce(self, event: Event, number: float, member: int) -> float:
         """Say what comes next; returns the number that this was announced with.
 
@@ -187,6 +192,9 @@ class Member:
     def source(self) -> int:
         return self.join.source
 
+    def count(self) -> int | None:
+        return self.join.count()
+
     def announce(self, event: Event, number: float = 0.0) -> float:
         """Say what this replica exchanges next, as `Join.announce`."""
         return self.join.announce(event, number, self._number)
@@ -250,6 +258,7 @@ class Member:
         if not self.join.uneven:
             return
         source = self.join.source
+        training.buffers.arrive()
         buffers = training.buffers.tensors() if self._shares_buffers else []
         synchronize(engine, [*self._parameters(), *buffers], source)
         optimizer, piece = training.optimizer, b""

@@ -32,6 +32,9 @@ class Members(Protocol):
     @property
     def source(self) -> int: ...
 
+    def count(self) -> int | None:
+        """How many ranks train, by what all have said last; None for all of them."""
+
     def announce(self, event: Event, number: float = 0.0) -> float:
         """Say what this replica exchanges next; returns the number to go by."""
 
@@ -49,6 +52,9 @@ class Everybody:
     """Outside of `join()`: all ranks have batches."""
 
     inside, gain, shadowing, source = False, 1.0, False, 0
+
+    def count(self) -> int | None:
+        return None
 
     def announce(self, event: Event, number: float = 0.0) -> float:
         return number

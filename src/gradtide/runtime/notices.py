@@ -100,6 +100,7 @@ class Notices:
     def settle(self) -> None:
         """A backward has begun: what was told in earlier ones, all ranks have heard."""
         self.settled = self.last
+        self._buffers.settle()
 
     def decided(self) -> None:
         """All have decided anew, and everything that was said has been heard."""

@@ -173,7 +173,10 @@ class Training:
     def end(self, arrived: bool) -> None:
         """A backward is over, on all ranks that have begun it."""
         self.begun = False
+        leaves = arrived and not self.step.silent
         self.step.end(arrived)
+        if leaves:
+            self.buffers.leave(self.actions.members)
 
     @torch.no_grad()
     def exchange_now(self) -> None:

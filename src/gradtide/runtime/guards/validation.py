@@ -95,12 +95,10 @@ def validate(
         "model.reshard() before replicate(); or freeze it": left is not None,
         "the model is scripted and has buffers, which are sent before its forward: use "
         "buffers='local', or put it into a module of its own": (
-            is_scripted(model)
-            and buffers == "broadcast"
-            and bool(shared_buffers(model))
+            is_scripted(model) and buffers != "local" and bool(shared_buffers(model))
         ),
-        f"buffers={buffers!r}: use 'broadcast' or 'local'": (
-            buffers not in ("broadcast", "local")
+        f"buffers={buffers!r}: use 'broadcast', 'mean' or 'local'": (
+            buffers not in ("broadcast", "mean", "local")
         ),
         f"check_every={check_every!r}: a number of steps; 0 for never": (
             not counts or check_every < 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 import torch
@@ -77,19 +77,49 @@ def broadcast(engine: Engine, tensors: Sequence[Tensor], source: int = 0) -> Non
     are one message. No message is longer than MESSAGE_BYTES, and no tensor that alone
     is longer is copied if it is contiguous.
     """
+    for batch in _messages(tensors):
+        _begin(engine, batch, source)()
+
+
+def begin_broadcast(
+    engine: Engine, tensors: Sequence[Tensor], source: int
+) -> Callable[[], None]:
+    """`broadcast` that does not wait: call what is returned for tensors to be there."""
+    ends = [_begin(engine, batch, source) for batch in _messages(tensors)]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
+
+
+def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """What travels as one."""
     plain = [integers(tensor).detach() for tensor in tensors]
     # By falling width, so that each begins where its dtype may.
     plain.sort(key=Tensor.element_size, reverse=True)
     for together in grouped(plain, attrgetter("device")).values():
-        for batch in _batches(together):
-            flats = [_bytes(tensor) for tensor in batch]
-            data = _aside(flats[0]) if len(flats) == 1 else torch.cat(flats)
-            for message in torch.split(data, MESSAGE_BYTES):
-                engine.ask("broadcast", Broadcast(message, source))()
-            if engine.transport.group.rank != source:
-                pieces = torch.split(data, [len(flat) for flat in flats])
-                for tensor, piece in zip(batch, pieces, strict=True):
-                    _write(tensor, piece.view(tensor.dtype).view(tensor.shape))
+        yield from _batches(together)
+
+
+def _begin(engine: Engine, batch: Sequence[Tensor], source: int) -> Callable[[], None]:
+    flats = [_bytes(tensor) for tensor in batch]
+    data = _aside(flats[0]) if len(flats) == 1 else torch.cat(flats)
+    asked = [
+        engine.ask("broadcast", Broadcast(message, source))
+        for message in torch.split(data, MESSAGE_BYTES)
+    ]
+
+    def end() -> None:
+        for answer in asked:
+            answer()
+        if engine.transport.group.rank != source:
+            pieces = torch.split(data, [len(flat) for flat in flats])
+            for tensor, piece in zip(batch, pieces, strict=True):
+                _write(tensor, piece.view(tensor.dtype).view(tensor.shape))
+
+    return end
 
 
 def _bytes(tensor: Tensor) -> Tensor:
