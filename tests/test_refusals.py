@@ -331,7 +331,7 @@ def test_parameters_that_come_later_are_refused(scheme: str) -> None:
                 backward(model)
                 opt.step()
 
-            refused(train, f"{name} was added or unfrozen", "sync.remove()")
+            refused(train, f"{name} was added or unfrozen", "sync.refresh()")
             sync.remove()
             opt.step()
 

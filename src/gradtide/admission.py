@@ -27,12 +27,14 @@ def admit(
     process_group: ProcessGroup | Mesh | None,
     buffers: str,
     check_every: int,
+    own: object = None,
 ) -> None:
     """Raise ValueError, naming the remedy, for what cannot be trained.
 
-    Whatever has to be compiled for it is compiled here.
+    What `own` averages already is no hindrance. Whatever has to be compiled for it is
+    compiled here.
     """
-    validate(model, buffers, check_every, members(process_group))
+    validate(model, buffers, check_every, members(process_group), own)
     trained = averaged(model)
     device = trained[0][1].device
     refuse(

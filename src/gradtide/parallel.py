@@ -365,6 +365,16 @@ class DistributedDataParallel(Torchs):
         """
         self.replica.exchange()
 
+    def refresh(self, optimizer: Optimizer | None = None) -> None:
+        """Go on with the parameters that are trained now, as `Replica.refresh`.
+
+        This is a collective call, behind whatever has changed these.
+
+        Args:
+            optimizer: One that takes the place of the present one, if it was made anew.
+        """
+        self.replica.refresh(optimizer)
+
     def describe(self) -> str:
         """Return a table of which bucket travels how, as `Replica.describe`. Local.
 

@@ -203,6 +203,37 @@ class Replica:
         """
         self._session.attach(optimizer)
 
+    def refresh(self, optimizer: Optimizer | None = None) -> None:
+        """Go on with the parameters that are there, and are trained, now.
+
+        This is a collective call, between `optimizer.step()` and the next backward,
+        behind whatever has changed which parameters are trained: some were frozen or
+        unfrozen, added or removed (adapters, heads), or others are in their place
+        (`load_state_dict(assign=True)`). What was replicated goes on; buckets are laid
+        out anew. Parameters and buffers of which ranks have other bits become rank 0's.
+        What is deferred, or a round that is under way, ends first.
+
+        What was not delivered of parameters that stay is kept, with velocities, outer
+        momentum and numbers of steps. A parameter stays that is the same object, or
+        that has the name and shape of one which the model has no more: then it takes
+        the place of that in the optimizer, too, with its state. The residual of a
+        parameter that is frozen is kept until that is trained again; of one that is
+        removed it is lost, which is told in the log. Thresholds, factors and the like,
+        and K-FAC's statistics, are learnt anew, and so is the order of the buckets.
+
+        Args:
+            optimizer: One that takes the place of the present one, if it was made anew.
+                Otherwise add new parameters to the present one: `add_param_group`.
+
+        Raises:
+            RuntimeError: The call comes during backward, inside `no_sync` or `join`, or
+                between backward and step.
+            ValueError: What is there now cannot be trained, or differs between ranks:
+                the first parameter that does is named. It is raised on every rank, and
+                the replica goes on as before.
+        """
+        self._session.refresh(optimizer)
+
     # - The user's side ----------------------------------------------------------------
 
     @contextmanager

@@ -37,7 +37,7 @@ from gradtide.runtime.guards.validation import (
 )
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.layout.broadcast import synchronize
-from gradtide.runtime.layout.parameters import averaged
+from gradtide.runtime.layout.parameters import averaged, shared_parameters
 from gradtide.runtime.notices import Heard, Notices
 from gradtide.runtime.optimizer.finder import Finder
 from gradtide.runtime.training import Training
@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # loaded by what needs them (tests/test_imports.py)
     from gradtide.planner.auto.selector import AutoSelector
     from gradtide.planner.tuning.online import Tuner
     from gradtide.regrouping import Regrouping
+    from gradtide.runtime.refresh import Aside
 
 LOG = logging.getLogger("gradtide")
 
@@ -97,6 +98,7 @@ class Session:
     ) -> None:
         self.removed, self._owner = False, owner
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
+        self._aside: Aside | None = None  # of parameters that are frozen now
         self.model, self.process_group = model, process_group
         self._given, self._buffering = scheme, buffers
         self._check_every, self._grad_scaler = check_every, grad_scaler
@@ -310,6 +312,9 @@ class Session:
         before = self.training
         self.detach()
         self._unknown = False
+        self._begin_anew(before, optimizer)
+
+    def _begin_anew(self, before: Training, optimizer: Optimizer) -> None:
         self._train_with(optimizer)
         after = self.training
         after.num_steps, after.num_skipped = before.num_steps, before.num_skipped
@@ -318,6 +323,40 @@ class Session:
         before.actions.members.follow(after)
         if self._comm_hook:
             self._exchange_by_hook(*self._comm_hook)
+
+    def refresh(self, optimizer: Optimizer | None) -> None:
+        """As `Replica.refresh`; collective."""
+        from gradtide.runtime import refresh
+
+        self.meet()
+        self.refuse_moment("refresh")
+        self.apply_pending()
+        before = self.training
+        stays, known = refresh.staying(before), optimizer or self.known_optimizer
+        how = self._buffering, self._check_every
+
+        def prepare() -> tuple[None, Signature]:
+            given = self.scheme, self.process_group, *how, self._owner
+            admit(self.model, known, *given)
+            return None, describe(self.model, self.scheme, how[1], how[0])
+
+        moving = known or self.optimizer
+        with refresh.in_place(moving, stays):
+            remedy = "change the same parameters in the same way on every rank"
+            check_ranks_agree(self.engine.transport, prepare, remedy)
+        before.resolve_loads()
+        self.detach()
+        synchronize(self.engine, [p for _, p in shared_parameters(self.model)])
+        self._shared_buffers.renew(self._buffering == "broadcast")
+        aside = self._aside = self._aside or refresh.Aside()
+        changes = aside.take(before, stays)
+        params = [p for _, p in averaged(self.model)]
+        self._unknown = known is None
+        self._begin_anew(before, known or SGD(params))
+        aside.carry(before, self.training, stays)
+        self._finder.follow(params)
+        if changes.gone or self.engine.group.rank == 0:
+            LOG.info("from step %d on: %s", before.num_steps + 1, changes)
 
     @property
     def heard(self) -> Heard:

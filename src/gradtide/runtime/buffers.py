@@ -99,6 +99,18 @@ class SharedBuffers:
             for name, kind in self._agreed.items()
         }
 
+    def renew(self, broadcast: bool) -> None:
+        """All ranks have other buffers, and alike: they begin as rank 0's; collective.
+
+        Unless each rank has its own: with neither means nor `broadcast`.
+        """
+        self._look()
+        self._agreed, self._doubtful = self._kinds(self._own()), False
+        if self.means is not None:
+            self.average()
+        elif broadcast:
+            synchronize(self._engine, self.tensors())
+
     # - Means of all ranks, see `means` ------------------------------------------------
 
     def average(self) -> None:

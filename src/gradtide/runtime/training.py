@@ -354,6 +354,11 @@ class Training:
         self._undone = self._undone or UndoGuard(self.placement)
         return self._undone
 
+    def resolve_loads(self) -> None:
+        """Drop the residual of steps that were undone, if parameters were loaded."""
+        if self._undone is not None:
+            self._undone.resolve()
+
     def drop(self) -> None:
         """Forget what steps have sent: another state is to be loaded."""
         self.undone().keep()

@@ -46,11 +46,16 @@ EXCHANGING = (
 
 
 def validate(
-    model: nn.Module, buffers: str, check_every: int, ranks: Sequence[int]
+    model: nn.Module,
+    buffers: str,
+    check_every: int,
+    ranks: Sequence[int],
+    own: object = None,
 ) -> None:
     """Raise ValueError, naming the remedy, for what cannot be replicated.
 
-    `ranks` are to do it, by their numbers in the default group.
+    `ranks` are to do it, by their numbers in the default group. What `own` averages
+    already is no hindrance.
     """
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
@@ -80,7 +85,7 @@ def validate(
             "DTensors of these": kind is not torch.Tensor,
             f"{name} is replicated already: call sync.remove() first; or, if two "
             "models share it, replicate one that holds both, with one optimizer: "
-            "nn.ModuleList([a, b])": any(owners(p)),
+            "nn.ModuleList([a, b])": any(one is not own for one in owners(p)),
         }
         refuse(unfit)
     left, counts = shards.unmanaged(model), type(check_every) is int
@@ -322,7 +327,7 @@ class SetupGuard:
                 raise RuntimeError(
                     f"{name} was added or unfrozen after replicate(), or replaces "
                     "another, so no bucket has it and it would not be averaged: call "
-                    "sync.remove() on every rank and replicate() again"
+                    "sync.refresh() on every rank, behind such a change"
                 )
             if self._known.get(p, p.dtype) is not p.dtype:
                 raise RuntimeError(

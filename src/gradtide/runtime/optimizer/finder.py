@@ -44,6 +44,11 @@ class Finder:
             register_optimizer_step_pre_hook(untraced(self._before))
             register_optimizer_step_post_hook(untraced(self._after))
 
+    def follow(self, params: Iterable[Tensor]) -> None:
+        """Look for other parameters from now on, if it has looked for any."""
+        if self._params:
+            self._params = {id(p) for p in params}
+
     def rest(self) -> None:
         """Look no longer, at any moment: hooks that do nothing stay behind."""
         self._params.clear()
