@@ -289,6 +289,47 @@ def race(
         lab_script.race(spec, script, pattern, out, sys.argv, resume)
 
 
+@app.command(
+    epilog=options.examples(
+        "gradtide pilot -- train.py --epochs 3",
+        "gradtide pilot --workload mypkg.train:build --seconds 60 --ranks 2",
+    )
+)
+def pilot(
+    program: Annotated[
+        list[str] | None,
+        Argument(help="A training script, after --.", metavar="[-- SCRIPT]"),
+    ] = None,
+    workload: Annotated[
+        str | None, Option(help="Or a function, mypkg.train:build, or gpt-small.")
+    ] = None,
+    schemes: Annotated[
+        str | None,
+        Option(help="The exact one and those in question. Without: README's."),
+    ] = None,
+    ranks: Annotated[int, Option(help="On this machine.")] = 4,
+    seconds: Annotated[float, Option(help="Of training for each scheme.")] = 120.0,
+    every: Annotated[int, Option(help="Steps between two looks at the loss.")] = 10,
+    seed: Seed = 0,
+    out: Annotated[Path, Option(help="Folder for what was seen.")] = Path("out/pilot"),
+    loss_pattern: Annotated[
+        str | None, Option(help="Of a script: how it prints one, r'loss=(\\S+)'.")
+    ] = None,
+) -> None:
+    """Say how many more steps recipes need to the same loss, on your own script.
+
+    It trains with each of them for a time, on this machine: a race without slow links.
+    plan --pilot and advise --pilot go by what it leaves.
+    """
+    require("lab", "psutil", "matplotlib")
+    from gradtide.lab.race import pilot as lab_pilot
+
+    with options.told():
+        how = schemes, ranks, seconds, every, seed
+        spec = lab_pilot.asked(program, workload, *how)
+        lab_pilot.hold(spec, program or [], loss_pattern, out, sys.argv)
+
+
 def _place(
     hosts: int | None, ranks_per_host: int, rate: str | None, far: options.Far
 ) -> tuple[options.Layout, int | None]:

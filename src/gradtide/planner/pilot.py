@@ -52,14 +52,14 @@ def read(path: Path) -> dict[str, Cost]:
             f"{path} is no record of a race ({error!r}): make one by `gradtide race "
             "--rate none`, whose record.json is meant"
         ) from None
-    exact = next((name for name in courses if _is_exact(name)), None)
+    exact = next((name for name in courses if is_exact(name)), None)
     if exact is None:
         raise ValueError(
             f"{path}: no exact contestant to compare with: race ddp or wfbp with the "
             "others"
         )
     # Those of torch's own that are not exact, with a hook, are no schemes.
-    others = {n: c for n, c in courses.items() if not (_is_exact(n) or _is_ddp(n))}
+    others = {n: c for n, c in courses.items() if not (is_exact(n) or _is_ddp(n))}
     costs = {name: cost(courses[exact], course) for name, course in others.items()}
     told = {name: each for name, each in costs.items() if each is not None}
     if others and not told:
@@ -121,5 +121,6 @@ def _is_ddp(name: str) -> bool:
     return name.startswith(DDP)
 
 
-def _is_exact(name: str) -> bool:
+def is_exact(name: str) -> bool:
+    """Whether a contestant's means are exact, so that others are held against it."""
     return name == DDP if _is_ddp(name) else kind(parse(name)) == "lossless"
