@@ -35,7 +35,7 @@ LAYERS = (
     {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LATE = 68  # imports of ours that wait for a call
+LATE = 69  # imports of ours that wait for a call
 FREE = LEVEL["ddp_arguments"]  # from here up, torch.distributed may be imported
 
 
