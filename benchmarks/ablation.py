@@ -31,7 +31,10 @@ DENSE = "wfbp"
 
 
 def compared(steps: int) -> dict[str, str]:
-    """The schemes, with two fifths of the steps as a warm-up, by a short name."""
+    """The schemes, with two fifths of the steps as a warm-up, by a short name.
+
+    Rounds are also tried without ("cold"): a warm-up sends 30 times as much.
+    """
     rest = f"schedule='local', warmup={steps * 2 // 5}"
     return {
         "int8": "wfbp(wire='int8')",
@@ -44,6 +47,8 @@ def compared(steps: int) -> dict[str, str]:
             f"{name} {every}": f"{name}(every={every}, warmup={steps * 2 // 5})"
             for name, every in (("diloco", 10), ("diloco", 30), ("sparseloco", 10))
         },
+        "diloco 10 cold": "diloco(every=10)",
+        "diloco 30 cold": "diloco(every=30)",
     }
 
 
