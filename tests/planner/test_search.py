@@ -100,6 +100,17 @@ def test_a_choice_says_what_its_warm_up_takes() -> None:
     assert ranked["wfbp"].warmup is None
 
 
+def test_steps_of_a_warm_up_exchange_gradients_also_before_rounds() -> None:
+    asked = {"diloco(every=20, warmup=100)": parse("diloco(every=20, warmup=100)")}
+    (found,) = (c for c in rank(trace(), NETWORK, asked, tune=False) if c.name in asked)
+    dense = Scheme(Dense(), found.scheme.fusion)
+    assert found.warmup is not None
+    assert found.warmup[0] == 100
+    taken = search.simulate(trace(), dense, NETWORK).step
+    assert found.warmup[1] == pytest.approx(taken)
+    assert found.step < taken
+
+
 @pytest.mark.parametrize(
     "name",
     [

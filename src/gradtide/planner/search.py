@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, get_args
 
 from gradtide.collectives import Warmup
 from gradtide.core.payload import pays_below, settled, traits, wire_of
+from gradtide.core.schedule import WFBP
 from gradtide.fusion import BySize, Cuts, Fusion, MgWfbp
 from gradtide.planner.data.presets import like, preset
 from gradtide.planner.network import MOST, Network
@@ -133,7 +134,12 @@ def _with_warmup(choice: Choice, trace: StepTrace, network: Network) -> Choice:
     wrapper, scheme = choice.scheme.collective, choice.scheme
     if choice.refused or not isinstance(wrapper, Warmup):
         return choice
-    stages = [replace(scheme, collective=c) for c in wrapper.stages()]
+    stages = []
+    for collective, density in zip(wrapper.stages(), wrapper.densities, strict=True):
+        stage = replace(scheme, collective=collective)
+        if density == 1 and scheme.schedule.launch == "step":  # gradients, as ever
+            stage = replace(stage, schedule=WFBP, outer=None)
+        stages.append(stage)
     steps = {stage: simulate(trace, stage, network).step for stage in set(stages)}
     mean = sum(steps[stage] for stage in stages) / len(stages)
     return replace(choice, warmup=(wrapper.steps * len(stages), mean))
