@@ -281,7 +281,8 @@ class Hooks:
             changed = _evaluated(args, kwargs)
         if deferred:
             self._compilations.watch()
-        training.surviving(training.stepping)(args[0])
+        inside = changed is None and closes(args, kwargs)
+        training.surviving(training.stepping)(args[0], inside)
         if training.lost:
             if closes(args, kwargs):
                 changed = changed or _evaluated(args, kwargs)

@@ -196,12 +196,17 @@ class Training:
             self._close(arrived=True)
 
     @torch.no_grad()
-    def stepping(self, optimizer: Optimizer) -> None:
-        """A step of an optimizer begins: the replica's own, or one that was found."""
+    def stepping(self, optimizer: Optimizer, closes: bool = False) -> None:
+        """A step of an optimizer begins: the replica's own, or one that was found.
+
+        If it `closes`, its closure is still to write the gradients that it takes.
+        """
         with self.turns:
             if self.engine.group.size > 1:
                 self.scales.look()
-                self._look_for_unexchanged(optimizer)
+                self._unseen = None
+                if not closes:
+                    self._look_for_unexchanged(optimizer)
             self._begin_step()
 
     def _begin_step(self) -> None:

@@ -335,6 +335,31 @@ def test_gradients_that_a_closure_writes_by_hand_are_seen() -> None:
     assert [len(said) for said in run_ranks(2, run)] == [2, 2]
 
 
+def test_what_a_closure_is_about_to_clear_is_not_taken() -> None:
+    """Gradients that an earlier scheme has left, in memory of its own."""
+
+    def run() -> int:
+        model = mlp()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, opt, "dear")
+
+        def closure() -> Tensor:
+            opt.zero_grad()
+            value = loss(model, 0)
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        with told() as said:
+            for step in range(6):
+                if step == 3:
+                    sync.adopt("wfbp")
+                opt.step(closure)
+        sync.remove()
+        return len(said)
+
+    assert run_ranks(2, run) == [0, 0]
+
+
 @pytest.mark.parametrize("buffers", [False, True])
 def test_nobody_waits_where_one_rank_alone_makes_such_a_step(buffers: bool) -> None:
     def run() -> tuple[int, int, str]:
