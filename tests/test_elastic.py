@@ -61,12 +61,19 @@ def step(
 
 
 def train(
-    name: str, tell: Tell, address: str, scheme: str, dies: str = "", total: int = STEPS
+    name: str,
+    tell: Tell,
+    address: str,
+    scheme: str,
+    dies: str = "",
+    total: int = STEPS,
+    buffers: Any = "broadcast",
 ) -> dict[str, Any]:
     """Train; a rank `dies` in the forward, backward or step that comes next to 9."""
     torch.set_num_threads(1)
     model, optimizer = build(sum(map(ord, name)))
-    sync = gradtide.replicate(model, optimizer, scheme, elastic=members(address, name))
+    how: Any = {"buffers": buffers, "elastic": members(address, name)}
+    sync = gradtide.replicate(model, optimizer, scheme, **how)
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
 
     def die(*_: Any) -> None:
@@ -87,7 +94,9 @@ def train(
     sync.flush()
     told = sync.metrics()
     kept = ("ranks", "generation", "lost_ranks", "lost_steps")
-    return {"digest": digest(model), **{key: told[key] for key in kept}}
+    held = [x for b in model.buffers() for x in b.double().flatten().tolist()]
+    found = {"digest": digest(model), "buffers": str(held)}
+    return {**found, **{key: told[key] for key in kept}}
 
 
 @pytest.mark.slow
@@ -113,6 +122,26 @@ def test_others_train_on_and_another_takes_the_place(scheme: str, dies: str) -> 
     for name in "ac":
         assert job.ended[name]["lost_steps"] <= 1
         assert job.ended[name]["lost_ranks"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["forward", "backward", "step"])
+@pytest.mark.parametrize("scheme", ["wfbp", "dear", "diloco(every=4)"])
+def test_means_of_buffers_go_on_among_others(scheme: str, dies: str) -> None:
+    with lighthouse(2) as address:
+        job = Job(train, address, scheme)
+        for name, end in (("a", ""), ("b", dies), ("c", "")):
+            job.start(name, end, STEPS, "mean")
+        waiting = ["d"]
+
+        def heard(name: str, now: int) -> None:
+            if now >= 8 and waiting:
+                job.start(waiting.pop(), "", STEPS, "mean")
+
+        job.wait(heard)
+    assert job.ended.pop("b") == -signal.SIGKILL
+    for key in ("digest", "buffers"):
+        assert alike({name: told[key] for name, told in job.ended.items()})
 
 
 def deal(name: str, tell: Tell, address: str, dies: bool = False) -> None:

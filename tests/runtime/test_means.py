@@ -267,6 +267,21 @@ def test_batches_that_are_accumulated_count() -> None:
     assert apart < 0.05  # ranks that differ for good: their chance is not told apart
 
 
+@pytest.mark.parametrize("steps", [3, 6, 8])
+def test_they_are_alike_at_the_end_of_a_round(steps: int) -> None:
+    def work(model: Net, sync: gradtide.Replica, seen: Seen) -> Any:
+        sync.end_round()
+        sync.flush()
+        return held(model)
+
+    def rounds() -> Any:
+        return trained(steps, work, scheme="Scheme(schedule=Schedule('step', every=4))")
+
+    one, other = run_ranks(2, rounds)
+    assert one == other
+    assert one["seen"] == pytest.approx([1.5 * steps] * 3, abs=0.02)
+
+
 def joined(divide: bool) -> Any:
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -322,6 +322,8 @@ class Training:
     def end_round(self) -> None:
         """End a round before its time; a collective call, between two steps."""
         self.actions.exchange.close(self.step.close)
+        if self.step.schedule.rounds:
+            self.buffers.leave(self.actions.members)
 
     def arrive(self) -> None:
         """Wait for what steps have sent, and apply nothing of it."""
