@@ -397,8 +397,8 @@ def adjust_lr(lr, *_):  # type: ignore
     Mutant(
         "bucket-overwrites-residual",
         "runtime/layout/buckets.py",
-        "fresh = self.residual_empty and not slot.copied",
-        "fresh = not slot.copied",
+        "if not self.residual_empty or slot.copied:",
+        "if slot.copied:",
         "a large gradient that is copied in at once overwrites the residual",
         (
             "test_sparse.py",
@@ -481,8 +481,8 @@ def adjust_lr(lr, *_):  # type: ignore
     Mutant(
         "join-mean-over-all",
         "runtime/join.py",
-        "return 1.0 if self._over_all else self._engine.group.size / len(self.active)",
-        "return 1.0",
+        "return self.join.counts",
+        "return True",
         "the mean is also over ranks that have joined",
         ("runtime/test_join.py",),
     ),
@@ -620,14 +620,11 @@ def adjust_lr(lr, *_):  # type: ignore
         ("runtime/exchange/test_steps.py",),
     ),
     Mutant(
-        "gradients-gain",
+        "gradients-copied-in",
         "runtime/exchange/gradients.py",
-        """\
-        if gain != 1:
-            bucket.payload.flat.mul_(gain)
-""",
-        "        assert gain\n",
-        "inside join() a mean is over all ranks, whoever trains",
+        "        bucket.copy_in()\n",
+        "",
+        "small gradients, which are copied when a bucket is full, are not exchanged",
         ("runtime/test_join.py",),
     ),
     Mutant(
@@ -660,8 +657,8 @@ def adjust_lr(lr, *_):  # type: ignore
     Mutant(
         "members-outside",
         "runtime/members.py",
-        "inside, gain, shadowing, source = False, 1.0, False, 0",
-        "inside, gain, shadowing, source = False, 1.0, True, 0",
+        "inside, counts, shadowing, source = False, True, False, 0",
+        "inside, counts, shadowing, source = False, True, True, 0",
         "outside of join() ranks abstain from the checks",
         (
             "runtime/test_join.py",

@@ -383,6 +383,23 @@ class DistributedDataParallel(Torchs):
         """
         return self.replica.describe()
 
+    def weight(self, weight: float) -> None:
+        """Say how much this rank counts in the step to come, as `Replica.weight`.
+
+        Args:
+            weight: The number of tokens, or of samples, that the loss is a mean over.
+        """
+        self.replica.weight(weight)
+
+    def skip(self) -> None:
+        """Give nothing in this step, in the place of a backward: `Replica.skip`."""
+        exchanges = self.require_backward_grad_sync
+        self._sync(exchanges)
+        if exchanges and not self.replica.forwarded:
+            self._exchange_buffers(BufferCommHookLocation.PRE_FORWARD)
+            self._exchange_buffers(BufferCommHookLocation.POST_FORWARD)
+        self.replica.skip()
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let a communication hook exchange the gradients, as in DDP.
 

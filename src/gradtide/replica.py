@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
 from gradtide.runtime.checkpoint import StateDict
-from gradtide.runtime.copied import Unlinked
 from gradtide.runtime.guards.validation import check_kinds
 from gradtide.runtime.layout.parameters import shared_buffers, shared_parameters
 from gradtide.runtime.metrics import Metrics, residual_norms
@@ -364,6 +363,57 @@ class Replica:
         """
         self._training.exchange_now()
 
+    def weight(self, weight: float) -> None:
+        """Say how much this rank counts in the mean of the step to come. Local.
+
+        Call it in every step, on every rank, before the first backward, with what the
+        step's loss is a mean over: the number of tokens, or of samples. The mean over
+        ranks is then sum_r w_r g_r / sum_r w_r, that of all tokens. One weight holds
+        for all micro-batches of a step: normalise their losses by the step's number.
+        A rank that counts by 0 has its gradients dropped; one that has run out of
+        batches inside `join` counts by 0. If all do, no rank has gradients, and
+        `step()` changes nothing. Nothing more is sent, but for one small message with
+        the first gradients of a run.
+
+        Under a sparse scheme that exchanges gradients, most of what arrives is of
+        earlier steps. It is not divided by this step's weights: a gradient counts by
+        its weight in units of the usual mean weight. In rounds, what a rank adds counts
+        by the sum of the weights of its steps.
+
+        Args:
+            weight: 0, or a number from 1e-9 to 1e12.
+
+        Raises:
+            ValueError: It is none of these; or the scheme has K-FAC.
+            RuntimeError: Gradients were exchanged without weights before. The next
+                backward or `step()` raises it, on every rank, if in a step only some
+                ranks have called this.
+        """
+        self._session.weight(weight)
+
+    def skip(self) -> None:
+        """Give nothing in this step, in the place of a backward.
+
+        This is a collective call with the others' backward: this rank's part of their
+        step, for a batch that is no good. A forward may come before it, or none. It
+        drops what is in `.grad`. The mean is over the ranks that do not skip (under a
+        sparse scheme that exchanges gradients this rank's counts as zero). Go on as
+        the others: clip, `optimizer.step()`, zero the gradients. Afterwards the ranks'
+        parameters are what they would be after a step, the same on all.
+
+        If all ranks skip a step, `step()` changes nothing.
+
+        Raises:
+            ValueError: The scheme has K-FAC, or parameters are sharded.
+            RuntimeError: The call comes during a backward pass, or inside `no_sync`.
+        """
+        self._session.skip()
+
+    @property
+    def forwarded(self) -> bool:
+        """Whether a forward has begun whose backward is to exchange. Local."""
+        return self._session.trained.forwarded
+
     def gather_gradients(self) -> None:
         """Put the averaged gradients into `.grad` now, also under a deferred schedule.
 
@@ -643,3 +693,14 @@ class Replica:
         """
         self._session.remove(end_round)
         self.wrapper = None
+
+
+class Unlinked:
+    """What a copy has in the place of a `Replica`: of a model that holds its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: this is a copy of a Replica, or was loaded from a pickle, and "
+            "has no link to the other ranks: call replicate() for the copied model; "
+            "what a run needs to go on is saved by sync.state_dict()"
+        )

@@ -61,6 +61,9 @@ if TYPE_CHECKING:  # loaded by what needs them (tests/test_imports.py)
 
 LOG = logging.getLogger("gradtide")
 
+KFAC = "K-FAC, whose factors are means over all ranks: use a scheme without it"
+SHARDED = "sharded parameters, whose parts other ranks wait for: give this rank a batch"
+
 Buffers: TypeAlias = Literal["broadcast", "mean", "local"]
 
 
@@ -157,9 +160,10 @@ class Session:
         if self._buffering == "mean":
             self._shared_buffers.average()
         before = getattr(self, "notices", None)  # of ranks that were others
-        self.notices = Notices(self._shared_buffers)
+        self.notices = Notices(self._shared_buffers, self.engine.group.size)
         if before is not None:
             self.notices.stop, self.notices.saves = before.stop, before.saves
+            self.notices.weights.renew(before.weights)
         self._scales = Scales(self.engine, self._grad_scaler)
         self._train_with(self.optimizer)
         return self.trained
@@ -498,6 +502,25 @@ class Session:
         if self.auto is not None:
             self.auto.inspector.note()
         return norm
+
+    def weight(self, weight: float) -> None:
+        """As `Replica.weight`."""
+        refuse({f"weight() does not work with {KFAC}": self.kfac is not None})
+        self.notices.weights.give(weight)
+
+    def skip(self) -> None:
+        """As `Replica.skip`; collective."""
+        sharded = bool(self.training.placement.shards)
+        wrong = {KFAC: self.kfac is not None, SHARDED: sharded}
+        refuse({f"skip() does not work with {why}": t for why, t in wrong.items()})
+        if self.training.quiet:
+            raise RuntimeError(
+                "skip() inside no_sync(), where nothing is exchanged: leave the batch "
+                "out there, and call skip() in the place of the step's last backward"
+            )
+        self._hooks.stand_in()
+        training = self.training  # perhaps a new one: ranks meet as a forward begins
+        training.surviving(training.exchange_now)(True)
 
     @contextmanager
     def shared_parameters(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,65 @@ def test_the_example_runs(tmp_path: Path) -> None:
         run_example("trainer_llama.py", tmp_path, options)
 
     on_ranks(work)
+
+
+class Weighed(Trainer):
+    """Has means weighed by tokens, as docs/howto/transformers.md says."""
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        samples, count = super().get_batch_samples(*args)
+        self.model_wrapped.weight(count)
+        return samples, count
+
+
+class Ragged(Tokens):
+    """Sequences of which some labels count: few in one, many in the other half."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        labels = row["labels"].clone()
+        labels[2 + index % 6 :] = -100
+        return {**row, "labels": labels}
+
+
+def by_tokens(kind: Any, scheme: str | None, across: bool, folder: Path) -> list[Any]:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    with ExitStack() if scheme is None else install(scheme):
+        torch.manual_seed(0)
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **heads, **sizes)).double()
+        arguments = TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            learning_rate=0.01,
+            average_tokens_across_devices=across,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+        )
+        kind(model, arguments, train_dataset=Ragged()).train()
+    return [p.flatten().tolist() for p in model.parameters()]
+
+
+def test_means_are_over_the_tokens_of_all_ranks(tmp_path: Path) -> None:
+    """The Trainer's own way under DDP and here, weights, and neither."""
+
+    def work() -> list[Any]:
+        ways: list[Any] = [
+            (Trainer, None, True),
+            (Trainer, "wfbp", True),
+            (Weighed, "wfbp", False),
+            (Trainer, "wfbp", False),
+        ]
+        return [by_tokens(*way, tmp_path) for way in ways]
+
+    for ddp, own, weighed, neither in on_ranks(work):
+        kinds = ddp, own, weighed, neither
+        flat = [[*chain.from_iterable(each)] for each in kinds]
+        assert flat[1] == flat[0]
+        assert flat[2] == pytest.approx(flat[0], rel=0, abs=1e-5)
+        assert flat[3] != pytest.approx(flat[0], rel=0, abs=1e-4)

@@ -108,11 +108,11 @@ class Actions:
     @property
     def members(self) -> Members:
         """The ranks that have batches."""
-        return self.gradients.members
+        return self.notices.weights.members
 
     @members.setter
     def members(self, members: Members) -> None:
-        self.gradients.members = members
+        self.notices.weights.members = members
 
     def adopt(self, scheme: Scheme) -> None:
         """Go on with another scheme, when nothing is on its way."""
@@ -174,7 +174,7 @@ class Actions:
         self.tally.learn()  # on every rank, whatever each has asked for since
         self.notices.settle()
         self.check.refuse()
-        self._scales.refuse()
+        self._refuse()
         self.turn_to(self.chosen.next())
         if ordering:
             # All follow the order in which rank 0's gradients got ready; or the first
@@ -182,6 +182,21 @@ class Actions:
             orders = self.engine.transport.gather_objects(self.placement.order())
             self.placement.follow(next(filter(None, orders)))
             self._stage.follow()
+        if self.eager:
+            self._weigh()
+
+    def _weigh(self) -> None:
+        """Have gradients count by this rank's weight."""
+        weights = self.notices.weights
+        weights.settle()
+        weights.agree(self.engine)
+        gain = weights.gain
+        for bucket in self.buckets:
+            bucket.gain = gain
+
+    def _refuse(self) -> None:
+        self._scales.refuse()
+        self.notices.weights.refuse()
 
     def collect(self) -> None:
         self.exchange.agree(self.step.schedule.leaving(self.step.position + 1))
@@ -202,7 +217,7 @@ class Actions:
     def update(self, fresh: bool) -> None:
         """Refuse what would destroy the model; momentum and K-FAC before the step."""
         self.guard.refuse()
-        self._scales.refuse()
+        self._refuse()
         self.updates.withdraw()
         self.exchange.before_update(fresh)
 

@@ -93,6 +93,7 @@ class RunState:
     seen: Seen | None
     granted: bool  # all ranks sent norms
     wished: bool  # this rank was asked for one
+    unit: float | None  # of weights, if ranks gave any
 
     @property
     def common(self) -> Signature:
@@ -108,6 +109,7 @@ class RunState:
             "the state's order": "none" if order is None else sha256(order).hexdigest(),
             # What travels, and when, depends on these.
             "the state's norms": self.granted,
+            "the state's unit of weights": repr(self.unit),
             "what the state saw of steps": "nothing" if self.seen is None else told,
         }
 
@@ -235,6 +237,7 @@ def read(placement: Placement, group: Group, state: Mapping[str, Any]) -> RunSta
         seen if seen is not None and placement.fits(seen) else None,
         bool(notes.get("granted")),
         bool(notes.get("wished")),
+        None if notes.get("unit") is None else float(notes["unit"]),
     )
     _check(placement, found)
     for key, (_, written) in zip(keys, told, strict=True):

@@ -241,12 +241,25 @@ class Hooks:
         if (hooks := self._meet()) is not None:
             hooks._before_forward()
             return
+        training.forwarded = True
         if training.preconditioning is not None:
             training.step.forward()
         if self._buffers:
             training.surviving(self.send_buffers)()
             if training.lost:  # nothing of this forward is computed yet
                 self._before_forward()
+
+    def stand_in(self) -> None:
+        """Do what begins a training forward, if none has, of a step without."""
+        training = self._training
+        if training.forwarded or is_scripted(self._model):
+            return
+        placement = training.placement
+        # Which modules run is this rank's own affair: another step tells.
+        placement.learning |= placement.recorded is not None
+        placement.called |= {self._model}
+        with torch.enable_grad():
+            self._before_forward()
 
     def _after_forward(self, *args: Any) -> None:
         training = self._training

@@ -5,12 +5,13 @@ few bytes. A rank that has run out of batches answers that it has *joined*, lear
 the words of the others what comes, and does its part: with zeros in the place of its
 gradients, and without a step of the optimizer. Its residual goes on being delivered.
 When all have joined, those that shadowed take over what a rank has that trained to the
-end. Outside of `join()` no word is sent, and nothing here runs.
+end. Outside of `join()` no word is sent, and nothing here runs. How much a rank counts
+that has joined is told where every rank tells that (`weights`).
 
 [Note: words] The word is a work item before what it announces, so the order on the wire
 is still that of the program; the program of a rank that has joined is the loop in
-`finish`. Who trains waits for the answer only to learn whose buffers to take, over how
-many ranks to take the mean, or if it is to raise.
+`finish`. Who trains waits for the answer only to learn whose buffers to take, or if it
+is to raise.
 
 [Note: members] Several replicas may train inside, as the two of a GAN. Each is a member
 and exchanges by an engine of its own. Words with their number travel by yet another
@@ -55,7 +56,7 @@ class Join:
     ) -> None:
         Join.inside += 1
         self._engine, self._throw = engine, throw
-        self._over_all = over_all  # the mean is over all ranks, also those that joined
+        self.counts = over_all  # the mean is over all ranks, also those that joined
         self._members = [Member(self, i, *own) for i, own in enumerate(members)]
         self.apart = len(members) > 1  # the engine is for words: [Note: members]
         self._unread: Callable[[], Any] | None = None
@@ -81,11 +82,6 @@ class Join:
         """Whether a rank had joined at the last event."""
         return len(self.active) < self._engine.group.size
 
-    @property
-    def gain(self) -> float:
-        """By what gradients are multiplied for the mean to be over the right ranks."""
-        return 1.0 if self._over_all else self._engine.group.size / len(self.active)
-
     def count(self) -> int:
         """How many ranks train, by the last event; waits for what they have said."""
         self._read()
@@ -102,7 +98,7 @@ class Join:
         self._read()
         self._unread = self._say(event, number, member)
         soon = event in (Event.FORWARD, Event.PARAMETERS)
-        if soon or self._throw or not self._over_all:
+        if soon or self._throw:
             self._read()
         return number
 
@@ -181,8 +177,8 @@ class Member:
         self._training.actions.members = EVERYBODY
 
     @property
-    def gain(self) -> float:
-        return self.join.gain
+    def counts(self) -> bool:
+        return self.join.counts
 
     @property
     def shadowing(self) -> bool:

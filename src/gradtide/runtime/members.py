@@ -16,7 +16,7 @@ class Members(Protocol):
 
     Attributes:
         inside: Whether this is inside `join()`.
-        gain: By what gradients are multiplied for the mean to be over the right ranks.
+        counts: Whether a rank that has run out counts in the mean, with zeros.
         shadowing: Whether this rank has no batch, and does its part of others' events.
         source: The first rank that still trains.
     """
@@ -24,7 +24,7 @@ class Members(Protocol):
     inside: bool
 
     @property
-    def gain(self) -> float: ...
+    def counts(self) -> bool: ...
 
     @property
     def shadowing(self) -> bool: ...
@@ -51,7 +51,7 @@ class Members(Protocol):
 class Everybody:
     """Outside of `join()`: all ranks have batches."""
 
-    inside, gain, shadowing, source = False, 1.0, False, 0
+    inside, counts, shadowing, source = False, True, False, 0
 
     def count(self) -> int | None:
         return None

@@ -3,7 +3,8 @@
 Which message that is depends on what a step exchanges: the tally, or the flags of local
 steps and of rounds. What ranks have to hear of each other whichever it is stands here:
 that buffers are others than all agreed on, that a rank wants all to stop, or to decide
-anew what to train with, that what it saves is not yet whole, or never will be.
+anew what to train with, that what it saves is not yet whole, or never will be; and how
+much each rank counts (`weights`).
 
 [Note: the same step] All ranks have to act on it after the same step. Where gradients
 are there when backward is over, so is the answer, on every rank. Where updates are
@@ -18,9 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from gradtide.runtime import weights
 from gradtide.runtime.buffers import SharedBuffers
 
-COUNT = 6  # numbers in a message
+OWN = 6  # numbers in a message
+COUNT = OWN + weights.COUNT
 
 
 class Saves(Protocol):
@@ -67,13 +70,15 @@ class Notices:
         stop: Whether this rank wants all to stop.
         decide: Whether it wants all to decide anew.
         saves: Who saves its states, if somebody does.
+        weights: How much each rank counts.
         last: What was heard in the last message that this rank has learned of.
         settled: What all ranks had heard when the backward of this step began.
     """
 
     saves: Saves | None
 
-    def __init__(self, buffers: SharedBuffers) -> None:
+    def __init__(self, buffers: SharedBuffers, size: int = 1) -> None:
+        self.weights = weights.Weights(size)
         self.stop, self.decide, self.saves = False, False, None
         self.last = self.settled = Heard()
         self._buffers, self._begun = buffers, 0
@@ -85,11 +90,13 @@ class Notices:
             self._begun = saves.begun
             torn, failures = saves.torn, saves.failures
         wishes = self.stop, self.decide
-        return [self._buffers.changed(), *wishes, torn > 0, torn > 1, failures]
+        own = [self._buffers.changed(), *wishes, torn > 0, torn > 1, failures]
+        return [*own, *self.weights.words()]
 
     def hear(self, told: Sequence[int]) -> None:
         """Take the sum of all ranks' flags."""
-        changed, stop, decide, torn, before, failures = told
+        changed, stop, decide, torn, before, failures = told[:OWN]
+        self.weights.hear(told[OWN:])
         self._buffers.note(changed > 0)
         whole = self.last.whole
         if not before:

@@ -63,6 +63,9 @@ class Training:
         self.step, self.updates = self.actions.step, self.actions.updates
         self.gradient_info = self.actions.gradient_info
         self.preconditioning = self.actions.preconditioning
+        self.weights = setup.notices.weights
+        self.forwarded = False  # a forward has begun whose backward is to exchange
+        self._idle = False  # this rank's own step is to take nothing
         self.unexchanged = Unexchanged(self.placement)
         self._undone: UndoGuard | None = None  # since parameters were loaded
 
@@ -122,11 +125,16 @@ class Training:
         if self._untaken and not self.step.open and not self._accumulating():
             self.num_skipped += 1
             self._untaken = False
-            self.num_steps += self.step.skipped()
+            if self.step.skipped():
+                self.num_steps += 1
+                self.weights.stepped(eager=False)
 
     def _open(self, quiet: bool) -> bool:
         self.note_skipped()
         opened = self.step.begin(quiet)
+        if opened:
+            self.weights.begin()
+            self._idle = False
         if opened and self._undone is not None:
             self._undone.resolve()
         return opened
@@ -163,10 +171,17 @@ class Training:
         """A backward is over; what has arrived is complete, and leaves."""
         if arrived:
             self.unexchanged.kept.clear()
+            if not (self.weights.own or self.actions.eager):
+                self._give_nothing()
         if arrived and not self.step.silent:
             self.actions.members.end()
         self.end(arrived)
-        self.num_exchanges += arrived
+        if self.step.fresh and self.weights.nobody:
+            self._give_nothing()
+        if arrived:
+            self.num_exchanges += 1
+            self.forwarded = False
+            self.weights.ended()
         # What a step's closure evaluates is taken by that step.
         self._untaken = (self._untaken or arrived) and not self._stepping
 
@@ -179,14 +194,21 @@ class Training:
             self.buffers.leave(self.actions.members)
 
     @torch.no_grad()
-    def exchange_now(self) -> None:
-        """Exchange what is in `.grad`, as the end of a backward does; collective."""
+    def exchange_now(self, nothing: bool = False) -> None:
+        """Exchange what is in `.grad`, as the end of a backward does; collective.
+
+        Or `nothing`, where this rank skips a step of others.
+        """
         if self.step.open or in_backward():
+            call = "skip" if nothing else "exchange"
             raise RuntimeError(
-                "exchange() during a backward pass: call it between backward and step()"
+                f"{call}() during a backward pass: call it between backward and step()"
             )
         with self.turns:
             self._open(quiet=False)
+            if nothing:
+                self.drop_gradients()
+                self.weights.skip()
             self.agree()
             for slot in self.placement.slots:
                 redistribute(slot.param)
@@ -195,6 +217,15 @@ class Training:
                 self.placement.record_all()
             self._close(arrived=True)
 
+    def _give_nothing(self) -> None:
+        """Zeros are in the place of gradients, until a step that is to take none.
+
+        So norms and a GradScaler find something.
+        """
+        self._idle = True
+        for p, place in self.placement.places.items():
+            p.grad, place.slot.arrived = torch.zeros_like(p), False
+
     @torch.no_grad()
     def stepping(self, optimizer: Optimizer, closes: bool = False) -> None:
         """A step of an optimizer begins: the replica's own, or one that was found.
@@ -202,6 +233,8 @@ class Training:
         If it `closes`, its closure is still to write the gradients that it takes.
         """
         with self.turns:
+            if self._idle:
+                self.drop_gradients()
             if self.engine.group.size > 1:
                 self.scales.look()
                 self._unseen = None
@@ -259,6 +292,7 @@ class Training:
         self.actions.exchange.after_update()
         self.step.stepped()
         self.actions.exchange.left()
+        self.weights.stepped(self.actions.eager)
 
     def shadow_step(self) -> None:
         """A step that other ranks take, after `join()`: this rank's own is zero."""
@@ -308,6 +342,11 @@ class Training:
     def skip(self) -> None:
         """No optimizer's step is to take gradients of an exchange that was lost."""
         self.spoilt = False
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Have no gradients."""
+        self._idle = False
         for p in self.placement.places:
             p.grad = None
 
@@ -344,6 +383,7 @@ class Training:
         return {
             "granted": tally.granted,
             "wished": tally.wished,
+            "unit": self.weights.known,
             "seen": tuple(self.placement.seen()),
         }
 
@@ -353,6 +393,7 @@ class Training:
         self.num_steps = saved.step or 0
         self.tally.granted |= saved.granted
         self.tally.wished |= saved.wished
+        self.weights.go_on(saved.unit)
 
     def undone(self) -> UndoGuard:
         """What looks after the residual where parameters are loaded."""

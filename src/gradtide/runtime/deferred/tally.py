@@ -93,6 +93,20 @@ class Tally:
         self.granted |= numbers.pop() > 0
         self._notices.hear(numbers[-COUNT:])
         self._guard.update(numbers[:-COUNT])
+        if (factor := self._notices.weights.factor) != 1:
+            self._multiply(factor)
+
+    def _multiply(self, factor: float) -> None:
+        """Have means multiplied that are of all that there was, and their norms."""
+        for bucket in self._placement.buckets:
+            if not bucket.whole:
+                continue
+            bucket.factor = factor
+            if self.squares is None:
+                continue
+            self.totals[bucket] *= factor**2
+            for slot in self.squares.keys() & {*bucket.slots}:
+                self.squares[slot] *= factor**2
 
     def _note(self, slots: Sequence[Slot], norms: Iterator[float]) -> None:
         """Take in what `measure` has told, added up over all ranks.

@@ -16,7 +16,6 @@ from gradtide.runtime.deferred.updates import Updates
 from gradtide.runtime.exchange import Surroundings
 from gradtide.runtime.exchange.unpreconditioned import Unpreconditioned
 from gradtide.runtime.layout.buckets import GradientBucket
-from gradtide.runtime.members import EVERYBODY, Members
 from gradtide.runtime.optimizer.momentum import Momentum
 from gradtide.scheme import Scheme, takes_momentum_over
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:  # loads K-FAC
 
 
 class GradientExchange:
-    """The exchange of gradients, which count by the gain of the `members` that train.
+    """The exchange of gradients.
 
     With K-FAC (`stage`) means are preconditioned before the optimizer has them.
     """
@@ -43,7 +42,6 @@ class GradientExchange:
         self._engine, self._placement = around.engine, around.placement
         self._optimizer, self._updates = around.optimizer, updates
         self._stage = stage
-        self.members: Members = EVERYBODY
         self._momentum = momentum_of(around.optimizer, scheme)
 
     def adopt(self, scheme: Scheme) -> None:
@@ -66,9 +64,6 @@ class GradientExchange:
             alone = self._engine.group.size == 1
             bucket.use_momentum(*((0.0, 1.0) if alone else self._momentum.now()))
         bucket.copy_in()
-        gain = self.members.gain
-        if gain != 1:
-            bucket.payload.flat.mul_(gain)
         if self._engine.undoes:
             bucket.keep(self._engine, traits(bucket.collective).residual)
 

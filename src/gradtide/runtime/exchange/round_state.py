@@ -33,7 +33,8 @@ class SavedRound:
     shared: Named
     velocity: Named
     means: Named  # that have arrived, and are not applied yet
-    own: Mapping[str, Named]  # parameters, buffers, what was done to them, and to which
+    # Parameters, buffers, what was done to them, and to which; sums of weights.
+    own: Mapping[str, Named]
 
 
 def key_of(around: Surroundings) -> str:
@@ -70,6 +71,7 @@ def save(
         "parameters": {name: local(p).clone() for name, p in named.items()},
         "buffers": {name: b.clone() for name, b in shared_buffers(around.model)},
         "moved": consensus.by_name(consensus.moved),
+        "weights": around.notices.weights.since(around.step.schedule.fragments),
         "changed": {
             n: torch.empty(0, dtype=torch.float32, device="cpu")
             for n, p in named.items()
@@ -159,6 +161,7 @@ def load(around: Surroundings, consensus: Consensus, found: SavedRound) -> None:
         if name in own["buffers"]:
             buffer.copy_(own["buffers"][name])
     around.step.position = found.position
+    around.notices.weights.resume(own.get("weights", {}))
     _hold(around, found.means)
     consensus.changed = {named[name] for name in own.get("changed", named)}
 

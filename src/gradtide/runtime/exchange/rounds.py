@@ -63,6 +63,7 @@ class RoundExchange:
     ) -> None:
         self._engine, self._placement = around.engine, around.placement
         self._guard, self._notices = around.guard, around.notices
+        self._weights = around.notices.weights
         self._around, self._step = around, around.step
         self._schedule, self._before = scheme.schedule, before
         self.consensus = consensus
@@ -108,6 +109,8 @@ class RoundExchange:
         it is closing, whatever may differ between ranks.
         """
         astray, leave = self._astray(), self._leaving(leaving)
+        leaves = sorted({bucket.fragment for bucket in leave})
+        self._weights.leave(leaves, self._schedule.every, self._closing)
         slots = [*self._placement.slots]
         more = [*self._notices.flags(), astray is not None]
         more += [slot.arrived or self._is_changed(slot) for slot in slots]
@@ -192,6 +195,7 @@ class RoundExchange:
             self.left()
         finally:
             self._closing = False
+            self._weights.left()
 
     # - An exchange --------------------------------------------------------------------
 
@@ -204,7 +208,8 @@ class RoundExchange:
         for slot, view in zip(bucket.slots, bucket.views, strict=True):
             if not slot.used and mix is not None:
                 continue  # ranks go on differing in it, by what each has kept
-            view.add_(consensus.done(slot, keep), alpha=consensus.weight(slot.param))
+            weight = consensus.weight(slot.param) * self._weights.share
+            view.add_(consensus.done(slot, keep), alpha=weight)
             if not slot.used:  # of an optimizer that steps without gradients
                 bucket.set_aside(slot)
         # With a `mix` what was done stays in the parameters, too.

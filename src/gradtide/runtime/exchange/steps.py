@@ -4,8 +4,8 @@
 ranks have alike. What then travels, and stays in part as a residual, is what the step
 did to the parameters:
 
-    step():  own += gain * what the optimizer changed;  mean, own = exchange(own)
-             parameters += mean
+    step():  own += gain * share * what the optimizer changed
+             mean, own = exchange(own);  parameters += mean
 
 Gradients that arrive late, many at once, are divided by what Adam remembers of other
 steps; steps that arrive late are as long as they were meant to be. That the residual is
@@ -83,6 +83,7 @@ class StepExchange:
     ) -> None:
         self._engine, self._placement = around.engine, around.placement
         self._guard, self._notices = around.guard, around.notices
+        self._weights = around.notices.weights
         self._optimizer = around.optimizer
         self._schedule, self._before = scheme.schedule, before
         self._outer_momentum = scheme.outer is not None and scheme.outer.momentum > 0
@@ -115,6 +116,7 @@ class StepExchange:
         self._passes += 1
         consensus, late = self.consensus, self._passes > PASSES
         moved = late and bool(consensus.moved_outside())
+        self._weights.leave((0,), steps=1)
         own = [*flags, *self._notices.flags(), moved]
         *told, gone = self._engine.ask("finite", _sum(own))().tolist()
         if self._placement.shards.anywhere(gone > 0):
@@ -218,7 +220,7 @@ class StepExchange:
             p = slot.param
             more = 1 + self._ahead.get(p, 0.0)
             step = consensus.done(slot, keep=p in self._ahead)
-            weight = consensus.weight(p) * more
+            weight = consensus.weight(p) * more * self._weights.share
             # Some optimizers step without gradients.
             if slot not in absent or bucket.hold(slot, step, weight):
                 view.add_(step, alpha=weight)
@@ -258,7 +260,8 @@ class StepExchange:
         bucket.begin_residual()
         for slot, view in zip(bucket.slots, bucket.views, strict=True):
             p = slot.param
-            owed = self.consensus.weight(p) * self._ahead.get(p, 0.0)
+            weight = self.consensus.weight(p) * self._weights.share
+            owed = weight * self._ahead.get(p, 0.0)
             if slot.used and owed:
                 view.add_(self.consensus.moved[p], alpha=-owed)
 

@@ -45,10 +45,17 @@ from gradtide.collectives.momentum_correction import (
     with_momentum,
 )
 from gradtide.core.engine import Engine, InFlight
-from gradtide.core.payload import Collective, Payload, hands_over, layers, traits
+from gradtide.core.payload import (
+    Collective,
+    Payload,
+    dense_last,
+    hands_over,
+    layers,
+    traits,
+)
 from gradtide.core.step import Bucket
 from gradtide.core.telemetry import Exchanged
-from gradtide.core.torch_internals import foreach_add_, foreach_copy_
+from gradtide.core.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
 from gradtide.transport.shards import Spread, is_sharded, like, local, spread
 
 Parts: TypeAlias = dict[str, Tensor]  # of the residual, and of what is like it
@@ -137,6 +144,8 @@ class GradientBucket(Bucket):
         self._offered: dict[Slot, Parts] = {}  # copies, of what this rank did not train
         self.momentum_applied = False  # the exchange computes the optimizer's momentum
         self.mean: Tensor | None = None  # as last delivered
+        self.gain = 1.0  # by what gradients are multiplied; with 0 they are dropped
+        self.factor = 1.0  # by what the mean is still to be multiplied
         self._left: Tensor | None = None  # a copy of what has left: [Note: undone]
         self.open = False  # what has left has yet to take effect
         self.flight: InFlight | None = None
@@ -160,10 +169,16 @@ class GradientBucket(Bucket):
             return
         self._check(slot, grad)
         slot.param.grad = None
+        if not self.gain:
+            return
         view = self._view(slot, grad).detach()
-        if grad.data_ptr() != slot.address:
-            fresh = self.residual_empty and not slot.copied
-            (_overwrite if fresh else Tensor.add_)(view, grad.detach())
+        if not self.residual_empty or slot.copied:
+            view.add_(grad.detach(), alpha=self.gain)
+        else:
+            if grad.data_ptr() != slot.address:
+                _overwrite(view, grad.detach())
+            if self.gain != 1:
+                view.mul_(self.gain)
         slot.copied = True
 
     def use_momentum(self, a: float, b: float) -> None:
@@ -174,16 +189,21 @@ class GradientBucket(Bucket):
     def copy_in(self) -> None:
         """`copy_in_one` all that has arrived, many small ones at once."""
         views, grads, absent = [], [], []
+        here = []  # views in which the gradient is already
         for slot in self.slots:
             if slot.copied:
                 continue
+            if not self.gain:
+                slot.grad = None
             grad = slot.grad
             if slot.arrived and grad is not None:
                 self._check(slot, grad)
                 slot.param.grad = None
                 view = self._view(slot, grad)
                 # A gradient that was accumulated in the buffer itself is there already.
-                if grad.data_ptr() != slot.address:
+                if grad.data_ptr() == slot.address:
+                    here.append(view)
+                else:
                     views.append(view)
                     grads.append(grad)
                 continue
@@ -194,7 +214,9 @@ class GradientBucket(Bucket):
             view = self._view(slot, grad)
             if self.residual_empty:
                 view.zero_()
-        self.put(views, grads)
+        self.put(views, grads, self.gain)
+        if self.gain != 1 and here:
+            foreach_mul_(here, self.gain)
         if absent or self.waiting:
             self.offer(set(absent))
 
@@ -224,11 +246,16 @@ class GradientBucket(Bucket):
             "call sync.remove() on every rank and replicate() again"
         )
 
-    def put(self, views: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Add values to the residual in some views."""
-        if views:
-            add = foreach_copy_ if self.residual_empty else foreach_add_
-            add(list(views), list(values))
+    def put(
+        self, views: Sequence[Tensor], values: Sequence[Tensor], gain: float = 1.0
+    ) -> None:
+        """Add values, `gain` times, to the residual in some views."""
+        if views and self.residual_empty:
+            foreach_copy_(list(views), list(values))
+            if gain != 1:
+                foreach_mul_(list(views), gain)
+        elif views:
+            foreach_add_(list(views), list(values), alpha=gain)
 
     def begin_residual(self) -> None:
         """Have a residual from now on; it is zero where there was none."""
@@ -442,6 +469,12 @@ class GradientBucket(Bucket):
 
     # - What is taken out --------------------------------------------------------------
 
+    @property
+    def whole(self) -> bool:
+        """Whether the last exchange was of all that there was."""
+        own = self.collective
+        return traits(own).dense or dense_last(own, self.payload.state)
+
     def take(self, mean: Tensor) -> None:
         """The mean is here."""
         self.mean, self.payload.left = mean, None
@@ -454,6 +487,9 @@ class GradientBucket(Bucket):
 
     def delivered(self) -> list[Tensor | None]:
         """The gradients of slots that some rank trained; None of others."""
+        if self.factor != 1 and self.mean is not None:
+            self.mean.mul_(self.factor)
+            self.factor = 1.0
         self.hold_back()
         return [
             gradient if slot.used else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradtide.runtime.copied import Unlinked
+from gradtide.replica import Unlinked
 
 
 def test_a_copy_says_what_it_is_not() -> None:
