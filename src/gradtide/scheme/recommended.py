@@ -111,6 +111,15 @@ RECOMMENDED = (
         "sgd",
     ),
     Recommendation(
+        "diloco(warmup=240)",
+        "the network is so slow, or so far away, that one exchange a step is too much: "
+        "ranks step alone, and exchange every 30 steps what these did",
+        "all in the warm-up, then a thirtieth",
+        f"{_FROM_SCRATCH}, and a look at the loss: what it costs in steps differs more "
+        "from model to model than with all others",
+        "adam",
+    ),
+    Recommendation(
         "powersgd(4)",
         "your model is made of large matrices",
         "what thin factors of them have",

@@ -13,7 +13,7 @@ from tests.ranks import TIMEOUT, run_ranks
 
 from gradtide.core.ops import AllReduce
 from gradtide.planner import measure as measuring
-from gradtide.planner.auto.decision import Decision, Seen, decide
+from gradtide.planner.auto.decision import Decision, Present, Seen, decide
 from gradtide.planner.measure import measure
 from gradtide.planner.measuring import device_timing as workbench
 from gradtide.planner.measuring import request_timing as points
@@ -154,7 +154,8 @@ def test_auto_stays_where_a_rank_fails_while_it_measures() -> None:
     def work() -> Decision:
         on_rank(1, workbench, "_scatter", failing(1))
         with connected() as transport:
-            return decide(transport, Auto(), lambda: Seen(trace, ""), CPU)
+            seen = lambda: Seen(trace, "")  # noqa: E731
+            return decide(transport, Auto(), seen, CPU, Present())
 
     for decision in run_ranks(3, work):
         assert decision.failed
