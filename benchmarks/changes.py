@@ -3,14 +3,15 @@
     python benchmarks/changes.py all --out benchmarks/records/changes_202611.json
 
 Four hosts train the lab's small language model. In the middle all links become slower,
-or faster, by a factor of five. Counted are the steps from there to the new decision,
-and what a step takes after it, beside `wfbp` and beside what was decided at first,
-through the same change. One run follows the other.
+or faster, by a factor of twenty. Counted are the steps from there to the new decision,
+which may be to stay, and what a step takes after it, beside `wfbp` and beside what was
+decided at first, through the same change. One run follows the other.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 import time
@@ -38,10 +39,11 @@ from gradtide.lab.record import origin
 from gradtide.lab.workloads import build
 
 HOSTS = 4
-CHANGES = (("250mbit", "50mbit"), ("50mbit", "250mbit"))
+CHANGES = (("1gbit", "50mbit"), ("50mbit", "1gbit"))
 ASKED = ("auto", "auto(lossy=True)")
 LAST = 20  # steps at the end, by which schemes are compared
 
+LOG = logging.getLogger("gradtide")
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
@@ -54,6 +56,9 @@ def train(workload: str, scheme: str, seconds: float) -> None:
     work = build(workload, rank, dist.get_world_size())
     sync = gradtide.replicate(work.model, work.optimizer, scheme)
     step = 0
+    if rank == 0:
+        LOG.addHandler(Decisions(logging.INFO))
+        LOG.setLevel(logging.INFO)
     while not sync.stopping:
         work.loss(work.model, work.batch(step)).backward()  # type: ignore[no-untyped-call]
         work.optimizer.step()
@@ -66,6 +71,14 @@ def train(workload: str, scheme: str, seconds: float) -> None:
     sync.end_round()
     sync.remove()
     dist.destroy_process_group()
+
+
+class Decisions(logging.Handler):
+    """Tells when there was a decision."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("auto: "):
+            print("decided", record.getMessage(), flush=True)
 
 
 class Stamped(StringIO):
@@ -90,8 +103,11 @@ def run(
     cluster = Cluster.emulating(HOSTS, 1, first, internet=internet)
     moments: list[float] = []
     chosen: list[tuple[int, str]] = []
+    decided: list[tuple[int, str]] = []
 
     def note(rank: int, line: str) -> None:
+        if rank == 0 and line.startswith("decided "):
+            decided.append((len(moments) + 1, line.removeprefix("decided ")))
         if rank == 0 and line.startswith("step "):
             _, moment, *words = line.strip().split(" ", 2)
             moments.append(float(moment))
@@ -102,7 +118,7 @@ def run(
         launch(cluster, command, on_line=note, timeout=4 * half + 120)
     assert told.moment is not None, "the link never changed"
     change = sum(moment < told.moment for moment in moments)
-    late = [step for step, _ in chosen if step > change]
+    late = [step for step, _ in decided if step > change]
     seconds = [b - a for a, b in pairwise(moments)]
     settled = seconds[max([change + LAST, *late]) :] or seconds[-1:]
     return {
@@ -111,6 +127,7 @@ def run(
         "steps": len(moments),
         "change after step": change,
         "chosen": [{"after step": step, "scheme": words} for step, words in chosen],
+        "decided": [{"after step": step, "words": words} for step, words in decided],
         "steps to the decision": late[0] - change if late else None,
         "seconds before": median(seconds[:change][-LAST:]),
         "seconds after": median(settled[:LAST]),
