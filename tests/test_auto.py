@@ -578,6 +578,45 @@ def test_all_decide_anew_after_the_same_step(
     ]
 
 
+@pytest.mark.parametrize("more", [0, 8])
+def test_it_decides_behind_join(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a rank may run out of batches, it cannot measure with the others."""
+    monkeypatch.setattr(drift, "STEPS", 4)
+
+    def work() -> tuple[str, str, list[Any]]:
+        plans, now = iter(("wfbp", "dear")), [0.0]
+        told = lambda *_: (repr(parse(name := next(plans))), f"{name} is best")  # noqa: E731
+        monkeypatch.setattr(decision, "plan", told)
+        monkeypatch.setattr(selector.time, "perf_counter", lambda: now[0])
+        torch.manual_seed(7)
+        model = plain()
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        sync = gradtide.replicate(model, opt, AUTO)
+
+        def run(*steps: int) -> None:
+            for step in range(*steps):
+                now[0] += 1.0 if step < 2 * STEPS + 6 else 9.0
+                x, y = data(step)
+                cross_entropy(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+
+        run(3 * STEPS)
+        with sync.join():
+            run(3 * STEPS, 40 + more * torch.distributed.get_rank())
+        inside = repr(sync.scheme)
+        run(50, 60)
+        sync.flush()
+        found = [p.tolist() for p in model.parameters()]
+        scheme = repr(sync.scheme)
+        sync.remove()
+        return inside, scheme, found
+
+    for inside, scheme, found in (ranks := run_ranks(2, work)):
+        assert (inside, scheme) == (repr(parse("wfbp")), repr(parse("dear")))
+        assert found == ranks[0][2]
+
+
 def test_who_adopts_another_scheme_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -187,7 +187,8 @@ class AutoSelector:
             return
         self._drift.note(time.perf_counter(), replica.trained.num_steps)
         replica.notices.decide = self._drift.seen
-        if replica.heard.decide:
+        # Inside join() ranks that have run out of batches come here no more.
+        if replica.heard.decide and not replica.trained.actions.members.inside:
             self._decide_anew()
 
     def _decide_anew(self) -> None:
