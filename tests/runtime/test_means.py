@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -323,15 +323,14 @@ def test_a_buffer_that_comes_later_begins_as_rank_0s() -> None:
     assert one["later"] == [0] * 4
 
 
-def loaded() -> Any:
+def widened() -> Any:
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
     sync = gradtide.replicate(model, opt, "wfbp", buffers="mean")
-    state = copy.deepcopy(model.state_dict())
-    state["wide"] += 1 / 3
     for step in range(6):
         if step == 1:
-            model.load_state_dict(state)
+            sync.flush()
+            model.wide += 1 / 3
         model(batch(step)).square().sum().backward()
         opt.step()
         opt.zero_grad()
@@ -340,8 +339,110 @@ def loaded() -> Any:
 
 
 def test_what_the_cast_took_off_comes_later() -> None:
-    for wide in run_ranks(2, loaded):
+    for wide in run_ranks(2, widened):
         assert wide == pytest.approx([1 / 3 + 5 * 2.0**-30] * 2, abs=1e-7)
+
+
+def loaded(who: Sequence[int], scheme: str) -> Any:
+    """Go back to an earlier state, on some ranks; what other ranks have is rank 0's."""
+    model = Net()
+    seen = Seen([model.bn])
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = gradtide.replicate(model, opt, scheme, buffers="mean")
+    state: dict[str, Tensor] = {}
+    for step in range(36):
+        if step == 30 and dist.get_rank() in who:
+            model.load_state_dict(state)
+            first = held(model)
+            logits_of(model, batch(0))
+            assert held(model) == first
+        if step == 30:
+            seen.mean[model.bn] = state["bn.running_mean"].double()
+            seen.var[model.bn] = state["bn.running_var"].double()
+        model(batch(step) + 9).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+        if step == 20:
+            state = copy.deepcopy(model.state_dict())
+    sync.flush()
+    return held(model), off(model, seen)
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear"])
+def test_training_goes_on_from_buffers_that_are_loaded(scheme: str) -> None:
+    (one, apart), (other, _) = run_ranks(2, loaded, (0, 1), scheme)
+    assert one == other
+    assert apart < 0.01
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_if_some_ranks_load_others_all_have_rank_0s(who: int) -> None:
+    one, other = (found[0] for found in run_ranks(2, loaded, (who,), "wfbp"))
+    assert one == other
+    assert one["bn.num_batches_tracked"] == [36 if who else 27]
+
+
+class Masked(Net):
+    """With buffers that have no mean: a mask, and a minimum of what was seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.register_buffer("least", torch.tensor(torch.inf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.least = torch.minimum(self.least, x.min().detach())
+        return super().forward(x)
+
+
+def masked() -> Any:
+    model = Masked()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = gradtide.replicate(model, opt, "wfbp", buffers="mean")
+    for step in range(4):
+        model(batch(step)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    sync.flush()
+    least = min(float(batch(step).min()) for step in range(4))
+    return model.mask.isfinite().tolist(), model.least.item(), least
+
+
+def test_what_has_no_mean_is_rank_0s() -> None:
+    (mask, least, own), (also, as_well, _) = run_ranks(2, masked)
+    assert mask == also == torch.ones(3, 3).tril().bool().tolist()
+    assert least == as_well == own
+
+
+def spoilt(scheme: str, bad: int) -> Any:
+    """One rank's batch is not numbers: it has a forward, and skips the step."""
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = gradtide.replicate(model, opt, scheme, buffers="mean")
+    for step in range(8):
+        odd = step == 3 and dist.get_rank() == bad
+        loss = model(batch(step) * (torch.nan if odd else 1)).square().sum()
+        if loss.isfinite():
+            loss.backward()
+        else:
+            del loss
+            sync.skip()
+        opt.step()
+        opt.zero_grad()
+    sync.end_round()
+    sync.flush()
+    return held(model)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(
+    "scheme", ["wfbp", "dear", "Scheme(schedule=Schedule('step', every=4))"]
+)
+def test_a_bad_batch_spoils_no_statistics(scheme: str, bad: int) -> None:
+    one, other = run_ranks(2, spoilt, scheme, bad)
+    assert one == other
+    assert all(torch.tensor(values).isfinite().all() for values in one.values())
+    assert one["bn.num_batches_tracked"] == [8]
 
 
 class Wide(nn.Module):

@@ -53,14 +53,17 @@ class SharedBuffers:
         self._doubtful = False  # some rank has others than were agreed on
         self._known_doubtful = False  # when the backward under way began
         self.means: BufferMeans | None = None
+        self._loaded = False  # buffers were loaded, and nobody has looked at them since
+        self._unsure = False  # others may have loaded other ones
 
     def __bool__(self) -> bool:
         """Whether there is anything to send, or to agree on; alike on all ranks."""
         return bool(self._agreed) or self._doubtful
 
     def changed(self) -> bool:
-        """Whether this rank has others than were agreed on (hot path)."""
-        return self._kinds(self._own()) != self._agreed
+        """Whether this rank has others than were agreed on, or may have (hot path)."""
+        unsure, self._unsure = self._unsure, False
+        return unsure or self._kinds(self._own()) != self._agreed
 
     def note(self, doubtful: bool) -> None:
         """All ranks have heard whether some rank has others."""
@@ -137,21 +140,35 @@ class SharedBuffers:
             return
         self.arrive()
         if self._known_doubtful:
+            agreed = self._agreed
             self._agree()
-            self.average()
+            told = self._engine.transport.gather_objects(self.means.digests())
+            if self._agreed != agreed or told != told[:1] * len(told):
+                self.average()
         active = members.count()  # first: by then it is known who is the source
         self.means.leave(members.source, active, members.shadowing)
 
     def arrive(self) -> None:
         """Put in the means that are on their way; local."""
-        if self.means is not None:
-            with torch.no_grad():
+        if self.means is None:
+            return
+        with torch.no_grad():
+            if self._loaded:
+                self._loaded, self._unsure = False, True
+                self.means.begin_anew()
+            else:
                 self.means.arrive()
+
+    def loading(self) -> None:
+        """Buffers are about to be loaded: they are no statistics of what was done."""
+        if not self._loaded:
+            self.arrive()
+            self._loaded = True
 
     def _agree(self) -> None:
         check_ranks_agree(self._engine.transport, self._compare, REMEDY)
         self._agreed = self._kinds(self._own())
-        self._doubtful = self._known_doubtful = False
+        self._doubtful = self._known_doubtful = self._unsure = False
 
     def _compare(self) -> tuple[None, Signature]:
         named = shared_buffers(self._model)

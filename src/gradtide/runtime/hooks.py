@@ -34,7 +34,7 @@ from gradtide.core.torch_internals.compilation import (
 )
 from gradtide.runtime.layout.buckets import GradientBucket, Slot, copied_at_once
 from gradtide.runtime.optimizer.deferred_step import closes
-from gradtide.runtime.training import Training
+from gradtide.runtime.training import BROKEN_OFF, Training
 from gradtide.transport.shards import is_sharded, redistribute
 
 
@@ -85,6 +85,8 @@ class Hooks:
             if training.buffers.means is not None:
                 arrive = Hook(lambda *_: self._training.buffers.arrive())
                 keep(module.register_state_dict_pre_hook(arrive))  # type: ignore[no-untyped-call]
+                load = Hook(lambda *_: self._training.buffers.loading())
+                keep(module.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call]
         if is_scripted(model):  # updates at step(): none of its forwards is seen
             training.placement.compiled = True
         else:
@@ -230,11 +232,7 @@ class Hooks:
         if not is_traced():
             training.surviving(training.buffers.arrive)()
         if training.step.open and not in_backward():
-            raise RuntimeError(
-                "the last backward pass raised before its end, so the ranks may have "
-                "sent different gradients: end the run, or call sync.remove() on every "
-                "rank and replicate() again"
-            )
+            raise RuntimeError(BROKEN_OFF)
         exchanged = self._model.training and torch.is_grad_enabled() and not is_traced()
         if not exchanged or (training.no_sync_active and not training.lost):
             return

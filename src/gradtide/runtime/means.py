@@ -9,8 +9,10 @@ cannot hang.
 [Note: what] What travels is what was done to buffers since they were alike, cast to 16
 bits. What the cast takes off is added the next time, so it is not lost. With P ranks
 each sends (P - 1) / P of half of the bytes of its buffers to distribute them and again
-to collect them: no rank more than rank 0 with "broadcast". All that is no float comes
-from the first rank that trains, as with "broadcast".
+to collect them: no rank more than rank 0 with "broadcast". What is no float, or has no
+mean, as masks of -inf and extremes that begin as inf, comes from the first rank that
+trains, as with "broadcast". What becomes infinite or NaN on a rank afterwards, by a bad
+batch, is as if that had not been: it would be every rank's for good.
 
 [Note: variance] A batch norm's step is  r' = (1 - a) r + a s,  with s a batch's mean m
 or its variance v over n samples (divided by n - 1), and a the momentum. SyncBatchNorm
@@ -46,7 +48,8 @@ from gradtide.core.ops import Cut, Flow, Group, Mean
 from gradtide.core.payload import Payload, Traits, hands_over
 from gradtide.core.torch_internals import foreach_copy_
 from gradtide.core.torch_internals.autograd import Hook
-from gradtide.runtime.layout.broadcast import begin_broadcast
+from gradtide.runtime.guards.nonfinite import is_finite
+from gradtide.runtime.layout.broadcast import begin_broadcast, digest
 from gradtide.wire import codec_of
 
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
@@ -99,7 +102,7 @@ class BufferMeans:
         kept = {name: b for name, b in held().items() if b is not None}
         norms = [norm for norm in _norms(model) if {*norm[:3]} <= kept.keys()]
         alike = _synchronised(model)
-        floats = [n for n, b in kept.items() if b.is_floating_point()]
+        floats = [n for n, b in kept.items() if b.is_floating_point() and is_finite(b)]
         kinds = grouped(
             (n for n in floats if n not in alike),
             lambda name: (kept[name].dtype, kept[name].device),
@@ -111,6 +114,16 @@ class BufferMeans:
         self._share = 1.0  # of all ranks to those that train
         handles = [flat.watch() for flat in self._flats]
         self._handles = [*chain.from_iterable(handles)]
+
+    def begin_anew(self) -> None:
+        """What this rank has now was loaded, and not done; none are on their way."""
+        held = self._held()
+        for flat in self._flats:
+            flat.begin_anew(held)
+
+    def digests(self) -> list[bytes]:
+        """Of what all ranks are to have alike."""
+        return [digest(flat.base) for flat in self._flats]
 
     def remove(self) -> None:
         """Look at the module no longer."""
@@ -168,15 +181,15 @@ class _Flat:
         paired = [n.mean for n in self._norms] + [n.var for n in self._norms]
         self._names = [*paired, *(name for name in names if name not in paired)]
         self._sizes = [own[name].numel() for name in self._names]
-        self._base = self._gather(own)
-        size, self._length = engine.group.size, len(self._base) + len(self._norms)
+        self.base = self._gather(own)
+        size, self._length = engine.group.size, len(self.base) + len(self._norms)
         length = -(-self._length // size) * size
-        self._payload = Payload(self._base.new_zeros(length), [])
+        self._payload = Payload(self.base.new_zeros(length), [])
         self._payload.parts = [self._payload.flat]
-        self._left = self._base.clone()
+        self._left = self.base.clone()
         self._flight: InFlight | None = None
         lengths = [own[n.mean].numel() for n in self._norms]
-        self._paired, device = sum(lengths), self._base.device
+        self._paired, device = sum(lengths), self.base.device
         whose = [i for i, n in enumerate(lengths) for _ in range(n)]
         self._whose = torch.tensor(whose, dtype=torch.int64, device=device)
         momenta = [getattr(n.module, "momentum", None) for n in self._norms]
@@ -201,12 +214,13 @@ class _Flat:
         return count
 
     def _gather(self, own: Held, base: Tensor | None = None) -> Tensor:
-        """All that this rank has; of what it has no more, what it had."""
+        """All that this rank has; the `base` of what it has no more, or is NaN."""
         befores = [None] * len(self._names) if base is None else self._pieces(base)
         found = [own[name] for name in self._names]
         pairs = zip(found, befores, strict=True)
         pieces = [before if x is None else x.reshape(-1) for x, before in pairs]
-        return torch.cat([piece for piece in pieces if piece is not None])
+        now = torch.cat([piece for piece in pieces if piece is not None])
+        return now if base is None else torch.where(now.isfinite(), now, base)
 
     def _pieces(self, flat: Tensor) -> Sequence[Tensor]:
         return torch.split(flat, self._sizes)
@@ -221,23 +235,28 @@ class _Flat:
     def _rates(self, own: Held) -> Tensor:
         """By how much statistics count that are new: `a` of [Note: variance]."""
         now = self._counted(own)
-        new = now - self._counts
+        new = (now - self._counts).clamp(min=0)  # fewer, if they were reset
         rates = torch.where(
             self._momenta.isnan(),
             new / now.clamp(min=1),
             1 - (1 - self._momenta.nan_to_num()) ** new,
         )
-        return rates[self._whose].to(self._base.dtype)
+        return rates[self._whose].to(self.base.dtype)
+
+    def begin_anew(self, own: Held) -> None:
+        self.base = self._left = self._gather(own, self.base)
+        self._counts = self._counted(own)
+        self._payload.flat.zero_()
 
     def leave(self, own: Held, active: int, shadowing: bool) -> None:
-        self._left = now = self._gather(own, self._base)
+        self._left = now = self._gather(own, self.base)
         payload = self._payload
         if not shadowing:
-            done = now - self._base
+            done = now - self.base
             payload.flat[len(done) : self._length].add_(self._corrections(active))
             if self._norms:
                 self._within_ranks(done, self._rates(own), active)
-            payload.flat[: len(done)].add_(done)
+            payload.flat[: len(done)].add_(done.nan_to_num_(0.0, 0.0, 0.0))
         levels = self._engine.levels
         how = by_levels(Shortened(), None if levels is None else levels.table)
         flow, size = how.reduce(payload, self._engine.group), self._engine.group.size
@@ -248,7 +267,7 @@ class _Flat:
         """What is above 1 in n P / (n P - 1), of each norm."""
         wholes = [count * active for count in self._samples]
         found = [1 / (n - 1) if n > active else 0.0 for n in wholes]
-        return on_device(found, self._base.dtype, self._base.device)
+        return on_device(found, self.base.dtype, self.base.device)
 
     def _within_ranks(self, done: Tensor, rates: Tensor, active: int) -> None:
         """Have what was done to variances be this rank's part of [Note: variance]."""
@@ -256,7 +275,7 @@ class _Flat:
         first, second = done[:n], done[n : 2 * n]
         # (n - 1) P / (n P - 1) = 1 - (P - 1) / (n P - 1)
         within = (1 - (active - 1) * more)[self._whose]
-        old = rates * self._base[n : 2 * n]
+        old = rates * self.base[n : 2 * n]
         second.add_(old).mul_(within).sub_(old)
         second.add_((1 + more)[self._whose] * _over(first.square(), rates))
 
@@ -275,15 +294,15 @@ class _Flat:
 
     def arrive(self, own: Held, mean: Tensor) -> None:
         """Put it in; what was done meanwhile comes on top."""
-        mean, more = torch.split(mean, [len(self._base), len(self._norms)])
+        mean, more = torch.split(mean, [len(self.base), len(self._norms)])
         if self._norms:
             n = self._paired
             moved = (1 + more)[self._whose] * _over(mean[:n].square(), self._rates(own))
             mean = torch.cat([mean[:n], mean[n : 2 * n] - moved, mean[2 * n :]])
             self._counts = self._counted(own)
-        base, now = self._base + mean, self._gather(own, self._base)
+        base, now = self.base + mean, self._gather(own, self.base)
         new = torch.where(now == self._left, base, now + (base - self._left))
-        self._base = base
+        self.base = base
         found = [own[name] for name in self._names]
         news = zip(found, self._pieces(new), strict=True)
         pairs = [(x.data, piece.view(x.shape)) for x, piece in news if x is not None]

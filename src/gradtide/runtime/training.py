@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from gradtide.runtime.exchange.preconditioned import Preconditioning
     from gradtide.runtime.guards.undo import UndoGuard
 
+BROKEN_OFF = (
+    "the last backward pass raised before its end, so the ranks may have sent "
+    "different gradients: end the run, or call sync.remove() on every rank and "
+    "replicate() again"
+)
+
 
 class Training:
     """Carries steps out, on one rank; with K-FAC its constructor is collective."""
@@ -199,7 +205,9 @@ class Training:
 
         Or `nothing`, where this rank skips a step of others.
         """
-        if self.step.open or in_backward():
+        if self.step.open and not in_backward():
+            raise RuntimeError(BROKEN_OFF)
+        if in_backward():
             call = "skip" if nothing else "exchange"
             raise RuntimeError(
                 f"{call}() during a backward pass: call it between backward and step()"
