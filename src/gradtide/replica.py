@@ -213,9 +213,10 @@ class Replica:
         What is deferred, or a round that is under way, ends first.
 
         What was not delivered of parameters that stay is kept, with velocities, outer
-        momentum and numbers of steps. A parameter stays that is the same object, or
-        that has the name and shape of one which the model has no more: then it takes
-        the place of that in the optimizer, too, with its state. The residual of a
+        momentum and numbers of steps. A parameter stays that is the same object in the
+        same shape, or that has the name and shape of one which the model has no more:
+        then it takes the place of that in the optimizer, too, with its state (in all
+        that have stepped, if none was passed). The residual of a
         parameter that is frozen is kept until that is trained again; of one that is
         removed it is lost, which is told in the log. Thresholds, factors and the like,
         and K-FAC's statistics, are learnt anew, and so is the order of the buckets.
@@ -381,7 +382,7 @@ class Replica:
         by the sum of the weights of its steps.
 
         Args:
-            weight: 0, or a number from 1e-9 to 1e12.
+            weight: 0, or a number from 1e-6 to 1e12.
 
         Raises:
             ValueError: It is none of these; or the scheme has K-FAC.

@@ -34,9 +34,9 @@ from gradtide.core.ops import AllGather
 from gradtide.runtime.members import EVERYBODY, Members
 
 BITS, DIGITS = 16, 8  # of a sum: 32768 ranks can add up such digits in 32 bits
-SCALE = 1 << 88  # all bits of a weight are whole then
+SCALE = 1 << 73  # all bits of a weight are whole then, and sums of 36000 have digits
 COUNT = DIGITS + 3  # numbers in a message
-LEAST, MOST = 1e-9, 1e12
+LEAST, MOST = 1e-6, 1e12
 SLOWLY = 16  # steps, in which the unit follows
 UNKNOWN, NONE = math.nan, -1.0  # in the place of a weight: not given; no gradients
 
@@ -71,6 +71,9 @@ class Weights:
         self._last = 1.0  # of the last backward that is over
         self._told, self._mean = SCALE, 1.0
         self._mixed = False
+        # Of steps that no message has told of: whether some had a weight, or none.
+        self._some_given = self._some_plain = False
+        self._told_of = False  # a message has told of the step under way
         # Where steps are exchanged: of all steps, and as of when fragments left last.
         self._sum, self._sent = 0.0, dict[int, float]()
         self._leaving: Sequence[int] = ()
@@ -80,10 +83,13 @@ class Weights:
 
     def give(self, weight: float) -> None:
         """Set this rank's weight for the step to come; ValueError if it is none."""
-        value = float(weight)
+        try:
+            value = float(weight)
+        except (TypeError, ValueError, RuntimeError):  # as of several elements
+            value = math.nan
         if value != 0 and not LEAST <= value <= MOST:  # nor is a NaN
             raise ValueError(
-                f"weight({value!r}): pass what the loss of this rank's step is a mean "
+                f"weight({weight!r}): pass what the loss of this rank's step is a mean "
                 f"over, a number of tokens or samples: 0, or from {LEAST} to {MOST}"
             )
         if self.agreed and not self.weighed:
@@ -150,18 +156,28 @@ class Weights:
         before = self._sum - min(sent, default=self._sum)
         now = 0.0 if self._closing else self.own
         self._told = told = round((before + now) * SCALE)
-        given, absent, plain = self._given is not None, 0, False
-        if self._closing:
-            given = self._gave
-        elif self.members.shadowing:
-            given = False
-            # It counts all the same, if ranks do not weigh: by the steps of others.
-            if self.members.counts:
-                absent = max(self._steps - round(before), 0)
+        given, plain, absent = self._some_given, self._some_plain, 0
+        if self._closing:  # the next message tells of some
+            given, plain = self._gave, False
         else:
-            plain = not (given or self._skips)
+            self._some_given = self._some_plain = False
+        if self.members.shadowing:
+            # It counts all the same, if ranks do not weigh: by the steps of others.
+            if self.members.counts and not self._closing:
+                absent = max(self._steps - round(before), 0)
+        elif not self._closing:
+            given, plain = given or self._gives, plain or self._is_plain
+            self._told_of = True
         digits = [told >> BITS * i & (1 << BITS) - 1 for i in range(DIGITS)]
         return [*digits, given, plain, absent]
+
+    @property
+    def _gives(self) -> bool:
+        return self._given is not None
+
+    @property
+    def _is_plain(self) -> bool:
+        return not (self._gives or self._skips)
 
     def hear(self, told: Sequence[float]) -> None:
         """Take the sum of all ranks' parts."""
@@ -188,6 +204,10 @@ class Weights:
         """A step is over, of gradients if it was `eager`; the next has none yet."""
         if not (eager or self.members.shadowing):
             self._sum += self._last
+            if self._taken and not self._told_of:
+                self._some_given |= self._gives
+                self._some_plain |= self._is_plain
+        self._told_of = False
         self.left()
         self._last = 1.0
         if self._taken:
