@@ -334,20 +334,24 @@ class Session:
 
         self.meet()
         self.refuse_moment("refresh")
-        self.apply_pending()
+        self.apply_pending(end_round=False)
         before = self.training
         stays, known = refresh.staying(before), optimizer or self.known_optimizer
         how = self._buffering, self._check_every
 
         def prepare() -> tuple[None, Signature]:
             given = self.scheme, self.process_group, *how, self._owner
+            if self.scheme.schedule.rounds:
+                refresh.refuse_reshaped(before)
             admit(self.model, known, *given)
             return None, describe(self.model, self.scheme, how[1], how[0])
 
-        moving = known or self.optimizer
+        # Those that were not passed are known by their steps.
+        moving = [*before.unexchanged.taken] if known is None else [known]
         with refresh.in_place(moving, stays):
             remedy = "change the same parameters in the same way on every rank"
             check_ranks_agree(self.engine.transport, prepare, remedy)
+            before.end_round()
         before.resolve_loads()
         self.detach()
         synchronize(self.engine, [p for _, p in shared_parameters(self.model)])
@@ -357,6 +361,7 @@ class Session:
         params = [p for _, p in averaged(self.model)]
         self._unknown = known is None
         self._begin_anew(before, known or SGD(params))
+        self.training.unexchanged.taken |= before.unexchanged.taken
         aside.carry(before, self.training, stays)
         self._finder.follow(params)
         if changes.gone or self.engine.group.rank == 0:

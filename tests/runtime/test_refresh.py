@@ -13,6 +13,7 @@ from tests.programs import imported
 from tests.ranks import run_ranks
 from torch import Tensor, nn
 
+import gradtide
 from gradtide import parallel
 
 with imported("refresh") as program:
@@ -127,6 +128,84 @@ def momenta() -> tuple[bool, bool]:
 
 def test_what_is_in_a_parameters_place_has_its_momentum() -> None:
     assert run_ranks(2, momenta) == [(True, True)] * 2
+
+
+def found_late(scheme: str) -> tuple[str, float]:
+    """The optimizer was not passed: who stepped before steps what is there now."""
+    model = network()
+    sync = gradtide.replicate(model, None, scheme)
+    opt = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+
+    def step() -> None:
+        model(torch.randn(4, 24, generator=draw)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        sync.flush()
+
+    for _ in range(3):
+        step()
+    for _ in range(2):  # the second time before a step
+        state = {k: v.clone() for k, v in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        sync.refresh()
+    before = model[0].weight.detach().clone()
+    step()
+    moved = float((model[0].weight.detach() - before).abs().sum())
+    return str(model[0].weight.tolist()), moved
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear"])
+def test_an_optimizer_that_was_not_passed_is_told_too(scheme: str) -> None:
+    (one, moved), (other, _) = run_ranks(2, found_late, scheme)
+    assert one == other
+    assert moved > 0
+
+
+def grown(scheme: str) -> tuple[list[float], float]:
+    """A layer is longer, and the same object, as an embedding that is resized."""
+    run = Run(scheme)
+    run.step(5)
+    run.sync.end_round()
+    before = run.residuals()
+    with torch.no_grad():
+        for p in (run.model[4].weight, run.model[4].bias):
+            p.data = torch.cat([p.data, torch.zeros_like(p.data)])
+    run.opt = torch.optim.SGD(run.model.parameters(), lr=0.02)
+    run.sync.refresh(run.opt)
+    after = run.residuals()
+    same = [n for n in before if not n.startswith("4.")]
+    apart = max(float((before[n] - after[n]).abs().max()) for n in same)
+    run.step(5)
+    return run.ends(), apart
+
+
+@pytest.mark.parametrize("name", ["wfbp", "dear", "local"])
+def test_a_parameter_that_has_grown_begins_anew(name: str) -> None:
+    (one, apart), (other, _) = run_ranks(2, grown, SCHEMES[name])
+    assert one == other
+    assert apart == 0
+
+
+def grown_in_a_round() -> str:
+    run = Run(SCHEMES["rounds"])
+    run.step(2)
+    p = run.model[0].bias
+    before = p.data
+    p.data = torch.zeros(30)
+    try:
+        run.sync.refresh()
+    except ValueError as error:
+        p.data = before
+        run.step(2)
+        return str(error)
+    return ""
+
+
+def test_in_a_round_no_parameter_may_grow() -> None:
+    for told in run_ranks(2, grown_in_a_round):
+        assert "0.bias had the shape (24,)" in told
+        assert "call end_round() and remove()" in told
 
 
 def velocities() -> tuple[float, float]:

@@ -4,6 +4,7 @@ A training is laid out anew for the parameters that there are now. What buckets 
 those that stay is carried over as where buckets are cut anew (`GradientBucket.carry`):
 residuals, velocities and numbers of steps. A parameter stays that is the same object;
 or that has the name and shape of one which the model has no more, in whose place it is.
+One that has another shape now, as an embedding that has grown, begins anew.
 
 The residual of a parameter that is frozen is kept here until that is trained again.
 That of one which the model has no more is lost with it.
@@ -11,7 +12,7 @@ That of one which the model has no more is lost with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -57,7 +58,7 @@ def staying(training: Training) -> Stays:
     found: dict[nn.Parameter, Place] = {}
     for name, p in averaged(model):
         before = by_name.get(name)
-        if p in places:
+        if p in places and places[p].shape == local(p).shape:
             found[p] = places[p]
         elif before is not None and before.slot.param not in there:
             own = before.slot.local
@@ -66,23 +67,43 @@ def staying(training: Training) -> Stays:
     return found
 
 
-@contextmanager
-def in_place(optimizer: Optimizer, stays: Stays) -> Iterator[None]:
-    """Have an optimizer step parameters, with its state, in the place of former ones.
+def refuse_reshaped(training: Training) -> None:
+    """Raise ValueError for a parameter in another shape, of which a round has steps."""
+    for p, place in training.placement.places.items():
+        if local(p).shape != place.shape:
+            raise ValueError(
+                f"refresh(): {place.slot.name} had the shape {tuple(place.shape)} when "
+                f"this round began, and has {tuple(local(p).shape)} now: with rounds, "
+                "call end_round() and remove() before such a change, and replicate() "
+                "after it, on every rank"
+            )
 
-    If what is done inside raises, it has the former ones again.
+
+@contextmanager
+def in_place(optimizers: Iterable[Optimizer], stays: Stays) -> Iterator[None]:
+    """Have optimizers step parameters, with their state, in the place of former ones.
+
+    If what is done inside raises, they have the former ones again.
     """
     new = {place.slot.param: p for p, place in stays.items()}
     new = {before: p for before, p in new.items() if before is not p}
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    # A program that has made its optimizer anew has done so itself.
-    new = {before: p for before, p in new.items() if before in held and p not in held}
-    _replace(optimizer, new)
+    moves = [(optimizer, _missing(optimizer, new)) for optimizer in optimizers]
+    for optimizer, own in moves:
+        _replace(optimizer, own)
     try:
         yield
     except BaseException:
-        _replace(optimizer, {p: before for before, p in new.items()})
+        for optimizer, own in moves:
+            _replace(optimizer, {p: before for before, p in own.items()})
         raise
+
+
+def _missing(
+    optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter]
+) -> Mapping[nn.Parameter, nn.Parameter]:
+    """What it does not hold of the new ones; a program may have made it anew itself."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    return {before: p for before, p in new.items() if before in held and p not in held}
 
 
 def _replace(optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -110,8 +131,10 @@ class Aside:
             bucket, slot = place.bucket, place.slot
             if p in known:
                 continue
+            if local(p).shape != place.shape:
+                bucket.waiting.pop(slot, None)  # it would be read by the new shape
             residual = bucket.residual_of(slot)
-            if p in there:
+            if p in there and local(p).shape == place.shape:
                 changes.frozen.append(slot.name)
                 self._residuals[p] = residual
             else:
@@ -140,7 +163,7 @@ class Aside:
         alone = GradientBucket([own], flat, bucket.collective)
         alone.count_on(counts)
         residual = self._residuals.pop(slot.param, None)
-        if residual is not None:
+        if residual is not None and residual.shape == slot.local.shape:
             # In the order of memory, as in a bucket.
             own.of(flat).copy_(residual)
             alone.waiting[own] = {FLAT: flat.clone()}
@@ -151,7 +174,10 @@ class Aside:
 def _agree(before: Training, after: Training, stays: Stays) -> None:
     """Where steps are exchanged: go on from what all ranks have alike now."""
     old, new = before.actions.consensus, after.actions.consensus
-    if old is None or new is None or not old.begun:
+    if old is None or new is None:
+        return
+    if not old.begun:
+        new.averaged |= old.averaged
         return
     new.shared = {
         slot.param: torch.empty_like(slot.local).copy_(slot.local)

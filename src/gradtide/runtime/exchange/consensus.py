@@ -45,7 +45,7 @@ class Consensus:
 
     def __init__(self, around: Surroundings, averaged: bool) -> None:
         """`averaged`: the optimizer has stepped from averaged gradients before."""
-        self._averaged = averaged
+        self.averaged = averaged
         self._engine, self._placement = around.engine, around.placement
         self._optimizer = around.optimizer
         self._traits = probe(around.optimizer)
@@ -81,7 +81,7 @@ class Consensus:
         for bucket in self._placement.buckets:
             bucket.waiting.clear()  # gradients are no steps
         self.resume()
-        self.to_widen |= self._averaged
+        self.to_widen |= self.averaged
 
     def resume(self) -> None:
         """Buckets have residuals of steps, and no gradient may live in them."""

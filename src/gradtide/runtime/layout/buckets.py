@@ -571,6 +571,11 @@ class Place:
     bucket: GradientBucket
     slot: Slot
 
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's, as it was when it was laid out."""
+        return self.bucket.views[self.slot.index].shape
+
 
 def _gaps(slots: Sequence[Slot], flat: Tensor) -> Tensor | None:
     """Where a bucket has elements of no parameter, see [Note: gaps]; None: nowhere."""
