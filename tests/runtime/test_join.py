@@ -122,6 +122,24 @@ def test_ranks_end_alike_and_go_on_alike(
     assert first[2] == sum(map(max, batches)) + 3
 
 
+def one_more_step() -> int:
+    model = net(False)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheme = "Scheme(Dense(), schedule=Schedule('step', every=3))"
+    sync = gradtide.replicate(model, opt, scheme)
+    with sync.join():
+        for step in range(4 + dist.get_rank()):
+            model(batch(step)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    sync.load_state_dict(sync.state_dict())
+    return int(sync.metrics()["step"])
+
+
+def test_a_silent_step_more_is_counted_by_all() -> None:
+    assert run_ranks(2, one_more_step) == [5, 5]
+
+
 @pytest.mark.parametrize("scheme", [*DENSE, *SPARSE])
 def test_equal_inputs_are_the_same_bits_with_join_and_without(scheme: str) -> None:
     def run() -> list[Any]:

@@ -251,7 +251,9 @@ class Member:
         """All have joined: go on with what a rank has that trained to the end."""
         training, engine = self._training, self._engine
         training.end_round()  # ranks may have made more steps of a round, or fewer
-        if not self.join.uneven:
+        if not self.join.uneven:  # but perhaps in steps in which nothing was said
+            steps = engine.transport.gather_objects(training.num_steps)
+            training.num_steps = max(steps)
             return
         source = self.join.source
         training.buffers.arrive()
