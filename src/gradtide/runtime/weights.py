@@ -141,8 +141,14 @@ class Weights:
 
     def settle(self) -> None:
         """A backward begins, and all ranks have heard the sum of the one before."""
-        if self.weighed and not self.nobody and self.factor != 1:
-            self.unit += (self._mean - self.unit) / SLOWLY
+        self.unit = self._next_unit
+
+    @property
+    def _next_unit(self) -> float:
+        """That of the backward to come."""
+        if not self.weighed or self.nobody or self.factor == 1:
+            return self.unit
+        return self.unit + (self._mean - self.unit) / SLOWLY
 
     def refuse(self) -> None:
         """Raise RuntimeError, on every rank, if only some have given a weight."""
@@ -237,7 +243,7 @@ class Weights:
     @property
     def known(self) -> float | None:
         """The unit, for those that go on."""
-        return self.unit if self.weighed else self._known
+        return self._next_unit if self.weighed else self._known
 
     def renew(self, before: Weights) -> None:
         """Go on where others were the ranks."""
