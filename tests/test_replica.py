@@ -914,7 +914,8 @@ def test_what_was_chosen_is_logged_once() -> None:
         return said
 
     first, second = run_ranks(2, work)
-    assert len(first) == 1
+    assert len(first) == 2
     assert "Linear is replicated: Scheme(" in first[0]
+    assert first[1].startswith("Linear is replicated:\n")  # bucket by bucket
     assert "2 ranks on 1 hosts, all ranks alike, by GlooTransport" in first[0]
     assert not second

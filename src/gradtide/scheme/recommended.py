@@ -114,7 +114,7 @@ RECOMMENDED = (
         "diloco(warmup=240)",
         "the network is so slow, or so far away, that one exchange a step is too much: "
         "ranks step alone, and exchange every 30 steps what these did",
-        "all in the warm-up, then a thirtieth",
+        "all in the warm-up, then about 3.3 %",
         f"{_FROM_SCRATCH}, and a look at the loss: what it costs in steps differs more "
         "from model to model than with all others",
         "adam",
