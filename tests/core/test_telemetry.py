@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtide.core.telemetry import Exchanged, Record, Telemetry
+from gradtide.core.telemetry import Record, Telemetry
 
 
 def seen() -> Telemetry:
@@ -37,8 +37,8 @@ def test_totals_outlive_what_is_cleared() -> None:
 
 def test_an_exchange_counts_as_compressed_if_it_sent_less_than_densely() -> None:
     telemetry = seen()
-    telemetry.exchange(Exchanged(sent=80, dense=80, selected=10, offered=10))
-    telemetry.exchange(Exchanged(sent=8, dense=160, selected=1, offered=20))
+    telemetry.exchange(sent=80, dense=80, selected=10, offered=10)
+    telemetry.exchange(sent=8, dense=160, selected=1, offered=20)
     totals = telemetry.totals()
     assert (totals["dense_bytes"], totals["compressed_bytes"]) == (240, 160)
     assert (totals["selected"], totals["offered"]) == (14, 60)

@@ -65,7 +65,7 @@ def compare(scheme: str) -> list[tuple[int | None, int, bool]]:
         for bucket, sent in zip(buckets, before, strict=True):
             seen = bucket.exchanged
             assert seen is not None
-            found.append((sent, seen.sent, seen.whole))
+            found.append((sent, *seen))
     return found
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* has run for minutes")
 BEFORE = 4  # steps in which buckets and modules are found out
 # At most so many functions of Python are called for another parameter in a bucket,
 # and for another bucket.
-CALLS = {"WFBP": (17, 113), "DEAR": (24, 188)}
+CALLS = {"WFBP": (17, 105), "DEAR": (24, 178)}
 
 
 def in_training(scheme: str, layers: int) -> tuple[Callable[[], None], Replica]:

@@ -89,7 +89,8 @@ class Engine:
 
         Over its host's link, where that has several ranks.
         """
-        size = self.group.size if self.levels is None else self.levels.outer.size
+        group = self.transport.group if self.levels is None else self.levels.outer
+        size = group.size
         return 2 * (size - 1) * nbytes // size
 
     def move(self, transport: Transport) -> None:
@@ -259,7 +260,9 @@ class Engine:
                 flight.flow.close()
                 raise
         # Beside what stays in a host another thread counts what does not.
-        stays = all(ops.is_inside(op) or isinstance(op, ops.ToHost) for op in several)
+        stays = self.levels is not None and all(
+            ops.is_inside(op) or isinstance(op, ops.ToHost) for op in several
+        )
         flight.sent = 0 if stays else self.transport.payload_bytes - sent
         flight.total += flight.sent
 

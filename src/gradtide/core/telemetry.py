@@ -30,32 +30,6 @@ class Record(NamedTuple):
     inside: bool = False  # a host, beside what is between hosts
 
 
-class Exchanged(NamedTuple):
-    """An exchange of a bucket that is over, as this rank has counted it.
-
-    Attributes:
-        sent: Bytes of payload.
-        dense: Bytes that a dense exchange would have sent.
-        selected: Entries that travelled.
-        offered: Entries of the bucket.
-    """
-
-    sent: int
-    dense: int
-    selected: int
-    offered: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether every entry travelled."""
-        return self.selected >= self.offered
-
-    @property
-    def compressed(self) -> bool:
-        """Whether fewer bytes travelled than densely."""
-        return self.sent < self.dense
-
-
 @dataclass
 class Telemetry:
     """Intervals are seconds of the engine's clock, all others are totals."""
@@ -83,11 +57,17 @@ class Telemetry:
         self.waited.append((start, end))
         self.exposed_seconds += end - start
 
-    def exchange(self, seen: Exchanged) -> None:
-        """The exchange of a bucket is over."""
-        self.select(seen.selected, seen.offered)
-        self.dense_bytes += seen.dense
-        self.compressed_bytes += seen.dense * seen.compressed
+    def exchange(self, sent: int, dense: int, selected: int, offered: int) -> None:
+        """The exchange of a bucket is over (hot path).
+
+        It has sent so many bytes, and a dense one `dense`; `selected` of the bucket's
+        entries have travelled.
+        """
+        self.selected += selected
+        self.offered += offered
+        self.dense_bytes += dense
+        if sent < dense:
+            self.compressed_bytes += dense
 
     def select(self, selected: int, offered: int) -> None:
         """So many of the entries that a bucket offered have travelled."""

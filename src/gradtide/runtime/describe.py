@@ -140,7 +140,7 @@ def _names(names: Sequence[str]) -> str:
 def _told(bucket: GradientBucket, engine: Engine) -> Told:
     seen = bucket.exchanged
     if seen is not None:
-        return Told(seen.whole, seen.sent, counted=True)
+        return Told(seen[1], seen[0], counted=True)
     sent = foreseen(bucket, engine)
     return Told(sent is not None, sent, counted=False)
 

@@ -79,8 +79,8 @@ class GradientExchange:
     def before_update(self, fresh: bool) -> None:
         if not fresh:
             return
-        moved = any(bucket.momentum_applied for bucket in self._placement.buckets)
-        if self._momentum is not None and moved:
+        buckets = self._placement.buckets
+        if self._momentum is not None and any(b.momentum_applied for b in buckets):
             self._momentum.take()
         self._stage.precondition(self._optimizer)
 

@@ -54,7 +54,6 @@ from gradtide.core.payload import (
     traits,
 )
 from gradtide.core.step import Bucket
-from gradtide.core.telemetry import Exchanged
 from gradtide.core.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
 from gradtide.transport.shards import Spread, is_sharded, like, local, spread
 
@@ -149,7 +148,8 @@ class GradientBucket(Bucket):
         self._left: Tensor | None = None  # a copy of what has left: [Note: undone]
         self.open = False  # what has left has yet to take effect
         self.flight: InFlight | None = None
-        self.exchanged: Exchanged | None = None  # as it was the last time
+        # Of the last exchange: bytes that were sent, and whether every entry travelled.
+        self.exchanged: tuple[int, bool] | None = None
 
     def rearm(self) -> None:
         super().rearm()
@@ -463,8 +463,8 @@ class GradientBucket(Bucket):
         numel = payload.flat.numel()
         selected = numel if self.residual_empty else payload.num_sent
         dense = engine.dense_bytes(payload.flat.nbytes)
-        self.exchanged = Exchanged(sent, dense, selected, numel)
-        engine.telemetry.exchange(self.exchanged)
+        self.exchanged = sent, selected >= numel
+        engine.telemetry.exchange(sent, dense, selected, numel)
         payload.num_sent = 0
 
     # - What is taken out --------------------------------------------------------------
