@@ -445,6 +445,30 @@ def _steps_begin(kind: str, before: str) -> None:
     other.remove()
 
 
+def test_an_optimizer_that_is_found_later_expects_own_gradients_too() -> None:
+    """What it remembers of squares is as large as where it was passed."""
+    run_ranks(2, _found_later)
+
+
+def _found_later() -> None:
+    found = []
+    for passed in (True, False):
+        torch.manual_seed(0)
+        model = Branches()
+        opt = torch.optim.AdamW(model.parameters(), 0.01)
+        sync = gradtide.replicate(model, opt if passed else None, "wfbp")
+        for step in range(10):
+            if step == 4:
+                sync.adopt("Scheme(TopK(0.05), PerTensor(), LOCAL)")
+            model(batch(step)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        found.append(dict(opt.state[model.body[0].weight])["exp_avg_sq"].clone())
+        sync.remove()
+    # One step more was of averaged gradients where it had to be found.
+    assert 0.8 < float(found[1].norm() / found[0].norm()) < 1.25
+
+
 def test_what_gradients_have_left_is_no_step() -> None:
     run_ranks(2, _left)
 

@@ -325,6 +325,8 @@ class Session:
         after.num_exchanges = before.num_exchanges
         after.placement.compiled = before.placement.compiled
         before.actions.members.follow(after)
+        if before.num_steps and not before.actions.chosen.apart:
+            after.actions.note_averaged()
         if self._comm_hook:
             self._exchange_by_hook(*self._comm_hook)
 

@@ -121,8 +121,15 @@ class Actions:
         self.updates.reset()
         self.gradients.adopt(scheme)
         self.step.schedule = scheme.schedule
-        self._averaged |= not self.chosen.apart
+        if not self.chosen.apart:
+            self.note_averaged()
         self.use(self._exchange_of(scheme))
+
+    def note_averaged(self) -> None:
+        """Gradients were exchanged before: the optimizer remembers averaged ones."""
+        self._averaged = True
+        if self.consensus is not None:
+            self.consensus.note_averaged()
 
     def use(self, exchange: Exchange) -> None:
         """Have an exchange take the place of the present one, until `adopt`."""

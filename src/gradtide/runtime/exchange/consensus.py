@@ -70,6 +70,11 @@ class Consensus:
         if not self._outer.momentum:
             self.velocity = {}
 
+    def note_averaged(self) -> None:
+        """The optimizer has stepped from averaged gradients before."""
+        self.averaged = True
+        self.to_widen |= self.begun
+
     @property
     def is_due(self) -> bool:
         """Whether a warm-up is over, so that steps can be exchanged."""
