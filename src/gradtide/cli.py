@@ -381,7 +381,8 @@ def plan(
     with options.told():
         if trace is None:
             raise ValueError(f"say what is trained, and where.\n{PLANNED}")
-        place = Place(ranks, ranks_per_host, rate, up, delay, internet, stragglers)
+        far = options.Far(up, delay, internet=internet)
+        place = Place(ranks, ranks_per_host, rate, far, stragglers)
         weighed = Weighed(margin, steps, pilot)
         planning = Planning.asked(network, place, device, schemes, weighed, json)
         found = planning.of(read_trace(trace, step_ms))
@@ -448,7 +449,8 @@ def advise(
         if timed < 1 or not 0 < seconds < math.inf:
             raise ValueError(f"--timed {timed} --seconds {seconds}: more than 0")
         size = _all_ranks(hosts, ranks, ranks_per_host)
-        place = Place(size, ranks_per_host, rate, up, delay, internet, stragglers)
+        far = options.Far(up, delay, internet=internet)
+        place = Place(size, ranks_per_host, rate, far, stragglers)
         weighed = Weighed(margin, steps, pilot)
         planning = Planning.asked(network, place, device, schemes, weighed, json)
         for option, path in {"--trace-out": trace_out, "--html": html}.items():

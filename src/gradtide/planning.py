@@ -16,6 +16,7 @@ from rich.console import Console
 from gradtide.lab import options
 from gradtide.lab.amounts import parse_share
 from gradtide.lab.checks import check_file
+from gradtide.lab.options import Far
 from gradtide.lab.spec import split_schemes
 from gradtide.planner import pilot as pilots
 from gradtide.planner import report, search
@@ -34,9 +35,7 @@ class Place(NamedTuple):
     ranks: int | None = None
     ranks_per_host: int | None = None
     rate: str | None = None
-    up: str | None = None
-    delay: str | None = None
-    internet: str | None = None
+    far: Far = Far()
     stragglers: str | None = None
 
 
@@ -97,9 +96,9 @@ class Planning:
         if device is not None:
             preset(device)
         measured = None if network is None else load(network)
-        per_host, links = place.ranks_per_host, (place.delay, place.internet, place.up)
+        per_host = place.ranks_per_host
         own = place.ranks, per_host or 1, place.rate
-        ranks, bits, more = options.planned(*own, *links)
+        ranks, bits, more = options.planned(*own, place.far)
         there = imagine(measured, ranks, per_host, bits, more)
         if place.stragglers is not None:
             share = parse_share("--stragglers", place.stragglers)

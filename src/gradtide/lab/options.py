@@ -220,16 +220,14 @@ def planned(
     ranks: int | None,
     ranks_per_host: int,
     rate: str | None,
-    delay: str | None,
-    internet: str | None,
-    up: str | None = None,
+    far: Far,
 ) -> tuple[int | None, float | None, float]:
     """For a planner: ranks, bits/s of the slowest link, and the longest round trip.
 
     All ranks send as much as they receive, so a link is as slow as its slower way.
-
     Raises ValueError for what has no plan.
     """
+    up, internet = far.up, far.internet
     if internet is None:
         bits = None
         if rate is not None:
@@ -238,8 +236,8 @@ def planned(
             if bits is None:
                 raise ValueError(f"--up {up}: say --rate, too, of what hosts receive")
             bits = min(bits, limited(up, f"--up {up}: a link has a limit"))
-        return ranks, bits, parse_time("--delay", delay or "0ms")
-    given = {"--rate": rate, "--up": up, "--ranks": ranks, "--delay": delay}
+        return ranks, bits, parse_time("--delay", far.delay or "0ms")
+    given = {"--rate": rate, "--up": up, "--ranks": ranks, "--delay": far.delay}
     if twice := [name for name, value in given.items() if value is not None]:
         raise ValueError(
             f"--internet {internet} says what links are like: leave out "
