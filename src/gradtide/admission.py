@@ -46,7 +46,7 @@ def admit(
     )
     validate_scheme(model, scheme)
     if optimizer is not None:
-        validate_optimizer(model, optimizer, scheme.schedule)
+        validate_optimizer(model, optimizer, scheme)
         momentum_of(optimizer, scheme)
     if scheme.preconditioner is not None:
         from gradtide.kfac.costs import admitted

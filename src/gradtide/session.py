@@ -305,7 +305,7 @@ class Session:
         """Raise ValueError, on every rank, if some rank cannot use the optimizer."""
 
         def prepare() -> tuple[None, Signature]:
-            validate_optimizer(self.model, optimizer, self.scheme.schedule)
+            validate_optimizer(self.model, optimizer, self.scheme)
             momentum_of(optimizer, self.scheme)
             return None, {}
 
@@ -390,7 +390,7 @@ class Session:
                 return chosen, {"scheme": repr(chosen)}
             if undecided(chosen) is not None:
                 raise ValueError("adopt() takes a decided scheme: replicate with auto")
-            validate_optimizer(self.model, self.optimizer, chosen.schedule)
+            validate_optimizer(self.model, self.optimizer, chosen)
             momentum_of(self.optimizer, chosen)
             before, now = self.scheme.schedule.launch, chosen.schedule.launch
             begins = now == "step" != before

@@ -36,7 +36,7 @@ def test_every_recipe_can_be_trained_with(recipe: str) -> None:
     model = nn.Linear(4, 4)
     made = torch.optim.SGD if made_for(recipe) == "sgd" else torch.optim.AdamW
     optimizer = made(model.parameters(), lr=0.1)
-    validate_optimizer(model, optimizer, parse(recipe).schedule)
+    validate_optimizer(model, optimizer, parse(recipe))
 
 
 def test_the_table_begins_with_what_every_plan_is_held_against() -> None:

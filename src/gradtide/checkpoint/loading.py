@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradtide.checkpoint.contents import Items, Random, check_random, copied
 from gradtide.checkpoint.files import About, unpacked
 from gradtide.checkpoint.generations import Plan, name_of, spoken
-from gradtide.runtime.guards.validation import is_joinable
+from gradtide.runtime.guards.validation import divides, is_joinable
 from gradtide.runtime.layout.parameters import shared_parameters
 
 State = dict[str, Any]
@@ -41,7 +41,8 @@ class Subject:
     def validate(self) -> None:
         """Raise ValueError for an optimizer whose state cannot be had."""
         for one in self._optimizers():
-            if is_joinable(one) and not getattr(one, "exchanges", False):
+            whole = divides(one) and hasattr(one, "consolidate_state_dict")
+            if is_joinable(one) and not whole:
                 raise ValueError(
                     f"{type(one).__name__} divides its state among ranks: save it by "
                     "hand, after its consolidate_state_dict()"

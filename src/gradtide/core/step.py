@@ -64,6 +64,7 @@ class Bucket:
     """What leaves as one: its name, its stage, and what it still waits for."""
 
     keeps = False  # its mean waits for step() where updates are deferred
+    owned = False  # then, owners make of it what all ranks are sent behind its cut
     fragment = 0  # of the model, where fragments leave in turn
 
     def __init__(self, name: str, pieces: int) -> None:
@@ -241,8 +242,8 @@ class Step:
                 self.apply([bucket])
             self._driver.fill(bucket)
             # What leaves last is read first: nothing hides its second half.
-            last = bucket is self._driver.buckets[-1]
-            self._send(bucket, bucket.keeps and self.deferring and not last)
+            waits = bucket.owned or bucket is not self._driver.buckets[-1]
+            self._send(bucket, bucket.keeps and self.deferring and waits)
             self._cursor += 1
 
     def _send(self, bucket: Any, hold: bool = False) -> None:

@@ -1,5 +1,6 @@
 """Optimizers whose step is divided among ranks. Needs torch 2.9 or later."""
 
 from gradtide.optim.muon import DistributedMuon
+from gradtide.optim.several import Several
 
-__all__ = ["DistributedMuon"]
+__all__ = ["DistributedMuon", "Several"]

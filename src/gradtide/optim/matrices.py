@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from gradtide.collectives.owners import Answers
 from gradtide.core.engine import Engine
 from gradtide.core.fields import refuse
-from gradtide.core.ops import AllGather
 from gradtide.core.torch_internals.muon import orthogonalize
 from gradtide.optim.owners import cost
 from gradtide.transport.shards import described, is_sharded
@@ -48,9 +48,7 @@ def orthogonalized(update: Tensor, group: ParamGroup) -> Tensor:
 class Message:
     """Something of each of some matrices, from their owners to all ranks: on its way.
 
-    An owner sends what `value_of` has for a matrix, if it has anything. Behind each
-    value stands one element that says whether it is there: the owner decides, and how
-    long a message is depends on nothing that ranks might see differently.
+    An owner sends what `value_of` has for a matrix, if it has anything.
     """
 
     def __init__(
@@ -60,29 +58,22 @@ class Message:
         engine: Engine,
         value_of: Callable[[Matrix], Tensor | None],
     ) -> None:
-        self._matrices = sorted(matrices, key=lambda m: m.owner)
-        lengths = [m.param.numel() + 1 for m in self._matrices]
+        self._matrices = matrices
+        numels = [matrix.param.numel() for matrix in matrices]
+        owners = {i: matrix.owner for i, matrix in enumerate(matrices)}
         device = matrices[0].param.device
-        flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
-        self._pieces = torch.split(flat, lengths)
-        rank, sizes = engine.group.rank, [0] * engine.group.size
-        for matrix, piece in zip(self._matrices, self._pieces, strict=True):
-            sizes[matrix.owner] += len(piece)
-            value = value_of(matrix) if matrix.owner == rank else None
-            if value is not None:
-                piece[:-1].view(matrix.param.shape).copy_(value)
-                piece[-1] = 1
-        gather = AllGather(torch.split(flat, sizes)[rank], sizes, into=flat)
-        self._wait = engine.ask("muon", gather)
+        self._answers = Answers(numels, owners, engine.group, dtype, device)
+        for i, matrix in enumerate(matrices):
+            if matrix.owner == engine.group.rank:
+                self._answers.put(i, value_of(matrix))
+        self._wait = engine.ask("muon", self._answers.request())
 
     def arrived(self) -> Iterator[tuple[Matrix, Tensor]]:
         """Wait for it; returns the values of the matrices that have one."""
         self._wait()
-        there = torch.stack([piece[-1] for piece in self._pieces]).tolist()
-        rows = zip(self._matrices, self._pieces, there, strict=True)
-        for matrix, piece, is_there in rows:
-            if is_there:
-                yield matrix, piece[:-1].view(matrix.param.shape)
+        for i, value in self._answers.found():
+            matrix = self._matrices[i]
+            yield matrix, value.view(matrix.param.shape)
 
 
 def signature(groups: Sequence[ParamGroup]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class DistributedMuon(Muon):
 
     Cost of communication: n (P - 1) / P elements of 16 bits a rank, beside that of the
     gradients, for n elements of all matrices. While one message travels, the next is
-    computed.
+    computed. Under a schedule that defers updates (`dear`), updates travel in the place
+    of the gradients' averages, which only owners are sent.
 
     Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks,
     2024; divided by whole matrices as in Liu et al., Muon is scalable for LLM training,
@@ -71,6 +72,8 @@ class DistributedMuon(Muon):
     """
 
     exchanges = True  # inside its step: see `runtime.validation.is_joinable`
+    answer_dtype = torch.bfloat16
+    deferred = False  # its steps are made by others, see `runtime.optimizer.dividing`
 
     def __init__(
         self,
@@ -118,8 +121,9 @@ class DistributedMuon(Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any(p not in self._owners for p in self._params()):  # added since
-            self._assign()
+        if self.deferred:
+            return loss
+        self.owners()
         matrices = self._matrices()
         for matrix in matrices:  # before anything is sent, on every rank
             if matrix.param.grad is not None and matrix.param.grad.is_sparse:
@@ -134,9 +138,9 @@ class DistributedMuon(Muon):
             how = torch.bfloat16, self._engine, self._update
             travelling.append(Message(members, *how))
             if len(travelling) > 1:  # the next has been computed meanwhile
-                _apply(travelling.popleft())
+                _apply_all(travelling.popleft())
         for message in travelling:
-            _apply(message)
+            _apply_all(message)
         return loss
 
     def _update(self, matrix: Matrix) -> Tensor | None:
@@ -153,6 +157,57 @@ class DistributedMuon(Muon):
         buffer.lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return orthogonalized(update, group)
+
+    # - A step that is deferred, see `runtime.optimizer.dividing` ----------------------
+
+    @torch.no_grad()
+    def answers(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """The updates of some matrices of this rank, by `.grad`, before learning rates.
+
+        Those of parameters that are not here are left out. Local.
+
+        Args:
+            params: Parameters with gradients, of any optimizer.
+
+        Returns:
+            An update in bfloat16 of each that is a matrix of this optimizer.
+        """
+        self._drop()
+        known = {matrix.param: matrix for matrix in self._matrices()}
+        found = {p: self._update(known[p]) for p in params if p in known}
+        return {p: update for p, update in found.items() if update is not None}
+
+    @torch.no_grad()
+    def take(self, answers: Mapping[Tensor, Tensor]) -> None:
+        """Update matrices by what their owners have computed. Local.
+
+        Args:
+            answers: Updates, as `answers` returns them; of others nothing is changed.
+        """
+        for matrix in self._matrices():
+            if matrix.param in answers:
+                _apply(matrix, answers[matrix.param])
+
+    def owners(self) -> Mapping[Tensor, int]:
+        """The rank that owns each matrix; a collective call where some were added.
+
+        Returns:
+            Ranks by parameter.
+        """
+        if any(p not in self._owners for p in self._params()):  # added since
+            self._assign()
+        return self._owners
+
+    def alone(self) -> Muon:
+        """A `torch.optim.Muon` with the same groups and the same state. Local.
+
+        Returns:
+            One that orthogonalises every matrix itself.
+        """
+        plain: Muon = object.__new__(Muon)
+        own = "_engine", "_owners", "_divided", "deferred"
+        plain.__dict__ = {k: v for k, v in vars(self).items() if k not in own}
+        return plain
 
     # - Owners -------------------------------------------------------------------------
 
@@ -249,9 +304,14 @@ class DistributedMuon(Muon):
         self._divided = self._engine.group.size > 1
 
 
-def _apply(message: Message) -> None:
+def _apply_all(message: Message) -> None:
     """Update the parameters of a message."""
-    for (p, group, _), update in message.arrived():
-        lr = float(group["lr"])
-        p.mul_(1 - lr * group["weight_decay"])
-        p.add_(update, alpha=-adjust_lr(lr, group["adjust_lr_fn"], p.shape))
+    for matrix, update in message.arrived():
+        _apply(matrix, update)
+
+
+def _apply(matrix: Matrix, update: Tensor) -> None:
+    p, group, _ = matrix
+    lr = float(group["lr"])
+    p.mul_(1 - lr * group["weight_decay"])
+    p.add_(update, alpha=-adjust_lr(lr, group["adjust_lr_fn"], p.shape))

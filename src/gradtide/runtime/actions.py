@@ -26,9 +26,11 @@ from gradtide.runtime.guards.checksum import ParameterCheck
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.guards.scales import Scales
 from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.layout.owned_bucket import OwnedBucket
 from gradtide.runtime.layout.placement import Placement
 from gradtide.runtime.members import Members
 from gradtide.runtime.notices import Notices
+from gradtide.runtime.optimizer.dividing import owned_by
 from gradtide.runtime.turns import Turns
 from gradtide.scheme import Scheme
 
@@ -76,7 +78,9 @@ class Actions:
         self.engine, self._optimizer = engine, setup.optimizer
         self._scales, self.notices = setup.scales, setup.notices
         self.step = Step(self, setup.scheme.schedule)
-        self.placement = placement = Placement(model, setup.scheme, engine.group.size)
+        size = engine.group.size
+        owned = owned_by(setup.optimizer, size)
+        self.placement = placement = Placement(model, setup.scheme, size, owned)
         self.guard = NonFiniteGuard(placement, engine.transport)
         every, shards = setup.check_every, placement.shards
         self.check = ParameterCheck(model, engine.transport, every, shards)
@@ -84,8 +88,8 @@ class Actions:
         self.tally = Tally(engine, placement, *told)
         self.preconditioning = stage(placement)
         self._stage = self.preconditioning or Unpreconditioned(placement)
-        # Where K-FAC is, nobody may have gradients delivered to find them out.
-        self.tally.granted = self.preconditioning is not None
+        # Where K-FAC or owners are, nobody can have means delivered to find them out.
+        self.tally.granted = self.preconditioning is not None or owned is not None
         known = turns, self.step, placement, self.tally, self.guard
         self.gradient_info = GradientInfo(*known, self.preconditioning)
         self.updates = Updates(placement, self.gradient_info)
@@ -238,6 +242,10 @@ class Actions:
         assert bucket.flight is not None
         if bucket is self.buckets[-1]:  # the first of all
             self.members.announce(Event.RELEASE)
+        if bucket.stage is Stage.DUE and isinstance(bucket, OwnedBucket):
+            self.engine.wait(bucket.flight)
+            self.tally.learn()
+            self.updates.answer(bucket, self.engine.group.rank)
         self.engine.release(bucket.flight)
         if bucket.stage is Stage.DUE:
             self._stage.release(bucket)

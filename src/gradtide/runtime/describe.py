@@ -156,7 +156,8 @@ def _how(bucket: GradientBucket, told: Told, size: int) -> str:
     if wire is not None and not cast:
         words = f" ({dtype} is not cast to {wire})".replace("torch.", "")
     if traits(own).dense:
-        return f"densely{words}"
+        owners = "; means to owners, and updates to all" if bucket.owned else ""
+        return f"densely{words}{owners}"
     if not told.whole:
         return _named(own) + words
     state = bucket.payload.state

@@ -4,9 +4,10 @@ Knows moments of one rank, and neither steps nor ranks: who looks on, and what f
 from it, is `selector`'s.
 
 [Note: For long] An evaluation, a save or a bad minute is no reason to plan anew. What
-counts is the median of the last STEPS steps, against that of the first after a
-decision. Where it was looked at in vain, it is looked at again after twice as long, so
-that measuring costs less and less of a training that changes for other reasons.
+counts is the median of the last STEPS steps, against that of the first few after a
+decision: a network may change soon, and where steps are slow, many take long. Where it
+was looked at in vain, it is looked at again after twice as long, so that measuring
+costs less and less of a training that changes for other reasons.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from statistics import median
 
 STEPS = 20  # that a median is of
+FIRST = 5  # that the first is of
 CHANGED = 1.5  # by this factor or more
 FEWEST = 3  # rounds, that a median is of
 
@@ -33,6 +35,7 @@ class Drift:
         when others begin, as those after a warm-up; ascending."""
         self._breaks, self._stage = breaks, 0
         self._of = max(STEPS // every, FEWEST)
+        self._first = min(FIRST, self._of)
         self._recent: deque[float] = deque(maxlen=self._of)
         self._usual: float | None = None
         self._last: float | None = None
@@ -48,12 +51,12 @@ class Drift:
             self._begin()
         elif last is not None:
             self._recent.append(now - last)
-        if len(self._recent) < self._of:
-            return
-        if self._usual is None:
+        if self._usual is None and len(self._recent) == self._first:
             self._usual = median(self._recent)
             self._recent.clear()
-        elif self._rest:
+        if self._usual is None or len(self._recent) < self._of:
+            return
+        if self._rest:
             self._rest -= 1
         else:
             ratio = median(self._recent) / self._usual

@@ -142,7 +142,8 @@ class AutoSelector:
     def _obstacle(self, schedule: Schedule) -> str:
         """Why a schedule does not go with the optimizer; empty where it does."""
         try:
-            validate_optimizer(self._replica.model, self._replica.optimizer, schedule)
+            scheme = Scheme(schedule=schedule)
+            validate_optimizer(self._replica.model, self._replica.optimizer, scheme)
         except ValueError as error:
             return str(error)
         return ""

@@ -127,9 +127,12 @@ class GradientInfo:
         if bucket.stage is not Stage.HELD:
             self.ensure_updated([bucket])
             return
-        if self._preconditioning is not None:
+        first = "K-FAC has" if self._preconditioning is not None else None
+        if self._placement.divided:
+            first = "the owners of matrices have"
+        if first is not None:
             raise RuntimeError(
-                f"the gradient of {grad.slot.name} is not here yet, and K-FAC has to "
+                f"the gradient of {grad.slot.name} is not here yet, and {first} to "
                 "have it first: clip with sync.clip_grad_norm_(max_norm); read or edit "
                 "gradients after sync.gather_gradients(), on every rank; or use a "
                 "schedule that updates at step()"
@@ -184,6 +187,8 @@ class GradientInfo:
             if (bucket.payload.flat.dtype, bucket.payload.flat.device) == kind
         )
         return not any(bad) and not self._guard.ranks
+
+    def zero(self, grad: DeferredGrad) -> None: ...
 
     # - Clipping -----------------------------------------------------------------------
 

@@ -59,6 +59,9 @@ class GradientSource(Protocol):
     def finite(self, grads: Sequence[DeferredGrad]) -> bool | None:
         """Whether some are, on all ranks; None if that is not known."""
 
+    def zero(self, grad: DeferredGrad) -> None:
+        """It is zeroed, which it knows already."""
+
 
 class DeferredGrad(Tensor):
     """Shape, dtype and device of a gradient that is not here yet, see [Note: answers].
@@ -110,6 +113,12 @@ class DeferredGrad(Tensor):
         if self.value is not None:
             for function, by in self.scales:
                 function(self.value, by)
+
+    def leave(self) -> None:
+        """The mean is with its owner, and will not come."""
+        self.source = ELSEWHERE
+        if self.zeroed:
+            ELSEWHERE.zero(self)
 
     # The stubs lose the keyword's name, and declare the dispatcher without `cls`.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -164,9 +173,38 @@ class Past:
     def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None: ...
     def square(self, grad: DeferredGrad) -> None: ...
     def finite(self, grads: Sequence[DeferredGrad]) -> None: ...
+    def zero(self, grad: DeferredGrad) -> None: ...
 
 
 PAST = Past()
+
+
+class Elsewhere:
+    """The source of those whose means only the owners of their parameters have had."""
+
+    def awaits(self, grad: DeferredGrad) -> bool:
+        return False
+
+    def have(self, grad: DeferredGrad) -> None:
+        raise RuntimeError(
+            f"the mean gradient of {grad.slot.name} went to the rank that owns it, and "
+            "to no other: call sync.gather_gradients() on every rank before step() "
+            "where gradients are read, and zero them after each step"
+        )
+
+    edit = have
+
+    def scale(self, grad: DeferredGrad, function: Scale, by: Any) -> None: ...
+    def square(self, grad: DeferredGrad) -> None: ...
+    def finite(self, grads: Sequence[DeferredGrad]) -> None: ...
+
+    def zero(self, grad: DeferredGrad) -> None:
+        p = grad.slot.param
+        if p.grad is grad:
+            p.grad = torch.zeros_like(p)
+
+
+ELSEWHERE = Elsewhere()
 
 
 def _real(tree: Any) -> Any:
@@ -176,6 +214,8 @@ def _real(tree: Any) -> Any:
 
 def _values(grad: DeferredGrad) -> Tensor:
     grad.source.have(grad)
+    if grad.value is None:  # what was asked may have found that another is to be
+        grad.source.have(grad)
     if grad.value is None:  # no rank used the parameter, and step() passes over it
         return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
     return grad.value
@@ -191,6 +231,7 @@ def _zero(target: Any) -> Any:
             grad.zeroed = True
             if grad.value is not None:
                 grad.value.zero_()
+            grad.source.zero(grad)
         else:
             grad.zero_()
     return target if isinstance(target, Tensor) else None

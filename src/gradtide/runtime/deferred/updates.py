@@ -15,13 +15,14 @@ read too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from sys import getrefcount
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
@@ -36,8 +37,10 @@ from gradtide.runtime.deferred.gradient_info import GradientInfo
 from gradtide.runtime.deferred.grads import PAST, DeferredGrad
 from gradtide.runtime.deferred.partial_norms import scale
 from gradtide.runtime.layout.buckets import ALONE, GradientBucket
+from gradtide.runtime.layout.owned_bucket import OwnedBucket
 from gradtide.runtime.layout.placement import Placement
 from gradtide.runtime.optimizer.deferred_step import DeferredStep
+from gradtide.runtime.optimizer.dividing import Divides, dividing
 
 PLAINLY = 0.5  # of what is exchanged: where more cannot be deferred, hardly any use
 
@@ -56,6 +59,7 @@ class Updates:
         self._deferred_grads: dict[GradientBucket, list[DeferredGrad]] = {}
         self.promised = False  # gradients of the last backward are deferred
         self._step: DeferredStep | None = None
+        self._dividing: list[Divides] = []  # optimizers, of that step
         # Of each module that can be watched, its hooks and the key of the one that
         # watches it. Hot: looked up once.
         self._hooks: dict[nn.Module, tuple[Any, int]] = {}
@@ -109,8 +113,10 @@ class Updates:
                 self._deferred_grads[bucket] = grads
         self._gradient_info.begin()
         self.promised = True
-        for grads in self._deferred_grads.values():
+        for bucket, grads in self._deferred_grads.items():
             for i in range(len(grads)):
+                if bucket.owned:
+                    grads[i].source = self._gradient_info
                 if getrefcount(grads[i]) > ALONE:  # somebody has kept the last one
                     grads[i].source = PAST
                     grads[i] = DeferredGrad.of(grads[i].slot, self._gradient_info)
@@ -137,6 +143,7 @@ class Updates:
 
     def withdraw(self) -> None:
         """Put what was delivered in the place of what was deferred."""
+        self._undefer()
         if not self.promised:
             return
         self.promised = False
@@ -171,6 +178,9 @@ class Updates:
         """
         self.promised = False
         self._step = DeferredStep(optimizer)
+        self._dividing = dividing(optimizer) if self._placement.divided else []
+        for one in self._dividing:  # behind what was noted
+            one.deferred = True
         for deferred in self._all():
             slot = deferred.slot
             here = slot.param.grad is deferred
@@ -178,14 +188,36 @@ class Updates:
             if here:
                 slot.param.grad = None
 
+    def answer(self, bucket: OwnedBucket, rank: int) -> None:
+        """Have `rank`, this one, step for all: means that it owns are at their cut."""
+        found: dict[Tensor, Tensor] = {}
+        own = [d for d in self._deferred_grads[bucket] if bucket.owner(d.slot) == rank]
+        for deferred in own:
+            slot = deferred.slot
+            deferred.fill(bucket.held_mean(slot) if slot.used else None)
+            if slot.wanted and deferred.value is not None:
+                found[slot.param] = deferred.value
+        with _gradients(found):
+            for one in self._dividing:
+                found |= one.answers(found)
+        for deferred in own:
+            bucket.answer(deferred.slot, found.get(deferred.slot.param))
+        bucket.answered = True
+
     def put_back(self) -> None:
         """step() is over: gradients can be read again, or zeroed."""
+        self._undefer()
         for bucket, grads in self._deferred_grads.items():
             due = bucket.stage is Stage.DUE
             for deferred in grads:
                 slot = deferred.slot
                 if slot.wanted and slot.param.grad is None:
                     slot.param.grad = deferred if due else deferred.value
+
+    def _undefer(self) -> None:
+        """Optimizers that divide their step make it by themselves again."""
+        for one in self._dividing:
+            one.deferred = False
 
     def expect(self) -> list[GradientBucket]:
         """All is due now: watch the parameters, and the modules that read them.
@@ -280,9 +312,12 @@ class Updates:
         kinds = (kind for bucket in buckets for kind in self._kinds[bucket])
         later = [(p, end_due(p, plain)) for p, plain, _ in kinds]
         updates, aside = [], []
+        elsewhere = self._take(buckets)
         for deferred in chain.from_iterable(map(self._fill, buckets)):
             p, mean = deferred.slot.param, deferred.value
-            if mean is None:
+            if deferred in elsewhere:
+                deferred.leave()
+            elif mean is None:
                 if p.grad is deferred:
                     p.grad = None  # no rank used it
             elif deferred.slot.wanted:
@@ -299,6 +334,21 @@ class Updates:
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad + grad
 
+    def _take(self, buckets: Sequence[GradientBucket]) -> set[DeferredGrad]:
+        """Step by what owners have computed; returns what has no means but there."""
+        assert self._step is not None
+        found = [b for b in buckets if isinstance(b, OwnedBucket) and b.answered]
+        if not found:
+            return set()
+        answers = chain.from_iterable(bucket.answers() for bucket in found)
+        self._step.take({slot.param: answer for slot, answer in answers})
+        return {
+            deferred
+            for bucket in found
+            for deferred in self._deferred_grads[bucket]
+            if bucket.owner(deferred.slot) is not None
+        }
+
     def rest(self, modules: Iterable[nn.Module]) -> None:
         """Watch these modules no longer, see [Note: watch].
 
@@ -311,3 +361,16 @@ class Updates:
             # Not if the module is a copy.
             if entry is not None and module in called:
                 entry[0].pop(entry[1], None)
+
+
+@contextmanager
+def _gradients(values: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Have these be the `.grad` of parameters."""
+    aside = {p: p.grad for p in values}
+    for p, value in values.items():
+        p.grad = value
+    try:
+        yield
+    finally:
+        for p, grad in aside.items():
+            p.grad = grad

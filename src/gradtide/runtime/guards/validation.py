@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from gradtide.core.fields import refuse
 from gradtide.core.payload import traits, wire_of
-from gradtide.core.schedule import Schedule
 from gradtide.core.torch_internals import accumulation_hooks, tables
 from gradtide.core.torch_internals.autograd import Hook
 from gradtide.core.torch_internals.compilation import is_scripted, untraced
@@ -29,6 +28,7 @@ from gradtide.runtime.layout.parameters import (
     shared_parameters,
 )
 from gradtide.runtime.optimizer.deferred_step import holds
+from gradtide.runtime.optimizer.dividing import Divides, refuse_undivided
 from gradtide.scheme import Scheme, undecided
 from gradtide.transport import Transport, shards
 
@@ -177,14 +177,13 @@ def validate_scheme(model: nn.Module, scheme: Scheme) -> None:
     refuse({f"{words} {reason}": true for reason, true in reasons.items()})
 
 
-def validate_optimizer(
-    model: nn.Module, optimizer: Optimizer, schedule: Schedule
-) -> None:
+def validate_optimizer(model: nn.Module, optimizer: Optimizer, scheme: Scheme) -> None:
     """Raise ValueError, naming the remedy, for steps that a schedule cannot make."""
     _refuse_wrapper(optimizer)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named, kind = averaged(model), type(optimizer).__name__
     left_out = [name for name, p in named if id(p) not in stepped]
+    schedule = scheme.schedule
     joinable, lost = is_joinable(optimizer), next(iter(left_out), None)
     local, deferred = schedule.launch == "step", schedule.update == "forward"
     ordinary = not local and not deferred
@@ -198,7 +197,7 @@ def validate_optimizer(
         "model, after the model was moved to its device": len(left_out) == len(named),
         f"{kind} exchanges parameters inside its step, which can neither be deferred "
         "nor be a rank's own: use a schedule that updates at step(), such as 'wfbp'": (
-            joinable and not ordinary
+            joinable and not ordinary and not (deferred and divides(optimizer))
         ),
         f"{lost} requires a gradient but is not in the optimizer, so "
         "a deferred update, or an exchange of steps, would lose it: add it to a "
@@ -214,6 +213,8 @@ def validate_optimizer(
         ),
     }
     refuse(wrong)
+    if joinable and deferred:
+        refuse_undivided(optimizer, scheme)
     if not ordinary:
         from gradtide.runtime.optimizer.probing import check_deferrable, probe
 
@@ -255,10 +256,18 @@ def is_joinable(optimizer: Optimizer) -> bool:
     It is one of torch's by a class that is called Joinable, and one of ours by an
     attribute; or one that holds such a one.
     """
-    return any(
-        getattr(one, "exchanges", False)
-        or any(kind.__name__ == "Joinable" for kind in type(one).__mro__)
-        for one in (optimizer, *holds(optimizer))
+    return any(map(_exchanges, (optimizer, *holds(optimizer))))
+
+
+def divides(optimizer: Optimizer) -> bool:
+    """Whether all that such a step exchanges are answers of owners: see `dividing`."""
+    exchanging = filter(_exchanges, (optimizer, *holds(optimizer)))
+    return all(isinstance(one, Divides) for one in exchanging)
+
+
+def _exchanges(optimizer: Optimizer) -> bool:
+    return getattr(optimizer, "exchanges", False) or any(
+        kind.__name__ == "Joinable" for kind in type(optimizer).__mro__
     )
 
 

@@ -24,7 +24,9 @@ from gradtide.core.payload import Collective
 from gradtide.core.torch_internals.compilation import compiled_parts
 from gradtide.fusion import Fusion, Trace
 from gradtide.runtime.layout.buckets import GradientBucket, Place, Slot
+from gradtide.runtime.layout.owned_bucket import OwnedBucket
 from gradtide.runtime.layout.parameters import averaged, paths, shared_parameters
+from gradtide.runtime.optimizer.dividing import Owned
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import Shards, Spread, spread
 
@@ -46,8 +48,11 @@ class Seen(NamedTuple):
 class Placement:
     """The trainable parameters of a model, laid out in buckets for `size` ranks."""
 
-    def __init__(self, model: nn.Module, scheme: Scheme, size: int) -> None:
+    def __init__(
+        self, model: nn.Module, scheme: Scheme, size: int, owned: Owned | None = None
+    ) -> None:
         self._model, self._scheme, self._size = model, scheme, size
+        self._owned = owned  # by ranks that step for others, where that is deferred
         self.places: dict[nn.Parameter, Place] = {}
         self.reads: dict[nn.Module, list[GradientBucket]] = {}
         self.readers: dict[GradientBucket, list[nn.Module]] = {}
@@ -176,9 +181,10 @@ class Placement:
 
     def _lay_out(self, ready: Sequence[Named], scheme: Scheme) -> None:
         pieces = scheme.schedule.fragments
-        buckets = lay_out(
-            ready, scheme.fusion, scheme.exchange, self._size, self._memory, pieces
-        )
+        owned = self._owned if scheme.schedule.update == "forward" else None
+        how = scheme.fusion, scheme.exchange, self._size, self._memory, pieces
+        buckets = lay_out(ready, *how, owned)
+        self.divided = any(bucket.owned for bucket in buckets)
         before = {p: replace(place) for p, place in self.places.items()}
         same = scheme.exchange == self._scheme.exchange
         self._named, self._scheme, self.buckets = ready, scheme, buckets
@@ -227,6 +233,7 @@ def lay_out(
     size: int,
     memory: dict[Kind, Tensor] | None = None,
     num_fragments: int = 1,
+    owned: Owned | None = None,
 ) -> list[GradientBucket]:
     """Buckets for parameters in the order in which their gradients get ready.
 
@@ -243,7 +250,7 @@ def lay_out(
         kinds.setdefault(kind, []).append(Slot(name, p, position))
     memory = {} if memory is None else memory
     how = fusion, collective, size
-    cut = (_cut(slots, *how, kind, memory) for kind, slots in kinds.items())
+    cut = (_cut(slots, *how, kind, memory, owned) for kind, slots in kinds.items())
     buckets = [*chain.from_iterable(cut)]
     buckets.sort(key=lambda bucket: bucket.slots[-1].position)
     for i, bucket in enumerate(buckets):
@@ -258,6 +265,7 @@ def _cut(
     size: int,
     kind: Kind,
     memory: dict[Kind, Tensor],
+    owned: Owned | None,
 ) -> list[GradientBucket]:
     """The buckets of one kind, as slices of one flat buffer."""
     dtype, device, _, fragment = kind
@@ -274,13 +282,16 @@ def _cut(
     if kind not in memory:
         memory[kind] = torch.zeros(sum(padded), dtype=dtype, device=device)
     begins = [*accumulate(padded, initial=0)]
-    buckets = []
+    buckets: list[GradientBucket] = []
     for cut in cuts:
         begin, end = begins[cut.start], begins[cut.stop]
         for slot, offset in zip(slots[cut], begins[cut], strict=True):
             slot.begin = offset - begin
-        flat = memory[kind][begin:end]
-        buckets.append(GradientBucket(slots[cut], flat, collective, fragment))
+        own = slots[cut], memory[kind][begin:end], collective, fragment
+        if owned is not None and any(s.param in owned.owners for s in slots[cut]):
+            buckets.append(OwnedBucket(*own, owned))
+        else:
+            buckets.append(GradientBucket(*own))
     return buckets
 
 

@@ -51,6 +51,15 @@ class DeferredStep:
         """
         own_step(self._kind)(self._view(params, momentum))
 
+    def take(self, answers: Mapping[Tensor, Tensor]) -> None:
+        """Step for these parameters, by what their owners have computed."""
+        view, left = self._view([*answers], momentum=True), dict(answers)
+        for one in (view, *holds(view)):  # some may be held twice
+            take: Callable[[Mapping[Tensor, Tensor]], None] | None
+            if take := getattr(one, "take", None):
+                own = [p for group in one.param_groups for p in group["params"]]
+                take({p: left.pop(p) for p in own if p in left})
+
     def _view(self, params: Sequence[Tensor], momentum: bool) -> Optimizer:
         """The optimizer, as it was, of these parameters; it shares the state."""
         view: Optimizer = object.__new__(self._kind)

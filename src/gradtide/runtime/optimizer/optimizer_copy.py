@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from gradtide.core.torch_internals import TorchDispatchMode
 from gradtide.runtime.optimizer.deferred_step import holds, own_step
+from gradtide.runtime.optimizer.dividing import Divides
 
 SIDE = 3  # of the tensors that are tried out
 BLOCK = 4096  # elements: optimizers that quantise leave smaller tensors as they are
@@ -99,7 +100,9 @@ class OptimizerCopy:
         """The copy of an optimizer; `memo` is deepcopy's."""
         if id(optimizer) in memo:
             return memo[id(optimizer)]  # type: ignore[no-any-return]
-        memo[id(optimizer)] = twin = object.__new__(type(optimizer))
+        # One that exchanges something in its step is tried out as it is without.
+        plain = optimizer.alone() if isinstance(optimizer, Divides) else optimizer
+        memo[id(optimizer)] = twin = object.__new__(type(plain))
         for inner in holds(optimizer):
             self._copied(inner, memo)
         groups, state = optimizer.param_groups, optimizer.state
@@ -115,12 +118,12 @@ class OptimizerCopy:
         memo[id(state)] = self._memory(state, memo)
         attributes = {
             name: {} if re.fullmatch("_optimizer_.*_hooks", name) else value
-            for name, value in vars(optimizer).items()
+            for name, value in vars(plain).items()
             if name not in BOUND
         }
         twin.__dict__ = copy.deepcopy(attributes, memo)
         # Those it holds are to step without torch's global hooks, too.
-        twin.__dict__["step"] = MethodType(own_step(type(optimizer)), twin)
+        twin.__dict__["step"] = MethodType(own_step(type(plain)), twin)
         return twin
 
     def _memory(self, state: Any, memo: dict[int, Any]) -> Any:
