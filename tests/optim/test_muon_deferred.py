@@ -19,6 +19,7 @@ from gradtide.core.schedule import DEAR, WFBP
 from gradtide.fusion import BySize
 from gradtide.optim import DistributedMuon, Several
 from gradtide.runtime.layout.owned_bucket import OwnedBucket
+from gradtide.runtime.optimizer.dividing import dividing, owned_by
 from gradtide.scheme import Scheme
 
 Kind = Callable[..., Optimizer]
@@ -250,6 +251,10 @@ def refused() -> None:
     with pytest.raises(ValueError, match="two optimizers"):
         Several(AdamW(model.parameters()))
     both = several(model)
+    both.twice = both.optimizers[0]  # type: ignore[attr-defined]
+    assert dividing(both) == [both.twice]  # type: ignore[attr-defined]
+    assert owned_by(both, 1) is None
+    assert len(owned_by(both, 2).owners) == 4  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="build Several anew"):
         both.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(ValueError, match="0 optimizers"):
