@@ -325,5 +325,9 @@ def test_wrong_arguments_are_refused() -> None:
         gradtide.replicate(model, None, elastic=there)
     with pytest.raises(ValueError, match="K-FAC"):
         gradtide.replicate(model, optimizer, "mpd_kfac", elastic=there)
+    optimizer.exchanges = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="exchanges something in its step"):
+        gradtide.replicate(model, optimizer, elastic=there)
+    del optimizer.exchanges  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="still to be chosen"):
         gradtide.replicate(model, optimizer, "auto", elastic=there)

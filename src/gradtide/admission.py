@@ -10,6 +10,7 @@ from gradtide.fusion import Search
 from gradtide.runtime import ahead
 from gradtide.runtime.exchange.gradients import momentum_of
 from gradtide.runtime.guards.validation import (
+    is_joinable,
     validate,
     validate_optimizer,
     validate_scheme,
@@ -71,6 +72,10 @@ def refuse_elastic(
                     process_group is not None
                 ),
                 "an optimizer that is not known: pass it": optimizer is None,
+                "an optimizer that exchanges something in its step, among all that were "
+                "there when it was built: use a plain one": (
+                    optimizer is not None and is_joinable(optimizer)
+                ),
                 "a sharded model, whose parts other ranks have": sharded,
                 "K-FAC, whose factors have owners: use a scheme without it": (
                     scheme.preconditioner is not None
