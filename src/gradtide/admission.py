@@ -72,8 +72,8 @@ def refuse_elastic(
                     process_group is not None
                 ),
                 "an optimizer that is not known: pass it": optimizer is None,
-                "an optimizer that exchanges something in its step, among all that were "
-                "there when it was built: use a plain one": (
+                "an optimizer that exchanges something in its step, among the ranks of "
+                "when it was built: use a plain one": (
                     optimizer is not None and is_joinable(optimizer)
                 ),
                 "a sharded model, whose parts other ranks have": sharded,
