@@ -19,7 +19,7 @@ from gradtide.core.schedule import DEAR, WFBP
 from gradtide.fusion import BySize
 from gradtide.optim import DistributedMuon, Several
 from gradtide.runtime.layout.owned_bucket import OwnedBucket
-from gradtide.runtime.optimizer.dividing import dividing, owned_by
+from gradtide.runtime.optimizer.deferred_step import dividing, owned_by
 from gradtide.scheme import Scheme
 
 Kind = Callable[..., Optimizer]

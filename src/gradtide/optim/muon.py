@@ -73,7 +73,9 @@ class DistributedMuon(Muon):
 
     exchanges = True  # inside its step: see `runtime.validation.is_joinable`
     answer_dtype = torch.bfloat16
-    deferred = False  # its steps are made by others, see `runtime.optimizer.dividing`
+    deferred = (
+        False  # its steps are made by others, see `runtime.optimizer.deferred_step`
+    )
 
     def __init__(
         self,
@@ -158,7 +160,7 @@ class DistributedMuon(Muon):
         update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return orthogonalized(update, group)
 
-    # - A step that is deferred, see `runtime.optimizer.dividing` ----------------------
+    # - A step that is deferred, see `runtime.optimizer.deferred_step` -----------------
 
     @torch.no_grad()
     def answers(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:

@@ -26,11 +26,10 @@ from gradtide.runtime.guards.checksum import ParameterCheck
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.guards.scales import Scales
 from gradtide.runtime.layout.buckets import GradientBucket
-from gradtide.runtime.layout.owned_bucket import OwnedBucket
 from gradtide.runtime.layout.placement import Placement
 from gradtide.runtime.members import Members
 from gradtide.runtime.notices import Notices
-from gradtide.runtime.optimizer.dividing import owned_by
+from gradtide.runtime.optimizer.deferred_step import owned_by
 from gradtide.runtime.turns import Turns
 from gradtide.scheme import Scheme
 
@@ -242,7 +241,7 @@ class Actions:
         assert bucket.flight is not None
         if bucket is self.buckets[-1]:  # the first of all
             self.members.announce(Event.RELEASE)
-        if bucket.stage is Stage.DUE and isinstance(bucket, OwnedBucket):
+        if bucket.stage is Stage.DUE and bucket.owned:
             self.engine.wait(bucket.flight)
             self.tally.learn()
             self.updates.answer(bucket, self.engine.group.rank)

@@ -79,18 +79,11 @@ class Training:
         """K-FAC between a mean and the optimizer; None if the scheme has none."""
         if setup.scheme.preconditioner is None:
             return None
-        from gradtide.kfac.preconditioner import Preconditioner
-        from gradtide.runtime.exchange.preconditioned import Preconditioning
+        from gradtide.runtime.exchange.preconditioned import preconditioned
 
-        kfac = Preconditioner(
-            setup.model,
-            setup.scheme.preconditioner,
-            setup.engine,
-            self.begin,
-            self.full,
-            self.scales.given,
-        )
-        return Preconditioning(placement, kfac)
+        calls = self.begin, self.full, self.scales.given
+        how = setup.model, setup.scheme.preconditioner, setup.engine, *calls
+        return preconditioned(placement, *how)
 
     # - What hooks tell ----------------------------------------------------------------
 

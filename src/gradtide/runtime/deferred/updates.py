@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from sys import getrefcount
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,11 @@ from gradtide.runtime.deferred.gradient_info import GradientInfo
 from gradtide.runtime.deferred.grads import PAST, DeferredGrad
 from gradtide.runtime.deferred.partial_norms import scale
 from gradtide.runtime.layout.buckets import ALONE, GradientBucket
-from gradtide.runtime.layout.owned_bucket import OwnedBucket
 from gradtide.runtime.layout.placement import Placement
-from gradtide.runtime.optimizer.deferred_step import DeferredStep
-from gradtide.runtime.optimizer.dividing import Divides, dividing
+from gradtide.runtime.optimizer.deferred_step import DeferredStep, Divides, dividing
+
+if TYPE_CHECKING:  # few trainings have any
+    from gradtide.runtime.layout.owned_bucket import OwnedBucket
 
 PLAINLY = 0.5  # of what is exchanged: where more cannot be deferred, hardly any use
 
@@ -188,9 +189,9 @@ class Updates:
             if here:
                 slot.param.grad = None
 
-    def answer(self, bucket: OwnedBucket, rank: int) -> None:
+    def answer(self, owned: GradientBucket, rank: int) -> None:
         """Have `rank`, this one, step for all: means that it owns are at their cut."""
-        found: dict[Tensor, Tensor] = {}
+        bucket, found = cast("OwnedBucket", owned), dict[Tensor, Tensor]()
         own = [d for d in self._deferred_grads[bucket] if bucket.owner(d.slot) == rank]
         for deferred in own:
             slot = deferred.slot
@@ -337,7 +338,8 @@ class Updates:
     def _take(self, buckets: Sequence[GradientBucket]) -> set[DeferredGrad]:
         """Step by what owners have computed; returns what has no means but there."""
         assert self._step is not None
-        found = [b for b in buckets if isinstance(b, OwnedBucket) and b.answered]
+        owned = (cast("OwnedBucket", bucket) for bucket in buckets if bucket.owned)
+        found = [bucket for bucket in owned if bucket.answered]
         if not found:
             return set()
         answers = chain.from_iterable(bucket.answers() for bucket in found)

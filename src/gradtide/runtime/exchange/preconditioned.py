@@ -253,3 +253,8 @@ class Preconditioning:
     def _precondition(self, groups: list[LayerGroup], read: Read) -> None:
         self._pending = [group for group in self._pending if group not in groups]
         precondition(groups, read, self._rates, self.kfac.config.kl_clip)
+
+
+def preconditioned(placement: Places, *how: Any) -> Preconditioning:
+    """The stage of a training; `how` is what a `Preconditioner` is made of."""
+    return Preconditioning(placement, Preconditioner(*how))

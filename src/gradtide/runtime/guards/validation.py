@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.fields import refuse
-from gradtide.core.payload import traits, wire_of
+from gradtide.core.payload import settled, traits, wire_of
 from gradtide.core.torch_internals import accumulation_hooks, tables
 from gradtide.core.torch_internals.autograd import Hook
 from gradtide.core.torch_internals.compilation import is_scripted, untraced
@@ -27,8 +27,7 @@ from gradtide.runtime.layout.parameters import (
     shared_buffers,
     shared_parameters,
 )
-from gradtide.runtime.optimizer.deferred_step import holds
-from gradtide.runtime.optimizer.dividing import Divides, refuse_undivided
+from gradtide.runtime.optimizer.deferred_step import Divides, holds
 from gradtide.scheme import Scheme, undecided
 from gradtide.transport import Transport, shards
 
@@ -214,12 +213,28 @@ def validate_optimizer(model: nn.Module, optimizer: Optimizer, scheme: Scheme) -
     }
     refuse(wrong)
     if joinable and deferred:
-        refuse_undivided(optimizer, scheme)
+        _refuse_undivided(optimizer, scheme)
     if not ordinary:
         from gradtide.runtime.optimizer.probing import check_deferrable, probe
 
         try_out = check_deferrable if deferred else probe
         try_out(optimizer)
+
+
+def _refuse_undivided(optimizer: Optimizer, scheme: Scheme) -> None:
+    """Raise ValueError for schemes under which such steps cannot be deferred."""
+    own = settled(scheme.exchange)
+    words = f"{type(optimizer).__name__} under {scheme!r}"
+    refuse(
+        {
+            f"{words}: K-FAC makes of means what every rank steps by; leave one of "
+            "both out": scheme.preconditioner is not None,
+            f"{words}: owners step by means of all that there is, exact or in 16 bits; "
+            "use 'dear' or dear(wire='bf16'), or a schedule that updates at step()": (
+                not traits(own).dense or traits(own).rounds_off
+            ),
+        }
+    )
 
 
 def _refuse_wrapper(optimizer: object) -> None:

@@ -14,7 +14,7 @@ from gradtide.core import ops
 from gradtide.core.engine import Engine
 from gradtide.core.payload import Collective, hands_over, settled, wire_of
 from gradtide.runtime.layout.buckets import GradientBucket, Slot
-from gradtide.runtime.optimizer.dividing import Owned
+from gradtide.runtime.optimizer.deferred_step import Owned
 from gradtide.wire import codec_of
 
 

@@ -24,9 +24,8 @@ from gradtide.core.payload import Collective
 from gradtide.core.torch_internals.compilation import compiled_parts
 from gradtide.fusion import Fusion, Trace
 from gradtide.runtime.layout.buckets import GradientBucket, Place, Slot
-from gradtide.runtime.layout.owned_bucket import OwnedBucket
 from gradtide.runtime.layout.parameters import averaged, paths, shared_parameters
-from gradtide.runtime.optimizer.dividing import Owned
+from gradtide.runtime.optimizer.deferred_step import Owned
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import Shards, Spread, spread
 
@@ -289,6 +288,8 @@ def _cut(
             slot.begin = offset - begin
         own = slots[cut], memory[kind][begin:end], collective, fragment
         if owned is not None and any(s.param in owned.owners for s in slots[cut]):
+            from gradtide.runtime.layout.owned_bucket import OwnedBucket
+
             buckets.append(OwnedBucket(*own, owned))
         else:
             buckets.append(GradientBucket(*own))

@@ -1,20 +1,61 @@
 """What an optimizer's step() would do, to be done later and for some parameters.
 
+Of some optimizers a step is divided: one rank computes it for each parameter. They say
+so by being `Divides`.
+
 Knows optimizers; nothing of buckets, modules, or of when anything happens.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradtide.core.torch_internals import forget_step_hooks
 from gradtide.runtime.optimizer.momentum import without
+
+
+@runtime_checkable
+class Divides(Protocol):
+    """What such an optimizer offers, so that its step can be deferred.
+
+    Attributes:
+        answer_dtype: That in which what an owner has computed travels.
+        deferred: Its steps are made for it, by the methods below: `step` does nothing.
+    """
+
+    answer_dtype: torch.dtype
+    deferred: bool
+
+    def owners(self) -> Mapping[Tensor, int]:
+        """The rank that owns each parameter; collective where any has none yet."""
+
+    def answers(self, params: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
+        """What the step would do to this rank's, by their `.grad`, as one tensor each.
+
+        Of parameters that it does not hold nothing is said. Local.
+        """
+
+    def take(self, answers: Mapping[Tensor, Tensor]) -> None:
+        """Make the step for some parameters, by answers of their owners. Local."""
+
+    def alone(self) -> Optimizer:
+        """One that does the same without other ranks, with the same groups."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The owners of parameters, and the dtype in which their answers travel."""
+
+    owners: Mapping[Tensor, int]
+    dtype: torch.dtype
 
 
 class DeferredStep:
@@ -92,6 +133,21 @@ def holds(owner: object) -> list[Optimizer]:
         if _held_in(value):
             _each(value, found.append)
     return found
+
+
+def dividing(optimizer: object) -> list[Divides]:
+    """Those that divide their steps: an optimizer itself, or what it holds."""
+    each = {id(one): one for one in (optimizer, *holds(optimizer))}.values()
+    return [one for one in each if isinstance(one, Divides)]
+
+
+def owned_by(optimizer: object, size: int) -> Owned | None:
+    """Who owns what is stepped; None if nobody does. Collective, as `owners` is."""
+    found = dividing(optimizer) if size > 1 else []
+    if not found:
+        return None
+    owners = {p: rank for one in found for p, rank in one.owners().items()}
+    return Owned(owners, found[0].answer_dtype)
 
 
 def own_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradtide.core.torch_internals import TorchDispatchMode
-from gradtide.runtime.optimizer.deferred_step import holds, own_step
-from gradtide.runtime.optimizer.dividing import Divides
+from gradtide.runtime.optimizer.deferred_step import Divides, holds, own_step
 
 SIDE = 3  # of the tensors that are tried out
 BLOCK = 4096  # elements: optimizers that quantise leave smaller tensors as they are
