@@ -135,19 +135,19 @@ def run(
     }
 
 
-def runs(workload: str, half: float) -> Iterator[dict[str, Any]]:
+def runs(workload: str, half: float, first: str) -> Iterator[dict[str, Any]]:
     """Of what is asked for, of what it decided at first, and of `wfbp`."""
-    for before, after in CHANGES:
+    for before, after in [one for one in CHANGES if first in ("", one[0])]:
         seen = {"wfbp"}
         yield run(workload, "wfbp", before, after, half)
         for asked in ASKED:
             own = run(workload, asked, before, after, half)
             yield own
             decided = [one["scheme"] for one in own["chosen"]]
-            first = re.sub(r", levels=1", "", decided[1]) if len(decided) > 1 else ""
-            if first and first not in seen:
-                seen.add(first)
-                yield run(workload, first, before, after, half)
+            known = re.sub(r", levels=1", "", decided[1]) if len(decided) > 1 else ""
+            if known and known not in seen:
+                seen.add(known)
+                yield run(workload, known, before, after, half)
 
 
 @app.command("all")
@@ -155,10 +155,11 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the record is written.")],
     half: Annotated[float, typer.Option(help="Seconds before the change.")] = 60.0,
     workload: str = "gpt",
+    first: Annotated[str, typer.Option(help="Only the change from this rate.")] = "",
 ) -> None:
     """Run all changes with all schemes, and write the record."""
     record: dict[str, Any] = {**origin(sys.argv), "workload": workload, "runs": []}
-    for found in runs(workload, half):
+    for found in runs(workload, half, first):
         record["runs"].append(found)
         print(json.dumps(found, indent=1), flush=True)
         out.write_text(json.dumps(record, indent=1) + "\n")

@@ -118,7 +118,7 @@ def products() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_the_bits_are_those_of_wfbp_whatever_is_done_around_a_step(size: int) -> None:
     run_ranks(size, products)
 
@@ -261,6 +261,64 @@ def refused() -> None:
         both.load_state_dict({})
 
 
+def again() -> None:
+    """A second step by the same means is none, and said to be on every rank."""
+    model = network()
+    optimizer = several(model)
+    sync = gradtide.replicate(model, optimizer, scheme(True))
+    for step in range(3):
+        loss_of(model, batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        if step == 2:
+            with pytest.raises(RuntimeError, match="went to the rank that owns it"):
+                optimizer.step()
+        optimizer.zero_grad()
+    sync.flush()
+    assert alike(flat(model))
+    loss_of(model, batch(5, dist.get_rank())).backward()
+    optimizer.step()
+    sync.remove()
+    assert alike(flat(model))
+
+
+def changing() -> None:
+    """A matrix that is unfrozen, one that is added; and steps that all ranks skip."""
+    found = []
+    for deferred, kind in ((True, DistributedMuon), (False, Muon)):
+        model, rank = network(), dist.get_rank()
+        frozen: Any = model[2].weight
+        frozen.requires_grad_(False)
+        optimizer = several(model, kind)
+        sync = gradtide.replicate(model, optimizer, scheme(deferred))
+        for step in range(STEPS):
+            if step == 3:
+                frozen.requires_grad_(True)
+                sync.refresh()
+            if step == 5:
+                optimizer.zero_grad()
+                sync.skip()
+            else:
+                loss_of(model, batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sync.flush()
+        model.append(nn.Linear(1, 3))
+        new: Any = model[-1].weight
+        optimizer.optimizers[0].add_param_group({"params": [new]})
+        sync.remove()
+        rest = AdamW(p for p in model.parameters() if p.dim() != 2)
+        optimizer = Several(optimizer.optimizers[0], rest)
+        sync = gradtide.replicate(model, optimizer, scheme(deferred))
+        for step in range(3):
+            model(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sync.remove()
+        assert alike(flat(model))
+        found.append(flat(model))
+    assert torch.equal(*found)
+
+
 def saved() -> None:
     """A state in the middle goes on with the same bits, on all ranks."""
     whole = train(scheme(True))
@@ -286,6 +344,8 @@ def saved() -> None:
     assert torch.equal(flat(model), whole)
 
 
-@pytest.mark.parametrize("case", [scaled, reads, raised, layout, refused, saved])
+@pytest.mark.parametrize(
+    "case", [scaled, reads, raised, layout, refused, again, changing, saved]
+)
 def test_around_a_step(case: Callable[[], None]) -> None:
     run_ranks(2, case)

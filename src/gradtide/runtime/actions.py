@@ -229,6 +229,7 @@ class Actions:
         self.guard.refuse()
         self._refuse()
         self.updates.withdraw()
+        self.updates.refuse_elsewhere()
         self.exchange.before_update(fresh)
 
     def defer(self) -> None:

@@ -215,6 +215,13 @@ class Updates:
                 if slot.wanted and slot.param.grad is None:
                     slot.param.grad = deferred if due else deferred.value
 
+    def refuse_elsewhere(self) -> None:
+        """Raise RuntimeError, on every rank, for a step by means that owners had."""
+        for bucket, grads in self._deferred_grads.items():
+            for deferred in grads if bucket.owned else ():
+                if deferred.slot.param.grad is deferred:
+                    deferred.source.have(deferred)
+
     def _undefer(self) -> None:
         """Optimizers that divide their step make it by themselves again."""
         for one in self._dividing:
