@@ -13,6 +13,7 @@ from tests.optim.test_muon import alike, batch, flat, loss_of, network
 from tests.ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 import gradtide
 from gradtide.core.schedule import DEAR, WFBP
@@ -257,8 +258,8 @@ def refused() -> None:
     assert len(owned_by(both, 2).owners) == 4  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="build Several anew"):
         both.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(ValueError, match="0 optimizers"):
-        both.load_state_dict({})
+    with pytest.raises(ValueError, match="1 groups, and these optimizers have 2"):
+        both.load_state_dict({"state": {}, "param_groups": [{"params": []}]})
 
 
 def again() -> None:
@@ -344,8 +345,36 @@ def saved() -> None:
     assert torch.equal(flat(model), whole)
 
 
+def apart() -> None:
+    """Muon and AdamW as one, on each rank by itself: in rounds and by steps."""
+    for how in ("diloco(every=3)", "exdyna(0.2, schedule='local', warmup=6)"):
+        model, rank = network(), dist.get_rank()
+        optimizer = several(model, Muon)
+        scheduler = LambdaLR(optimizer, lambda i: 1 / (1 + i / 20))
+        sync = gradtide.replicate(model, optimizer, how)
+        begin = flat(model)
+        for step in range(9):
+            loss_of(model, batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        state = optimizer.state_dict()
+        assert len(state["state"]) == len([*model.parameters()])
+        assert sync.state_dict()
+        sync.end_round()
+        sync.remove()
+        assert alike(flat(model))
+        assert not torch.equal(flat(model), begin)
+        # A state goes where it came from, by each optimizer's own way.
+        other = several(network(), Muon)
+        other.load_state_dict(state)
+        for name, ours in optimizer.optimizers[0].state_dict().items():
+            assert str(ours) == str(other.optimizers[0].state_dict()[name])
+        assert other.param_groups[1] is other.optimizers[1].param_groups[0]
+
+
 @pytest.mark.parametrize(
-    "case", [scaled, reads, raised, layout, refused, again, changing, saved]
+    "case", [scaled, reads, raised, layout, refused, again, changing, saved, apart]
 )
 def test_around_a_step(case: Callable[[], None]) -> None:
     run_ranks(2, case)

@@ -208,7 +208,9 @@ def validate_optimizer(model: nn.Module, optimizer: Optimizer, scheme: Scheme) -
         ),
         f"{kind} holds an optimizer that makes its steps, perhaps without its own "
         f"step(): pass the optimizer inside, or {remedy}": (
-            local and bool(holds(optimizer))
+            local
+            and bool(holds(optimizer))
+            and not getattr(optimizer, "steps_what_it_holds", False)
         ),
     }
     refuse(wrong)
