@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,11 +72,19 @@ def test_who_has_no_answer_is_told_and_the_next_one_at_once() -> None:
     pytest.fail("it answers again, and nobody hears")
 
 
-def test_what_nobody_hosts_is_waited_for() -> None:
-    plain = Busy()
-    store = asked(plain, 0.1)
-    threading.Timer(0.5, plain.woken.set).start()
-    assert not store.check(["a"])
+def test_a_file_that_a_stopped_rank_has_locked_holds_nobody_up(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    file = tmp_path / "store"
+    plain = dist.PrefixStore("a", dist.FileStore(str(file), 2))
+    plain.set("b", "1")
+    store = asked(plain, 0.3)
+    with file.open() as held:
+        fcntl.flock(held, fcntl.LOCK_SH)  # as who is stopped while it looks
+        assert store.check(["b"])
+        begin = time.monotonic()
+        with pytest.raises(SilentError, match="does not answer"):
+            store.set("c", "")
+        assert time.monotonic() - begin < 3
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -55,6 +55,49 @@ def test_who_ended_is_named_though_another_has_yet_to_notice() -> None:
     assert "rank 2 took 2 steps and its program has ended by Broken" in text
 
 
+def test_who_failed_and_has_ended_answers_nothing_and_is_not_to_blame() -> None:
+    """Others took the job's store for gone, and with it the rank that had hosted it."""
+    _, (found, seconds), _ = run_ranks(3, _ask_around)
+    assert found == [2]
+    assert seconds < 1.5
+
+
+def _ask_around() -> tuple[list[int], float]:
+    transport: Any = connect(None, torch.device("cpu"))
+    inquiry, rank = transport._inquiry, transport.group.rank
+    if rank == 0:
+        inquiry.reporter.fail(None, looked=True)
+        inquiry.close("its program has ended")
+    dist.barrier()
+    begin, found = time.monotonic(), []
+    if rank == 1:
+        found = [*inquiry._ask()]
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    transport.close()
+    return found, seconds
+
+
+def test_who_asks_stops_where_it_is_known_why_exchanges_fail() -> None:
+    """Else the error would be told when the others have been waited for."""
+    own, begin = reporter(dist.HashStore(), 1, lambda _: False), time.monotonic()
+    known = iter([False, False, True])
+    assert own.await_words(["ended"], 20, lambda: next(known)) == [0, 2]
+    assert time.monotonic() - begin < 5
+
+
+def test_a_store_that_is_a_file_is_hosted_by_nobody() -> None:
+    hosts = run_ranks(2, _host_of_store)
+    assert hosts == [None, None]
+
+
+def _host_of_store() -> int | None:
+    transport: Any = connect(None, torch.device("cpu"))
+    host: int | None = transport._inquiry._host
+    transport.close()
+    return host
+
+
 @pytest.mark.parametrize(
     "scheme", ["wfbp", "dear", "dear(wire='bf16')", "topka2a(schedule='local')"]
 )
@@ -102,6 +145,7 @@ def test_who_hosts_the_store_tells_of_an_error_at_once() -> None:
 
 def _close_after_an_error() -> float:
     transport: Any = connect(None, torch.device("cpu"))
+    transport._inquiry._host = 0  # as if it were no file
     begin = time.monotonic()
     if transport.group.rank == 0:
         transport._queue.error = gradtide.CommunicationError("all is lost")

@@ -20,7 +20,7 @@ from gradtide.core.ops import Group
 from gradtide.transport import link, opening, ring, rotation
 from gradtide.transport import links as streams
 from gradtide.transport.addresses import Chosen
-from gradtide.transport.link import LostError
+from gradtide.transport.link import Arrival, LostError
 from gradtide.transport.links import (
     Links,
     Peers,
@@ -395,6 +395,49 @@ def test_a_timeout_is_no_longer_than_it_says() -> None:
         with pytest.raises(LostError, match=r"Timed out after 0.3 s"):
             run(links[0], send(links[0], 1, torch.zeros(30_000_000)))
         assert time.monotonic() - begin < streams.LOOK
+
+
+def test_who_is_waited_for_is_named_in_time_though_others_move() -> None:
+    """What began early arrives meanwhile: that is no sign of who is waited for."""
+    with connected(3, 0.6) as links:
+        own, moving = links[0], threading.Event()
+        for each in links:
+            each.track(0).asked, each.track(1).asked = (3, 1, 0), (4, 1, 0)
+        wanted = Transfer(
+            own.track(0),
+            deque(),
+            {peer: arrival(torch.ones(1)) for peer in (1, 2)},
+        )
+        x = torch.zeros(40)
+        pieces = Arrival(x.nbytes, iter([memory_of(part) for part in x.split(1)]))
+        early = Transfer(own.track(1), deque(), {2: pieces})
+
+        def move() -> None:
+            connection = links[2]._meeting.answer(0, 0)
+            for item, n in ((3, 4), (4, x.nbytes)):  # its part of both
+                connection.sendall(link.MARK.pack(item, 1, 0, n, n))
+                connection.sendall(bytes(4 if item == 3 else 0))
+            for part in x.split(1):
+                if moving.wait(0.1):
+                    return
+                connection.sendall(memory_of(part))
+
+        def called() -> None:
+            links[1]._meeting.answer(0, 0)
+
+        others = [threading.Thread(target=work) for work in (move, called)]
+        for other in others:
+            other.start()
+        own.add(wanted, early=False)
+        own.add(early, early=False)
+        begin = time.monotonic()
+        with pytest.raises(LostError, match=r"Timed out after 0.6 s") as error:
+            wanted.finish(nothing)
+        moving.set()
+        for other in others:
+            other.join()
+        assert time.monotonic() - begin < 2
+        assert error.value.peer == 1
 
 
 def test_who_waits_is_woken_when_the_links_are_closed() -> None:

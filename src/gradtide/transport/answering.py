@@ -1,8 +1,9 @@
 """The job's store, asked with a deadline.
 
 Torch waits for the store's answer for ever, and where the process that hosts it has
-been stopped, or its host stands still, there is none. Whoever asks here asks in a
-thread of its own, and goes on without an answer.
+been stopped, or its host stands still, there is none. Nor is there of a file that a
+stopped process has locked. Whoever asks here asks in a thread of its own, and goes on
+without an answer.
 """
 
 from __future__ import annotations
@@ -27,13 +28,11 @@ class Answering:
     """A part of the store; what is not answered within so many seconds is an error.
 
     Any thread may ask. While a question is open that had no answer in time, all others
-    are errors at once. A store that nobody hosts, as a file, is waited for: it may be
-    busy, and answers.
+    are errors at once.
     """
 
     def __init__(self, store: PrefixStore, seconds: float) -> None:
-        self.plain = store
-        self._seconds = seconds if is_hosted(store) else None
+        self.plain, self._seconds = store, seconds
         self._questions = SimpleQueue[Any]()
         self._thread: threading.Thread | None = None
         self._open: SimpleQueue[Any] | None = None  # where an answer is missing

@@ -242,16 +242,21 @@ class FailureReporter:
         """A position that a rank has left, as `Position.write` wrote it."""
         return Position.read(self._store.get(key).decode())
 
-    def await_words(self, words: Iterable[str], seconds: float) -> list[int]:
+    def await_words(
+        self,
+        words: Iterable[str],
+        seconds: float,
+        over: Callable[[], bool] = lambda: False,
+    ) -> list[int]:
         """Wait until all others left one of these words; returns those that did not.
 
-        Nobody waits for a process that has ended.
+        Nobody waits for a process that has ended, nor once it is `over`.
         """
         deadline, words = time.monotonic() + seconds, list(words)
         while True:
             silent = self.silent(words)
             awaited = [r for r in silent if not self._gone(r)]
-            if not awaited or time.monotonic() > deadline:
+            if not awaited or over() or time.monotonic() > deadline:
                 return silent
             time.sleep(0.05)
 

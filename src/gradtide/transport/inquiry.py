@@ -44,7 +44,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradtide.core.ops import Group
 from gradtide.core.transport import CommunicationError, Progress
-from gradtide.transport.answering import Answering, SilentError
+from gradtide.transport.answering import Answering, SilentError, is_hosted
 from gradtide.transport.comm_queue import (
     PATIENCE,
     QUEUES,
@@ -107,7 +107,8 @@ class Inquiry:
         self._asking = Answering(asking, REPORT_SECONDS)
         self._turn = threading.Lock()  # to ask
         ranks = dist.get_process_group_ranks(pg)
-        self._host = None if AGENT in os.environ or 0 not in ranks else ranks.index(0)
+        hosted = AGENT not in os.environ and 0 in ranks and is_hosted(asking)
+        self._host = ranks.index(0) if hosted else None
         known = self._group, progress, meeting.presence.gone, self._host
         self.reporter = FailureReporter(self._asking, *known)
         self._thread = threading.Thread(
@@ -233,12 +234,22 @@ class Inquiry:
             self._asking.set(f"question/{number}", "")
             self._asked = number
             answers = f"answer/{number}"
-            silent = self.reporter.await_words(("ended", answers), REPORT_SECONDS)
+            words = "ended", answers
+            self.reporter.await_words(words, REPORT_SECONDS, self._is_over)
             found = self.reporter.ended()
+            # Who has failed before it ended has answered nothing.
+            silent = self.reporter.silent([answers])
             for rank in range(self._group.size):
                 if rank not in (self._group.rank, *silent, *found):
                     found[rank] = self.reporter.read(f"{answers}/{rank}")
             return found
+
+    def _is_over(self) -> bool:
+        """Whether it is known why exchanges fail, so that nobody is to be waited for.
+
+        Who trains may ask while the queue's thread finds out.
+        """
+        return self._queue.error is not None
 
     # - Answering ----------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -205,7 +206,7 @@ class Links:
 
     def drive(self, transfer: Transfer, drained: Callable[[], None]) -> None:
         """Send and read until a transfer is through."""
-        track = transfer.track
+        track, self._idle = transfer.track, 0.0
         self._enter_all(track)
         while True:
             self._send()
@@ -214,7 +215,7 @@ class Links:
                 drained()
             if transfer.here():
                 return
-            self._wait()
+            self._wait(transfer)
 
     def _send(self) -> None:
         """Send what the sockets take, of the earliest item first."""
@@ -247,8 +248,12 @@ class Links:
         link.suit(self.far)
         self.to[peer] = self._numbers[link.number] = link
 
-    def _wait(self) -> None:
-        """Wait until something can be sent or read, and read it."""
+    def _wait(self, transfer: Transfer) -> None:
+        """Wait until something can be sent or read, and read it.
+
+        A transfer is driven, and a link that it waits for is to move within the
+        time-out: what others send for later items is no sign of that.
+        """
         for number, link in self._numbers.items():
             events = select.POLLOUT if link in self.blocked else 0
             if link.coming:
@@ -260,11 +265,13 @@ class Links:
                     self._poll.register(number, events)
                 else:  # also of one that is closed nobody wants to know
                     self._poll.unregister(number)
-        look = min(LOOK, self._seconds - self._idle)
+        look, begin = min(LOOK, self._seconds - self._idle), time.monotonic()
         ready = [number for number, _ in self._poll.poll(1e3 * look)]
-        self._idle = 0.0 if ready else self._idle + look
+        self._idle += min(time.monotonic() - begin, look) if ready else look
+        if any(self._is_due(transfer, number) for number in ready):
+            self._idle = 0.0
         if self._idle >= self._seconds:
-            raise self._late()
+            raise self._late(transfer)
         if self._bell in ready:
             ready.remove(self._bell)
             with suppress(OSError):
@@ -274,8 +281,18 @@ class Links:
         for number in ready or self._numbers:
             self._numbers[number].read()
 
-    def _late(self) -> LostError:
-        waiting = [*self.unread, *(link.peer for link in self.blocked)]
+    def _is_due(self, transfer: Transfer, number: int) -> bool:
+        """Whether a transfer waits for the rank behind a socket."""
+        link = self._numbers.get(number)
+        if link is None or link.peer not in transfer.peers:  # None: the bell
+            return False
+        coming = transfer.coming.get(link.peer)
+        return link in self.blocked or (coming is not None and bool(coming.due))
+
+    def _late(self, transfer: Transfer) -> LostError:
+        due = [peer for peer, coming in transfer.coming.items() if coming.due]
+        waiting = [*due, *(peer for peer, _ in transfer.leaving), *self.unread]
+        waiting += (link.peer for link in self.blocked)
         return LostError(waiting[0], f"Timed out after {self._seconds:g} s")
 
 
