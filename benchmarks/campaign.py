@@ -43,7 +43,7 @@ import torch
 import torch._dynamo  # or every rank does, at length
 import typer
 from campaign_faults import FAULTS, QUIET, Trial, draw_trial
-from campaign_rank import FAR_TIMEOUT, LATER, TIMEOUT, in_lab, start
+from campaign_rank import FAR_TIMEOUT, LATER, TIMEOUT, are_ready, in_lab, start
 
 from gradtide.lab.record import commit, machine, versions
 from gradtide.runtime import join  # noqa: F401  # as above
@@ -108,7 +108,8 @@ def happens_outside(job: Job, ranks: list[Any], folder: Path) -> None:
     act, pid = trial.fault.act, ranks[trial.dead].pid
     if job.fault is None:
         ready = times(folder / f"ready{trial.dead}")
-        if trial.fault.point == "random" and ready and now > ready[0] + trial.wait:
+        waits = not (ready and are_ready(folder, trial.ranks))
+        if trial.fault.point == "random" and not waits and now > ready[0] + trial.wait:
             job.fault = time.monotonic()
             kind = signal.SIGKILL if act == "kill" else signal.SIGSTOP
             with suppress(ProcessLookupError):
@@ -275,8 +276,11 @@ def judge(job: Job, quiet: Job | None) -> dict[str, Any]:
         wrong[kind] += 1
         why.append(f"{kind}: {words}")
 
+    cannot = re.search(r"^error: .*", "\n".join(job.logs), re.M)
+    if cannot and fault.point == "lab" and not any(job.told):
+        return verdict(job, "not run", False, [], Counter(), [cannot.group()])
     for rank in job.hung:
-        say("hung", f"rank {rank}")
+        say("hung", f"rank {rank} {where(job.logs[rank : rank + 1])}")
     for thing in job.left:
         say("left", thing)
     gone = fault.act.startswith(("kill", "leave"))
@@ -335,9 +339,22 @@ def judge(job: Job, quiet: Job | None) -> dict[str, Any]:
         expected = {told.get("digest") for told in quiet.told}
         if digests != expected:
             say("diverged", "other bits than without the fault")
+    return verdict(job, ended, happened, seconds, wrong, why)
+
+
+def verdict(
+    job: Job,
+    ended: str,
+    happened: bool,
+    seconds: list[float],
+    wrong: Counter[str],
+    why: list[str],
+) -> dict[str, Any]:
+    """What there is to say of a trial."""
+    trial = job.trial
     return {
         "number": trial.number,
-        "fault": fault.name,
+        "fault": trial.fault.name,
         "ranks": trial.ranks,
         "scheme": trial.scheme,
         "ended": ended,
@@ -346,6 +363,13 @@ def judge(job: Job, quiet: Job | None) -> dict[str, Any]:
         "wrong": dict(wrong),
         "why": why,
     }
+
+
+def where(logs: list[str]) -> str:
+    """The innermost frames of a rank that hangs, as `faulthandler` has told them."""
+    told = "".join(logs).rpartition("Current thread")[2] or "".join(logs)
+    lines = [line.strip() for line in told.splitlines() if "File" in line]
+    return "; ".join(lines[:6])
 
 
 LAST = "end", "random"  # ranks may have ended by then

@@ -68,6 +68,21 @@ def note(folder: Path, name: str) -> None:
     os.close(number)
 
 
+def are_ready(folder: Path, ranks: int) -> bool:
+    """Whether all ranks are through `init_process_group`.
+
+    Torch's own may hang where a rank is lost in it, whatever is trained behind it.
+    """
+    return len([*folder.glob("ready*")]) == ranks
+
+
+def await_ready(folder: Path, ranks: int) -> None:
+    """Wait for that, and not for ever."""
+    deadline = time.monotonic() + TIMEOUT
+    while not are_ready(folder, ranks) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 class Points:
     """Where a rank's program is; at one point, for one time, the fault happens."""
 
@@ -81,6 +96,8 @@ class Points:
         """The program is at a point."""
         whole = self.trial.fault.act in ("kill", "stop", "pause", "raise")
         if whole and self._is_due(point):
+            if point == "connect":
+                await_ready(self.folder, self.trial.ranks)
             self.strike()
 
     def _is_due(self, point: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -108,6 +109,37 @@ def test_what_is_wrong_with_a_mistake_is_told(program: Any) -> None:
     row = "a state that is a text"
     assert wrong(row, told(0, refused="no"), told(1, refused="rank 0: no")) == {}
     assert wrong(row, told(0, refused="no"), told(1, refused="")) == {"unclear": 1}
+
+
+def test_a_rank_that_hangs_is_told_with_where_it_is(program: Any) -> None:
+    log = 'Current thread 0x1 (most recent call first):\n  File "a.py", line 7 in f\n'
+    trial = replace(program.draw_trial(0, 0, "nothing"), ranks=2)
+    job = program.Job(trial, [{}, told(1)], hung=[0], logs=[log, ""])
+    assert program.judge(job, None)["why"] == ['hung: rank 0 File "a.py", line 7 in f']
+
+
+def test_links_that_this_machine_cannot_change_are_no_fault_of_ranks(
+    program: Any,
+) -> None:
+    trial = replace(program.draw_trial(0, 0, "1 % of packets lost"), ranks=2)
+    logs = ["error: delay and loss need the command iptables-restore\n"]
+    job = program.Job(trial, [{}, {}], hung=[0, 1], logs=logs)
+    found = program.judge(job, None)
+    assert (found["ended"], found["happened"], found["wrong"]) == ("not run", False, {})
+    assert "iptables" in found["why"][0]
+
+
+def test_no_fault_comes_before_all_ranks_have_met(program: Any, tmp_path: Any) -> None:
+    """Torch hangs where a rank is lost in `init_process_group`."""
+    trial = program.draw_trial(0, 0, "SIGKILL before the first exchange")
+    rank_of: Any = sys.modules["campaign_rank"]
+    points = rank_of.Points(trial, trial.dead, tmp_path)
+    struck: list[bool] = []
+    points.strike = lambda: struck.append(program.are_ready(tmp_path, trial.ranks))
+    for rank in range(trial.ranks):
+        Timer(0.1 * rank, rank_of.note, (tmp_path, f"ready{rank}")).start()
+    points.reached("connect")
+    assert struck == [True]
 
 
 @pytest.mark.waits
