@@ -69,9 +69,10 @@ def note(folder: Path, name: str) -> None:
 
 
 def are_ready(folder: Path, ranks: int) -> bool:
-    """Whether all ranks are through `init_process_group`.
+    """Whether all ranks are through what torch alone does before they train.
 
-    Torch's own may hang where a rank is lost in it, whatever is trained behind it.
+    Its `init_process_group` may hang where a rank is lost in it, its `barrier` names
+    nobody.
     """
     return len([*folder.glob("ready*")]) == ranks
 
@@ -504,9 +505,9 @@ def work(rank: int, trial: Trial, folder: Path, port: int = 0) -> None:
         vars(gloo)["distance_of"] = lambda told: AWAY
     try:
         points.arm()
-        note(folder, f"ready{rank}")
         if trial.lets_go:
             dist.barrier()  # by which the user's own group is connected
+        note(folder, f"ready{rank}")
         before = sockets()
         told |= trained(trial, rank, points)
         told |= {"ended": "done", "at": time.monotonic(), "done": points.done}
