@@ -220,6 +220,22 @@ def adjust_lr(lr, *_):  # type: ignore
         "infinities and NaNs rank below large numbers",
         ("collectives/test_oktopk.py",),
     ),
+    Mutant(
+        "nonzero-last-code",
+        "collectives/_nonzero.py",
+        ".masked_fill_(missing, 0)",
+        ".masked_fill_(missing, 1)",
+        "what stands for no code is added to the last one",
+        ("collectives/test_nonzero.py",),
+    ),
+    Mutant(
+        "indices-ones-of-a-byte",
+        "wire/fast_indices.py",
+        "upper[place >> 3] |= np.uint8(1 << (place & 7))",
+        "upper[place >> 3] = np.uint8(1 << (place & 7))",
+        "of the ones of a byte only the last is written",
+        ("wire/test_indices.py",),
+    ),
     # - selectors ----------------------------------------------------------------------
     Mutant(
         "selector-infinities-cut-off",

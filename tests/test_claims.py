@@ -29,7 +29,12 @@ RUN = (
 @pytest.fixture(scope="module")
 def program() -> Iterator[Any]:
     with imported(
-        "claims", "crossovers", "fusion", "published_curvature", "papers_page"
+        "claims",
+        "as_published",
+        "crossovers",
+        "fusion",
+        "published_curvature",
+        "papers_page",
     ) as found:
         yield found
 

@@ -164,6 +164,7 @@ ELSEWHERE = {
     "transport/rotation": "transport/test_links",
     "transport/shards": "test_sharded",
     "wire/fast": "wire/test_blocks",
+    "wire/fast_indices": "wire/test_indices",
     "wire/formats": "wire/test_blocks",
     "wire/tools": "wire/test_blocks",
 }

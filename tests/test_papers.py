@@ -16,7 +16,12 @@ QUICK = ("oktopk", "dear_resnet50", "selection", "build_up", "rounds", "lab")
 @pytest.fixture(scope="module")
 def program() -> Iterator[Any]:
     with imported(
-        "papers", "papers_clusters", "papers_page", "published_curvature", "crossovers"
+        "papers",
+        "papers_clusters",
+        "papers_page",
+        "published_curvature",
+        "crossovers",
+        "as_published",
     ) as found:
         yield found
 

@@ -26,6 +26,7 @@ from gradtide.core.ops import Cut, Group, in_halves
 from gradtide.core.payload import Payload
 from gradtide.selectors import kernels
 from gradtide.testing import check_law, lockstep
+from gradtide.wire.indices import Indices
 
 SIZES = (1, 2, 3, 4, 5, 8)  # sixteen, and seven, are in tests/test_law.py
 PARTITIONS = (Even(), Dynamic(), ByNorm())
@@ -209,7 +210,7 @@ def test_traffic_is_the_formula(partition: Partition) -> None:
         tolerance=1e-5, gradient=lambda g, n: torch.randn(n, generator=g),
     )  # fmt: skip
     total = (traffic["AllGather"] + traffic["Mean"]) / 4
-    words = (2.5 * k + n / 2**16) * (size - 1)
+    words = (2 + Indices(k, n).nbytes / k / 4) * k * (size - 1)
     assert words <= total <= 1.01 * words
     assert traffic["rounds"] == 3  # one of them waits for the host
 
@@ -219,8 +220,8 @@ def test_what_pays() -> None:
     assert not pays(1000, 10, 1)
     assert not pays(8, 1, 8)
     assert not pays(1000, 1000, 4)
-    assert pays(1000, 750, 4)
-    assert not pays(1000, 800, 4)
+    assert pays(1000, 950, 4)
+    assert not pays(1000, 970, 4)
 
 
 @pytest.mark.parametrize("size", [2, 5])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from tests.programs import imported
 
 from gradtide.collectives import Dense
 from gradtide.core.schedule import DEAR, SEQUENTIAL, WFBP
@@ -241,20 +239,11 @@ def test_ranks_behind_one_card_pay_for_direct_messages_only() -> None:
         assert seconds(text, four) < 1.02 * seconds(text, one)
 
 
-def _crossovers() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "crossovers.py"
-    spec = importlib.util.spec_from_file_location("crossovers", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("size", [4, 16, 64])
 @pytest.mark.parametrize("pair", range(4))
 def test_crossover_densities_come_out_of_the_clock(size: int, pair: int) -> None:
-    module = _crossovers()
+    with imported("crossovers", "as_published") as module:
+        pass
     asked = module.PAIRS[pair]
     derived = module.derived(asked, size)
     first, second = asked

@@ -75,7 +75,7 @@ def test_yardsticks_send_nothing() -> None:
 
 def test_table() -> None:
     assert line("Threshold") == [
-        *("0.01", "Threshold", "3", "2", "3.0", "26.7", "0.0105", "17.5gbit")
+        *("0.01", "Threshold", "3", "2", "3.0", "26.7", "0.0105", "17.7gbit")
     ]
     assert line("Dear")[-1] == "never"
     assert line(COPY) == [COPY, "1", "1", "1.0", "80.0", "-", "-"]

@@ -1,9 +1,8 @@
 """Entries of a bucket on the wire: values and indices in one message.
 
-[Note: encoding] Sorted indices travel as their lower 16 bits, and the number of indices
-in every block of 2^16 of the span they lie in: 2 bytes an entry and 4 bytes a block,
-whatever the span. The length follows from the number of entries alone, so that nothing
-but this number has to be known to receive a message.
+[Note: encoding] A message has the values, as a codec writes them, and behind these the
+indices (`wire.indices`). The length follows from the number of entries and the span
+that they lie in, so that nothing but this number has to be known to receive it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from gradtide.core.payload import Traits
 from gradtide.selectors import Selector, Threshold
 from gradtide.selectors.indices import index_dtype
 from gradtide.wire import WIRES, Codec, Wire, codec_of
+from gradtide.wire.indices import Indices
 
-BLOCK = 1 << 16
 ALIGN = 8  # bytes: every message begins where any dtype may be viewed
 
 Entries: TypeAlias = tuple[Tensor, Tensor]  # indices (int32, sorted, unique), values
@@ -89,35 +88,24 @@ def kept(density: float, n: int) -> int:
     return max(1, round(density * n))
 
 
-def entry_words(dtype: torch.dtype, wire: Wire) -> float:
-    """Length of an entry, in values: one value, and an index of 16 bits."""
-    return 1 + 2 / codec_of(wire, dtype).width
-
-
 def length(count: int, span: int, codec: Codec) -> int:
     """Bytes of a message of `count` entries, with indices below `span`."""
-    nbytes = codec.nbytes(count) + 2 * count + 4 * num_blocks(span)
+    nbytes = codec.nbytes(count) + Indices(count, span).nbytes
     return -(-nbytes // ALIGN) * ALIGN if count else 0
 
 
-def encode(where: Tensor, span: int, blocks: Tensor, halves: Tensor) -> None:
-    """Write sorted indices below `span` to block counts and lower halves."""
-    if len(blocks):
-        edges = torch.arange(
-            0, span + BLOCK, BLOCK, device=where.device, dtype=torch.int64
-        )
-        begins = torch.searchsorted(where, edges.clamp_(max=span).to(where.dtype))
-        blocks.copy_(begins.diff())
-    halves[: len(where)].copy_(where & (BLOCK - 1))
+def density_of_share(share: float, wire: Wire) -> float:
+    """The density at which entries take as many bytes as a share of all values does.
 
-
-def decode(blocks: Tensor, halves: Tensor, dtype: torch.dtype) -> Tensor:
-    """The indices that `encode` wrote; `halves` holds these alone."""
-    where = halves.to(dtype)
-    if len(blocks):
-        begins = torch.arange(len(blocks), device=where.device, dtype=dtype) * BLOCK
-        where += begins.repeat_interleave(blocks, output_size=len(where))
-    return where
+    Entries of a long bucket of float32. Where none is so high: 1 at most.
+    """
+    codec, n = codec_of(wire, torch.float32), 1 << 24
+    low, high = 0, n
+    while high - low > 1:
+        middle = (low + high) // 2
+        shorter = length(middle, n, codec) < share * codec.nbytes(n)
+        low, high = (middle, high) if shorter else (low, middle)
+    return high / n
 
 
 class Encoding(NamedTuple):
@@ -140,9 +128,9 @@ class Encoding(NamedTuple):
         count = len(where)
         message = where.new_empty(self.length(count), dtype=torch.uint8)
         if count:
-            coded, blocks, halves = self._parts(message, count)
+            coded, indices = self._parts(message, count)
             self.codec.encode(values, coded)
-            encode(where, self.span, blocks, halves)
+            Indices(count, self.span).encode(where, indices)
         return message
 
     def unpack(self, message: Tensor, count: int) -> Entries:
@@ -150,25 +138,20 @@ class Encoding(NamedTuple):
         if not count:
             nothing = message.new_empty(0)
             return nothing.to(torch.int32), nothing.to(self.dtype)
-        coded, blocks, halves = self._parts(message, count)
+        coded, indices = self._parts(message, count)
         if self.codec.exact:
             values = coded.view(self.dtype)
         else:
             values = message.new_empty(count, dtype=self.dtype)
             self.codec.decode(coded, values)
-        return decode(blocks, halves, index_dtype(self.span)), values
+        dtype = index_dtype(self.span)
+        return Indices(count, self.span).decode(indices, count, dtype), values
 
-    def _parts(self, message: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Values (uint8), block counts (int32) and lower halves (uint16).
-
-        Wider ones first: values are wider than counts in double precision.
-        """
-        blocks, coded = 4 * num_blocks(self.span), self.codec.nbytes(count)
-        both = message[: blocks + coded]
-        halves = message[blocks + coded :][: 2 * count].view(torch.uint16)
-        if self.codec.width > 4:
-            return both[:coded], both[coded:].view(torch.int32), halves
-        return both[blocks:], both[:blocks].view(torch.int32), halves
+    def _parts(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Values and indices (uint8), where they lie in a message."""
+        coded = self.codec.nbytes(count)
+        whole = coded + Indices(count, self.span).nbytes
+        return message[:coded], message[coded:whole]
 
 
 def unpack_all(
@@ -242,8 +225,3 @@ def exchange(
     recv = [encoding.length(n) for n in numbers]
     arrived = yield AllToAll(torch.cat(list(messages)), list(map(len, messages)), recv)
     return unpack_all(arrived, numbers, [encoding] * len(numbers))
-
-
-def num_blocks(span: int) -> int:
-    """Block counts in a message; a span of one block needs none."""
-    return -(-span // BLOCK) if span > BLOCK else 0

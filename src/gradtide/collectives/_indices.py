@@ -3,7 +3,7 @@
 [Note: room] A message has room for as many indices as its sender was to find. The plan
 is the same on all ranks, so they know the length of every message, and nothing has to
 be told first. Indices are those of the sender's segments as if these lay one after the
-other, encoded like those of `_entries`: 16 bits each, and the number in every block.
+other, see `wire.indices`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtide.collectives._entries import ALIGN, Steps, decode, encode, num_blocks
+from gradtide.collectives._entries import ALIGN, Steps
 from gradtide.collectives.partitions import Plan, Report
 from gradtide.core.devices import on_device
 from gradtide.core.ops import AllGather, Group, ToHost
 from gradtide.selectors.indices import index_dtype
+from gradtide.wire.indices import Indices
 
 HEAD = 12  # bytes of a Report
 
@@ -30,7 +31,8 @@ class _Bin(NamedTuple):
     segments: Sequence[int]
     begins: Sequence[int]  # of the segments, one after the other; and their end
     shifts: Sequence[int]  # from there to the segments' places in the bucket
-    sizes: list[int]  # bytes of reports, block counts and lower halves
+    indices: Indices
+    sizes: list[int]  # bytes of reports, of indices, and up to the next message
 
 
 def gather_indices(
@@ -70,10 +72,10 @@ def _bin(segments: Sequence[int], plan: Plan) -> _Bin:
     lengths = [plan.edges[s + 1] - plan.edges[s] for s in segments]
     begins = list(accumulate(lengths, initial=0))
     shifts = [plan.edges[s] - b for s, b in zip(segments, begins, strict=False)]
-    room = sum(plan.quotas[s] for s in segments)
-    head, blocks = HEAD * len(segments), 4 * num_blocks(begins[-1])
-    whole = -(-(head + blocks + 2 * room) // ALIGN) * ALIGN
-    return _Bin(segments, begins, shifts, [head, blocks, whole - head - blocks])
+    indices = Indices(sum(plan.quotas[s] for s in segments), begins[-1])
+    head, own = HEAD * len(segments), indices.nbytes
+    padding = -(head + own) % ALIGN
+    return _Bin(segments, begins, shifts, indices, [head, own, padding])
 
 
 def _pack(
@@ -82,19 +84,18 @@ def _pack(
     message = torch.zeros(sum(kind.sizes), dtype=torch.uint8, device=device)
     if not found:
         return message
-    head, blocks, halves = torch.split(message, kind.sizes)
+    head, own, _ = torch.split(message, kind.sizes)
     counts = on_device([len(w) for w in found], torch.int32, device)
     table = torch.cat([counts[:, None], torch.stack([*numbers]).view(torch.int32)], 1)
     head.copy_(table.view(torch.uint8).flatten())
     where = torch.cat([w + begin for w, begin in zip(found, kind.begins, strict=False)])
-    encode(where, kind.begins[-1], blocks.view(torch.int32), halves.view(torch.uint16))
+    kind.indices.encode(where, own)
     return message
 
 
 def _unpack(message: Tensor, kind: _Bin, counts: Sequence[int], n: int) -> Tensor:
-    _, blocks, halves = torch.split(message, kind.sizes)
-    own = halves.view(torch.uint16)[: sum(counts)]
-    where = decode(blocks.view(torch.int32), own, index_dtype(n))
+    own = torch.split(message, kind.sizes)[1]
+    where = kind.indices.decode(own, sum(counts), index_dtype(n))
     if len(counts) == 1:
         return where.add_(kind.shifts[0])
     shifts = on_device(kind.shifts, where.dtype, where.device)

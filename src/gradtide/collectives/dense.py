@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives._entries import Steps, check
+from gradtide.collectives._nonzero import NonZero
 from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, Mean
 from gradtide.core.payload import Payload, Traits
 from gradtide.wire import NARROW, Codec, Wire, codec_of, round_off
@@ -115,9 +116,20 @@ def first_half(
 
 
 def second_half(
-    mean: Tensor, part: Tensor, codec: Codec, payload: Payload, group: Group
+    mean: Tensor,
+    part: Tensor,
+    codec: Codec,
+    payload: Payload,
+    group: Group,
+    most: int | None = None,
 ) -> Flow:
-    """All parts of the mean, written to `mean`, of which `part` is this rank's."""
+    """All parts of the mean, written to `mean`, of which `part` is this rank's.
+
+    Where it is known of every part that at most so many values are not zero, the others
+    stay behind if that is shorter.
+    """
+    if most is not None and (short := NonZero(codec, len(part), most)).pays:
+        return (yield from _without_zeros(short, mean, part, payload, group))
     if codec.exact:
         whole: Tensor = yield AllGather(part, into=mean)
         return whole
@@ -126,6 +138,23 @@ def second_half(
     yield AllGather(messages[group.rank], into=messages.flatten())
     for message, row in zip(messages, mean.view(group.size, -1), strict=True):
         codec.decode(message, row)
+    return mean
+
+
+def _without_zeros(
+    short: NonZero, mean: Tensor, part: Tensor, payload: Payload, group: Group
+) -> Flow:
+    codec, messages = short.codec, payload.message_buffer(group.size, short.nbytes)
+    whole = part.new_empty(codec.nbytes(len(part)), dtype=torch.uint8)
+    codec.write(part, whole)
+    short.shorten(whole, messages[group.rank])
+    yield AllGather(messages[group.rank], into=messages.flatten())
+    for message, row in zip(messages, mean.view(group.size, -1), strict=True):
+        if codec.exact:  # a row is what its message decodes to
+            short.restore(message, row.view(torch.uint8))
+        else:
+            short.restore(message, whole)
+            codec.decode(whole, row)
     return mean
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from gradtide.collectives import _entries
 from gradtide.collectives._entries import Encoding, Selecting, kept
 from gradtide.collectives.dense import Dense, pays
@@ -39,7 +37,7 @@ class TopK(Selecting):
     """
 
     def pays_below(self, size: int) -> float:
-        return 2 / (size * _entries.entry_words(torch.float32, self.wire))
+        return _entries.density_of_share(2 / size, self.wire)
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         n, dtype = len(payload.flat), payload.flat.dtype

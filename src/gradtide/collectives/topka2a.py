@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives import _entries
-from gradtide.collectives._entries import Encoding, Selecting, Steps, entry_words
+from gradtide.collectives._entries import Encoding, Selecting, Steps, length
 from gradtide.collectives.dense import Dense, second_half
 from gradtide.core.ops import Cut, Flow, Group
 from gradtide.core.payload import Payload
@@ -55,26 +55,25 @@ class TopKA2A(Selecting):
         codec = codec_of(self.wire, payload.flat.dtype)
         part = payload.mean_buffer().view(group.size, -1)[group.rank].zero_()
         yield from collect(part, payload, kept, self.select, codec, group)
-        return (yield from spread(part, payload, codec, group))
+        most = group.size * kept
+        return (yield from spread(part, payload, codec, group, most))
 
 
-def pays(n: int, k: int, size: int, *, entry: float = 2.0) -> bool:
-    """Whether TopKA2A, sending k of n elements, beats a dense exchange among P = size.
+def pays(kept: int, span: int, size: int, codec: Codec) -> bool:
+    """Whether entries are fewer bytes than all of a part, whose length is `span`.
 
-    It moves (entry k + n) (P - 1) / P words and dense 2 n (P - 1) / P, with an entry of
-    `entry` words (1.5 for float32): it pays at densities below 1 / entry, with a gain
-    below 2.
+    These, in both halves, are what a dense exchange sends; the second half is not
+    longer here.
     """
-    return entry * k + n < 2 * n and size > 1
+    return size > 1 and length(kept, span, codec) < codec.nbytes(span)
 
 
 def kept_of_part(flat: Tensor, density: float, wire: Wire, group: Group) -> int:
     """How many entries of every part are sent; 0 if the bucket travels densely."""
     span = len(flat) // group.size
     kept = min(max(round(density * span), 1), span)
-    entry = entry_words(flat.dtype, wire)
-    worthwhile = pays(len(flat), kept * group.size, group.size, entry=entry)
-    return kept if worthwhile else 0
+    codec = codec_of(wire, flat.dtype)
+    return kept if pays(kept, span, group.size, codec) else 0
 
 
 def collect(
@@ -136,12 +135,22 @@ def in_whole(rows: Sequence[Tensor], span: int, n: int) -> Tensor:
     return torch.cat([row.to(dtype) + i * span for i, row in enumerate(rows)])
 
 
-def spread(part: Tensor, payload: Payload, codec: Codec, group: Group) -> Flow:
-    """Give every rank all parts of the mean; the result lies in the mean's memory."""
+def spread(
+    part: Tensor,
+    payload: Payload,
+    codec: Codec,
+    group: Group,
+    most: int | None = None,
+) -> Flow:
+    """Give every rank all parts of the mean; the result lies in the mean's memory.
+
+    At most so many values of a part are not zero, if that is known.
+    """
     if not codec.exact:
         # Before the cut: what is cut out of a part later is not in the residual's
         # units.
         own = payload.flat.view(group.size, -1)[group.rank]
         own.add_(round_off(part, codec), alpha=group.size)
     yield Cut(part)
-    return (yield from second_half(payload.mean_buffer(), part, codec, payload, group))
+    whole = payload.mean_buffer()
+    return (yield from second_half(whole, part, codec, payload, group, most))

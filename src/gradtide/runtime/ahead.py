@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from gradtide import wire
-from gradtide.core.payload import layers, traits, wire_of
+from gradtide.core.payload import density_of, layers, traits, wire_of
 from gradtide.scheme import Scheme, undecided
 from gradtide.selectors import kernels
+from gradtide.wire import indices
 
 
 def prepare(params: Iterable[Tensor], scheme: Scheme) -> None:
@@ -30,6 +31,8 @@ def prepare(params: Iterable[Tensor], scheme: Scheme) -> None:
         for dtype, device in kinds:
             if rehearsing or traits(part).scans:
                 kernels.prepare(dtype, device)
+            if rehearsing or density_of(part) is not None:
+                indices.prepare(device)
             wire.prepare(wire_of(part), dtype, device)
 
 

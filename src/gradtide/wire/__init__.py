@@ -52,6 +52,14 @@ class Codec(Protocol):
     def nbytes(self, count: int) -> int:
         """The length of a message of `count` values."""
 
+    def codes(self, count: int) -> tuple[int, int, int]:
+        """Where codes lie in a message of `count` values: the bytes in front of them,
+        their number, and the bytes of each (which may be several values').
+
+        In a code no bit is set if it stands for +0 alone. The number is 0 for a wire
+        that has no zero.
+        """
+
     def encode(self, values: Tensor, message: Tensor) -> None:
         """Write `values` (1-D, contiguous) to `message`; what that does not hold stays.
 
@@ -88,6 +96,9 @@ class Cast:
 
     def nbytes(self, count: int) -> int:
         return count * self.dtype.itemsize
+
+    def codes(self, count: int) -> tuple[int, int, int]:
+        return 0, count, self.dtype.itemsize
 
     def encode(self, values: Tensor, message: Tensor) -> None:
         sent, kernel = message.view(self.dtype), tools.compiled("cast", values)

@@ -41,10 +41,21 @@ class Blockwise:
         return self.format.bits / 8 + 4 * self.format.num_levels / BLOCK
 
     def nbytes(self, count: int) -> int:
+        whole = self._begin(count) + self._num_bytes(count)
+        return -(-whole // ALIGN) * ALIGN
+
+    def codes(self, count: int) -> tuple[int, int, int]:
+        number = self._num_bytes(count) if self.format.has_zero else 0
+        return self._begin(count), number, 1
+
+    def _begin(self, count: int) -> int:
+        """Bytes of levels."""
+        return 4 * self.format.num_levels * -(-count // BLOCK)
+
+    def _num_bytes(self, count: int) -> int:
+        """Bytes of codes."""
         blocks, short = divmod(count, BLOCK)
-        codes = blocks * self._plane + -(-short * self._plane // BLOCK)
-        codes = -(-codes // ALIGN) * ALIGN
-        return 4 * self.format.num_levels * (blocks + (short > 0)) + codes
+        return blocks * self._plane + -(-short * self._plane // BLOCK)
 
     @property
     def _plane(self) -> int:
@@ -70,8 +81,7 @@ class Blockwise:
     write = encode
 
     def witness(self, messages: Tensor, count: int) -> Tensor:
-        levels = self.format.num_levels * -(-count // BLOCK)
-        return messages.view(torch.float32)[..., :levels]
+        return messages.view(torch.float32)[..., : self._begin(count) // 4]
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         self._sum(message[None], out, fresh=True)

@@ -30,6 +30,7 @@ class Format(Protocol):
     kind: int  # what `fast` and `triton_kernels` call it
     bits: int
     num_levels: int
+    has_zero: bool  # code 0 stands for +0
 
     def fit(self, x: Tensor, most: Tensor, count: int) -> Tensor:
         """The levels [blocks, num_levels] of `x` [blocks, elements], the largest last.
@@ -53,6 +54,7 @@ class Int8:
     """
 
     kind, bits, num_levels = 0, 8, 1
+    has_zero = True
 
     def fit(self, x: Tensor, most: Tensor, count: int) -> Tensor:
         exact = (most / most.new_full((), 127.0)).view(torch.int32)
@@ -74,6 +76,7 @@ class E3M0:
     """
 
     kind, bits, num_levels = 1, 4, 1
+    has_zero = True
 
     def fit(self, x: Tensor, most: Tensor, count: int) -> Tensor:
         return most[:, None]
@@ -95,6 +98,7 @@ class Sign:
     """A sign, for the mean magnitude of the block: no 0."""
 
     kind, bits, num_levels = 2, 1, 1
+    has_zero = False
 
     def fit(self, x: Tensor, most: Tensor, count: int) -> Tensor:
         grid = _grid(most)
@@ -118,6 +122,7 @@ class TwoMeans:
     """
 
     kind, bits, num_levels = 3, 2, 2
+    has_zero = False
 
     def fit(self, x: Tensor, most: Tensor, count: int) -> Tensor:
         grid = _grid(most)

@@ -162,13 +162,15 @@ def test_traffic(size: int) -> None:
 
 
 def test_dense_where_the_messages_are_not_shorter() -> None:
-    # 1.5 log2(P) density words against 2 (P - 1) / P.
-    for k, shorter in ((38_000, True), (39_500, False)):
-        sent = rounds(8) * length(k, 100_000, FLOATS)
+    # An index takes 3 bits there: 1.09 log2(P) density words against 2 (P - 1) / P.
+    limit = GTopK().pays_below(8)
+    assert limit == pytest.approx(2 * 7 / 8 / (3 * (1 + 2.85 / 32)), rel=0.01)
+    for k, shorter in ((99_000 * limit, True), (101_000 * limit, False)):
+        sent = rounds(8) * length(round(k), 100_000, FLOATS)
         assert pays(sent, 100_000, 8, FLOATS) is shorter
     sizes = 2, 3, 4, 5, 7, 8, 16
     assert [rounds(size) for size in sizes] == [1, 3, 2, 4, 4, 3, 4]
-    traffic = check_law(GTopK(0.5), 8)
+    traffic = check_law(GTopK(0.6), 8)
     assert "Swap" not in traffic
 
 

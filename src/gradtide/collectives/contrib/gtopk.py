@@ -46,7 +46,7 @@ class GTopK(Selecting):
 
     def pays_below(self, size: int) -> float:
         dense = 2 * (size - 1) / size
-        return dense / (rounds(size) * _entries.entry_words(torch.float32, self.wire))
+        return _entries.density_of_share(dense / rounds(size), self.wire)
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         n, k = len(payload.flat), kept(self.density, len(payload.flat))
