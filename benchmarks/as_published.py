@@ -31,12 +31,12 @@ def longer(indices: bool = True) -> Iterator[None]:
         return [max(WORD * self.room - row, low), row]
 
     if indices:
-        Indices.sizes = property(sizes)  # type: ignore[method-assign]
+        Indices.sizes = property(sizes)  # type: ignore[assignment]
     NonZero.pays = property(lambda self: False)  # type: ignore[assignment]
     try:
         yield
     finally:
-        Indices.sizes, NonZero.pays = shorter, pays  # type: ignore[assignment]
+        Indices.sizes, NonZero.pays = shorter, pays  # type: ignore[method-assign]
 
 
 @cache
