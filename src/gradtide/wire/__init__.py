@@ -54,10 +54,10 @@ class Codec(Protocol):
 
     def codes(self, count: int) -> tuple[int, int, int]:
         """Where codes lie in a message of `count` values: the bytes in front of them,
-        their number, and the bytes of each (which may be several values').
+        their bytes, and the bits of each.
 
-        In a code no bit is set if it stands for +0 alone. The number is 0 for a wire
-        that has no zero.
+        In a code no bit is set if it stands for +0 alone. There are none of a wire that
+        has no zero.
         """
 
     def encode(self, values: Tensor, message: Tensor) -> None:
@@ -98,7 +98,7 @@ class Cast:
         return count * self.dtype.itemsize
 
     def codes(self, count: int) -> tuple[int, int, int]:
-        return 0, count, self.dtype.itemsize
+        return 0, self.nbytes(count), 8 * self.dtype.itemsize
 
     def encode(self, values: Tensor, message: Tensor) -> None:
         sent, kernel = message.view(self.dtype), tools.compiled("cast", values)

@@ -45,8 +45,8 @@ class Blockwise:
         return -(-whole // ALIGN) * ALIGN
 
     def codes(self, count: int) -> tuple[int, int, int]:
-        number = self._num_bytes(count) if self.format.has_zero else 0
-        return self._begin(count), number, 1
+        nbytes = self._num_bytes(count) if self.format.has_zero else 0
+        return self._begin(count), nbytes, self.format.bits
 
     def _begin(self, count: int) -> int:
         """Bytes of levels."""
