@@ -1,4 +1,4 @@
-"""Every part's largest entries go to its owner; the mean travels densely."""
+"""Every part's largest entries go to its owner, and its mean without zeros to all."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ class TopKA2A(Selecting):
 
     The method is by Li (ICPP 2024). A bucket has P equal parts, one for each rank to
     own. A rank sends the k/P largest entries of each to the owner, who adds them up and
-    sends the finished mean of the part to all, densely.
+    sends the finished mean of the part to all. (The paper sends all of the mean, which
+    is never less than half of what `Dense` sends. Here its zeros are left out where
+    that is shorter: at most k of a part's values are anything else.)
 
-    Cost, with P ranks: two rounds of P - 1 messages. A rank sends (6 k + 4 n) (P - 1) /
-    P bytes for float32, (4 k + 2 n) (P - 1) / P with `wire`: the same amount in every
-    step, and never less than half of what `Dense` sends.
+    Cost, with P ranks: two rounds of P - 1 messages, of the same length in every step.
+    A rank sends v + i bytes for each of k entries, and for P k values of the mean, but
+    never more than all n of them, times (P - 1) / P. A value has v bytes, 4 for
+    float32, 2 with `wire`; an index i, one byte or less ([Note: indices]).
 
     Residual: what was not selected.
 

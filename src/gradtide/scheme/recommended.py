@@ -82,7 +82,7 @@ RECOMMENDED = (
         "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')",
         "half the bytes are too many: begin with this one; it has the lowest losses "
         "of all that send fewer",
-        "an eighth in the warm-up, then about 7 %",
+        "an eighth in the warm-up, then about 2.2 %",
         _FROM_SCRATCH,
         "adam",
         short=True,
@@ -90,7 +90,7 @@ RECOMMENDED = (
     Recommendation(
         "exdyna(0.01, schedule='local', warmup=240, wire='e3m0')",
         "the same, on a slower network",
-        "an eighth in the warm-up, then about 0.4 %",
+        "an eighth in the warm-up, then about 0.3 %",
         _FROM_SCRATCH,
         "adam",
         short=True,
@@ -98,7 +98,7 @@ RECOMMENDED = (
     Recommendation(
         "oktopk(0.01, schedule='local', warmup=240)",
         "the same, where entries should be chosen by their sum over all ranks",
-        "all in the warm-up, then about 1.5 %",
+        "all in the warm-up, then about 1.3 %",
         _FROM_SCRATCH,
         "adam",
     ),
@@ -106,7 +106,7 @@ RECOMMENDED = (
         "exdyna(0.01, warmup=160)",
         "half the bytes are too many, and you train with SGD (with Adam its loss stays "
         "far behind)",
-        "a third in the warm-up, then about 1.3 %",
+        "a third in the warm-up, then about 1.1 %",
         "SGD; training from scratch, 160 steps of it as warm-up",
         "sgd",
     ),

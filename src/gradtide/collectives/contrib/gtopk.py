@@ -24,9 +24,10 @@ class GTopK(Selecting):
     top-k sparsification for low bandwidth networks, ICDCS 2019). Ranks swap messages
     along a butterfly.
 
-    Cost, with P ranks: log2(P) rounds of one message of k entries: 6 k bytes each for
-    float32, 4 k with `wire`. If P is no power of two, the ranks beyond it hand their
-    entries to a partner first and get the result at the end: two rounds more.
+    Cost, with P ranks: log2(P) rounds of one message of k entries: at a density of 0.01
+    5.1 k bytes each for float32, 3.1 k with `wire`. If P is no power of two, the ranks
+    beyond it hand their entries to a partner first and get the result at the end: two
+    rounds more.
 
     Residual: what the rank did not select, and its stake in what a merge dropped. A
     rank takes its stake back also if the same index survives in another branch of the
