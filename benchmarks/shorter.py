@@ -7,7 +7,8 @@ each scheme as it is, and by the same with indices of two bytes and a mean with 
 zeros, as all messages were up to commit 60262b3 (`as_published`; the 4 bytes that were
 sent for each 65536 elements are left out). Bytes are counted by what travels; means and
 residuals must have the same bits, or the program ends. Beside the bytes stands what
-numba and torch take to encode and decode indices, on the thread's own clock.
+numba and torch take to encode and decode indices, and a rank to leave out zeros and put
+them back, on the thread's own clock.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ import torch
 from as_published import longer
 from torch import Tensor
 
+from gradtide.collectives._nonzero import NonZero
 from gradtide.core.ops import Group
 from gradtide.core.payload import Collective, Payload, settled
 from gradtide.lab.record import commit, machine, versions
 from gradtide.scheme import parse
 from gradtide.testing import lockstep
-from gradtide.wire import indices
+from gradtide.wire import codec_of, indices
 from gradtide.wire.indices import Indices
 
 NUMEL = 1 << 21
@@ -118,6 +120,31 @@ def cost(density: float, compiled: bool) -> dict[str, Any]:
     }
 
 
+def leaving_out(wire: Any, size: int) -> dict[str, Any]:
+    """What a rank takes for zeros of its part, and of all parts that it hears of."""
+    codec, span = codec_of(wire, torch.float32), NUMEL // size
+    draw = torch.Generator().manual_seed(0)
+    part, most = torch.zeros(span), NUMEL // 50
+    part[torch.randperm(span, generator=draw)[:most]] = 1.0
+    own = NonZero(codec, span, most)
+    whole = torch.zeros(codec.nbytes(span), dtype=torch.uint8)
+    codec.write(part.clone(), whole)
+    short, other = torch.zeros(own.nbytes, dtype=torch.uint8), torch.zeros(NUMEL)
+    bucket = torch.zeros(NUMEL)
+    copy = seconds(lambda: other.copy_(bucket))
+    once = seconds(lambda: own.shorten(whole, short))
+    back = seconds(lambda: own.restore(short, whole))
+    saved = (size - 1) * (len(whole) - len(short))
+    return {
+        "wire": wire,
+        "ranks": size,
+        "copies": (once + size * back) / copy,
+        "ms": 1e3 * (once + size * back),
+        "saved_ms_50mbit": 8e3 * saved / 50e6,
+        "saved_ms_1gbit": 8e3 * saved / 1e9,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -137,6 +164,13 @@ def main() -> None:
             f"{each['density']} by {each['tool']}: {each['bits']:.2f} bits, "
             f"{each['encode_ms']:.1f} + {each['decode_ms']:.1f} ms for a million"
         )
+    zeros = [leaving_out(w, size) for w in ("e3m0", "bf16", None) for size in (2, 4, 8)]
+    for each in zeros:
+        print(
+            f"zeros, {each['wire']} among {each['ranks']}: {each['copies']:.1f} copies, "
+            f"{each['ms']:.1f} ms for {each['saved_ms_50mbit']:.0f} ms at 50 Mb/s and "
+            f"{each['saved_ms_1gbit']:.1f} at 1 Gb/s"
+        )
     record = {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit(),
@@ -145,6 +179,7 @@ def main() -> None:
         "numel": NUMEL,
         "rows": rows,
         "costs": costs,
+        "zeros": zeros,
     }
     args.out.write_text(json.dumps(record, indent=1) + "\n")
 

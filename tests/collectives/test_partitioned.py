@@ -220,8 +220,8 @@ def test_what_pays() -> None:
     assert not pays(1000, 10, 1)
     assert not pays(8, 1, 8)
     assert not pays(1000, 1000, 4)
-    assert pays(1000, 950, 4)
-    assert not pays(1000, 970, 4)
+    assert pays(1000, 750, 4)
+    assert not pays(1000, 800, 4)
 
 
 @pytest.mark.parametrize("size", [2, 5])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.collectives._entries import Encoding, density_of_share, length
+from gradtide.collectives._entries import entry_words, length
 from gradtide.collectives._nonzero import NonZero
 from gradtide.collectives.contrib.topkdsa import TopkDSA, tail_pays
 from gradtide.collectives.dense import Dense
@@ -336,24 +336,35 @@ def test_bytes_of_a_sparse_tail() -> None:
     assert traffic["AllGather"] == pytest.approx(wanted, rel=0.01)
 
 
-@pytest.mark.parametrize("size", [4, 8, 16, 64, 256])
-def test_crossover_densities(size: int) -> None:
-    span = 100_000
-    encoding = Encoding(span, FLOATS, torch.float32)
-    most = density_of_share(1.0, None)
-    tail = 1 - (1 - most) ** (1 / size)
+@pytest.mark.parametrize(
+    ("size", "tail"),
+    [
+        (4, 0.1591),
+        (8, 0.0830),
+        (16, 0.0424),
+        (32, 0.0214),
+        (64, 0.0108),
+        (128, 0.0054),
+        (256, 0.0027),
+    ],
+)
+def test_crossover_densities(size: int, tail: float) -> None:
+    n = 10_000_000
+
+    def union(density: float) -> int:
+        return round(n * (1 - (1 - density) ** size))
+
+    rounding = 0.00005
     for sign in (-1, 1):
         above = sign > 0
-        union = round(span * (1 - (1 - tail * (1 + 0.01 * sign)) ** size))
-        assert tail_pays([union] * size, encoding) == (not above)
-        assert pays(round(span * (most + 0.01 * sign)), span, size, FLOATS) != above
-    assert not pays(1, span, 1, FLOATS)
+        assert tail_pays(union(tail + sign * rounding), n) == (not above)
+        assert pays(n, round(n * (0.5 + sign * rounding)), size) == (not above)
 
 
 @pytest.mark.parametrize("wire", [None, "bf16"])
 @pytest.mark.parametrize("make", BOTH)
 def test_where_it_does_not_pay_the_exchange_is_dense(make, wire) -> None:
-    limit = density_of_share(1.0, wire)
+    limit = 1 / entry_words(torch.float32, wire)
     for density, kind in ((limit - 0.01, "AllToAll"), (limit + 0.01, "Dense")):
         rows = gradients(4, 4000)
         means, _ = average(make(density, Exact(), wire), rows)

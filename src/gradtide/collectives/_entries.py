@@ -88,6 +88,15 @@ def kept(density: float, n: int) -> int:
     return max(1, round(density * n))
 
 
+def entry_words(dtype: torch.dtype, wire: Wire) -> float:
+    """Length of an entry, in values, where it is decided whether entries travel.
+
+    An index counts as two bytes, which it hardly ever takes: so a change of its code is
+    no change of what is averaged.
+    """
+    return 1 + 2 / codec_of(wire, dtype).width
+
+
 def length(count: int, span: int, codec: Codec) -> int:
     """Bytes of a message of `count` entries, with indices below `span`."""
     nbytes = codec.nbytes(count) + Indices(count, span).nbytes

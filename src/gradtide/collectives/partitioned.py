@@ -21,7 +21,6 @@ from gradtide.selectors import kernels
 from gradtide.selectors.follow import estimate
 from gradtide.selectors.indices import everything, index_dtype
 from gradtide.wire import Wire, codec_of
-from gradtide.wire.indices import Indices
 
 SMALL = 4096  # elements: up to here torch.topk is as fast as a threshold
 SAMPLE = 256  # sampled entries above a threshold that is estimated afresh
@@ -143,11 +142,11 @@ def _take_due(
 def pays(n: int, k: int, size: int, width: float = 4) -> bool:
     """Whether agreeing on k of n elements moves fewer bytes than sending all.
 
-    What is saved, 2 (n - k) values, must be more than the indices, a report and the
-    alignment from every rank. One rank has nothing to save.
+    What is saved, 2 (n - k) values, must be more than the indices (as in `entry_words`
+    2 bytes each), a report and the alignment from every rank. One rank has nothing to
+    save.
     """
-    sent = Indices(k, n).nbytes + size * (HEAD + 8)
-    return size > 1 and 2 * width * (n - k) > sent
+    return size > 1 and 2 * width * (n - k) > 2 * k + size * (HEAD + 8)
 
 
 def pick(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtide.collectives import _entries
-from gradtide.collectives._entries import Encoding, Selecting, Steps, length
+from gradtide.collectives._entries import Encoding, Selecting, Steps, entry_words
 from gradtide.collectives.dense import Dense, second_half
 from gradtide.core.ops import Cut, Flow, Group
 from gradtide.core.payload import Payload
@@ -62,21 +62,23 @@ class TopKA2A(Selecting):
         return (yield from spread(part, payload, codec, group, most))
 
 
-def pays(kept: int, span: int, size: int, codec: Codec) -> bool:
-    """Whether entries are fewer bytes than all of a part, whose length is `span`.
+def pays(n: int, k: int, size: int, *, entry: float = 2.0) -> bool:
+    """Whether TopKA2A, sending k of n elements, beats a dense exchange among P = size.
 
-    These, in both halves, are what a dense exchange sends; the second half is not
-    longer here.
+    With all of the mean it moves (entry k + n) (P - 1) / P words and dense 2 n (P - 1)
+    / P, with an entry of `entry` words (1.5 for float32): it pays at densities below 1
+    / entry.
     """
-    return size > 1 and length(kept, span, codec) < codec.nbytes(span)
+    return entry * k + n < 2 * n and size > 1
 
 
 def kept_of_part(flat: Tensor, density: float, wire: Wire, group: Group) -> int:
     """How many entries of every part are sent; 0 if the bucket travels densely."""
     span = len(flat) // group.size
     kept = min(max(round(density * span), 1), span)
-    codec = codec_of(wire, flat.dtype)
-    return kept if pays(kept, span, group.size, codec) else 0
+    entry = entry_words(flat.dtype, wire)
+    worthwhile = pays(len(flat), kept * group.size, group.size, entry=entry)
+    return kept if worthwhile else 0
 
 
 def collect(

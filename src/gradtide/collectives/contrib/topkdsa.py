@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gradtide.collectives import _entries
-from gradtide.collectives._entries import Encoding, Selecting
+from gradtide.collectives._entries import Encoding, Selecting, entry_words
 from gradtide.collectives.dense import Dense
 from gradtide.collectives.topka2a import collect, in_whole, kept_of_part, spread
 from gradtide.core.ops import Cut, Flow, Group
@@ -49,25 +48,24 @@ class TopkDSA(Selecting):
         yield from collect(part, payload, kept, self.select, codec, group)
         where = part.nonzero().squeeze(1)
         numbers = yield from _entries.counts(where, group)
-        encoding = Encoding(span, codec, flat.dtype)
-        if not tail_pays(numbers, encoding):
+        if not tail_pays(sum(numbers), len(flat), entry=entry_words(flat.dtype, wire)):
             return (yield from spread(part, payload, codec, group))
         values = part[where]
         if not codec.exact:
             rest = round_off(values, codec)
             payload.add_residual(where + group.rank * span, rest * group.size)
         yield Cut(values)
+        encoding = Encoding(span, codec, flat.dtype)
         message = encoding.pack((where.to(torch.int32), values))
         found = yield from _entries.gather(message, numbers, encoding)
         everywhere = in_whole([idx for idx, _ in found], span, len(flat))
         return payload.sparse_mean(everywhere, torch.cat([row for _, row in found]))
 
 
-def tail_pays(numbers: Sequence[int], encoding: Encoding) -> bool:
-    """Whether gathering so many entries of every part beats the whole of the mean.
+def tail_pays(union: int, n: int, *, entry: float = 2.0) -> bool:
+    """Whether gathering `union` entries of a mean of n elements beats the whole of it.
 
-    If P ranks choose at random, with density rho, their union's density is 1 - (1 -
-    rho)^P.
+    An entry is `entry` words long. If P ranks choose at random, with density rho, their
+    union's density is 1 - (1 - rho)^P: it pays below rho = 1 - (1 - 1/entry)^(1/P).
     """
-    whole = len(numbers) * encoding.codec.nbytes(encoding.span)
-    return sum(map(encoding.length, numbers)) < whole
+    return entry * union < n
