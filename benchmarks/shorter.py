@@ -167,8 +167,8 @@ def main() -> None:
     zeros = [leaving_out(w, size) for w in ("e3m0", "bf16", None) for size in (2, 4, 8)]
     for each in zeros:
         print(
-            f"zeros, {each['wire']} among {each['ranks']}: {each['copies']:.1f} copies, "
-            f"{each['ms']:.1f} ms for {each['saved_ms_50mbit']:.0f} ms at 50 Mb/s and "
+            f"zeros, {each['wire']} among {each['ranks']}: {each['copies']:.1f} "
+            f"copies, {each['ms']:.1f} ms for {each['saved_ms_50mbit']:.0f} ms at 50 Mb/s and "
             f"{each['saved_ms_1gbit']:.1f} at 1 Gb/s"
         )
     record = {
