@@ -168,8 +168,8 @@ def main() -> None:
     for each in zeros:
         print(
             f"zeros, {each['wire']} among {each['ranks']}: {each['copies']:.1f} "
-            f"copies, {each['ms']:.1f} ms for {each['saved_ms_50mbit']:.0f} ms at 50 Mb/s and "
-            f"{each['saved_ms_1gbit']:.1f} at 1 Gb/s"
+            f"copies, {each['ms']:.1f} ms for {each['saved_ms_50mbit']:.0f} ms at "
+            f"50 Mb/s and {each['saved_ms_1gbit']:.1f} at 1 Gb/s"
         )
     record = {
         "command": " ".join(["python", *sys.argv]),

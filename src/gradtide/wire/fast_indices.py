@@ -44,14 +44,15 @@ def decode(lower: Any, upper: Any, low: Any, where: Any) -> None:
     For ones that are missing the end of `upper` stands, as in `indices.first_ones`.
     """
     i = 0
-    for byte in range(upper.size):
-        ones, place = np.int64(upper[byte]), 8 * byte
-        while ones > 0 and i < where.size:
-            if ones & 1:
-                where[i] = np.int32((place - i) << low)
-                i += 1
-            ones >>= 1
-            place += 1
+    for byte in range(upper.size if where.size else 0):
+        ones = np.int64(upper[byte])
+        for bit in range(8):  # written over until its one is there: without a branch
+            where[i] = np.int32((8 * byte + bit - i) << low)
+            i += (ones >> bit) & 1
+            if i == where.size:
+                break
+        if i == where.size:
+            break
     for missing in range(i, where.size):
         where[missing] = np.int32((8 * upper.size - missing) << low)
     mask = (1 << low) - 1

@@ -29,7 +29,7 @@ def _fast() -> Any:
 KERNELS = Kernels(
     _fast,
     "encoding of indices",
-    "indices are encoded by torch, which takes some four times as long",
+    "indices are encoded by torch, which takes some seven times as long",
 )
 
 
