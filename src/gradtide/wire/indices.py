@@ -3,7 +3,7 @@
 [Note: indices] Of every index some low bits travel as they are. What is above them is
 a number that rises slowly: that of index i is written as a one at place `number + i` of
 a row of bits, which is otherwise zero. This is Elias-Fano coding (Elias, 1974; Fano,
-1971): of k indices below n, log2(n / k) and less than two bits each, where no code can
+1971): of k indices below n, log2(n / k) and at most two bits each, where no code can
 do with fewer than log2(n / k) and 1.44. Its length follows from k and n alone, so that
 nothing has to be known of the indices to receive them.
 
