@@ -195,7 +195,8 @@ def left_behind(pids: list[int], temporary: Path) -> list[str]:
     # Who compiles first locks a file, which stays.
     found = [f"file {name}" for name in files if not name.startswith(COMPILES)]
     for path in Path("/dev/shm").iterdir():
-        if {*map(int, re.findall(r"\d+", path.name))} & {*pids}:
+        # Of some that are another program's a name has digits between letters.
+        if {*map(int, re.findall(r"(?<![^\W_])\d+(?![^\W_])", path.name))} & {*pids}:
             found.append(f"shared memory {path.name}")
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
@@ -227,7 +228,6 @@ def run_in_lab(trial: Trial) -> Iterator[Job | None]:
         words += ["--", sys.executable, str(HERE), "in-lab", str(trial.seed)]
         words += [str(trial.number), str(folder), trial.fault.name]
         log = (folder / "log").open("w+")
-        (folder / "begun").write_text(str(begin))
         environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
         lab = subprocess.Popen(words, stdout=log, stderr=log, env=environment)
         while lab.poll() is None and time.monotonic() < begin + 3 * WHOLE:

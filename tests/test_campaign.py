@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from threading import Timer
@@ -140,6 +142,34 @@ def test_no_fault_comes_before_all_ranks_have_met(program: Any, tmp_path: Any) -
         Timer(0.1 * rank, rank_of.note, (tmp_path, f"ready{rank}")).start()
     points.reached("connect")
     assert struck == [True]
+
+
+def test_a_process_knows_for_how_long_it_has_been_there(program: Any) -> None:
+    words = "import campaign_rank as c, time; time.sleep(1); print(c.age())"
+    folder, begin = program.HERE.parent, time.monotonic()
+    told = subprocess.run(
+        [sys.executable, "-c", words], cwd=folder, capture_output=True, check=True
+    )
+    assert 1 <= float(told.stdout) <= time.monotonic() - begin + 0.1
+
+
+def test_shared_memory_of_other_programs_is_not_left_behind(
+    program: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    for name in ("sem.mp-ngi25abz", "torch_25_7_0", "torch_250_25_1"):
+        (memory / name).touch()
+    real = program.Path
+    monkeypatch.setattr(
+        program, "Path", lambda name: memory if name == "/dev/shm" else real(name)
+    )
+    (tmp_path / "tmp").mkdir()
+    found = program.left_behind([25], tmp_path / "tmp")
+    assert sorted(each for each in found if "memory" in each) == [
+        "shared memory torch_250_25_1",
+        "shared memory torch_25_7_0",
+    ]
 
 
 @pytest.mark.waits
