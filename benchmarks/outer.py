@@ -49,7 +49,7 @@ class Plain:
 
 
 class Nesterov(Plain):
-    """After every `every` steps: v = mu v + d, x -= rate (d + mu v), from where it was."""
+    """After `every` steps: v = mu v + d, x -= rate (d + mu v), from where it was."""
 
     every, rate, mu = 10, 0.7, 0.6
 
