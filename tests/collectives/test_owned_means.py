@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradtide.collectives import Dense
 from gradtide.collectives.levels import by_levels
-from gradtide.collectives.owners import Answers, Owners, Span, places
+from gradtide.collectives.owners import Answers, Owners, Span, answers_of, places
 from gradtide.core.levels import levels_of
 from gradtide.core.ops import Cut, Flow, Group, in_halves
 from gradtide.core.payload import Collective, Payload
@@ -89,7 +89,8 @@ def test_owners_have_the_bits_of_the_mean_and_all_have_their_answers(
         every, driven, fallback = [], [], []
         for group, (flow, flat) in zip(groups, flows(*how), strict=True):
             levels = levels_of(group, hosts)
-            owners = Owners(of, length, group, levels, torch.float64, flat.device)
+            answers = answers_of(of, group, torch.float64, flat.device)
+            owners = Owners(of, length, group, levels, answers)
             own = owners.driven(flow, flat, codec_of(wire, dtype))
             every.append(owners)
             driven.append(answered(own, owners, flat, of, group.rank, seen))
@@ -118,7 +119,8 @@ def test_fewer_bytes_travel_than_with_means_for_all(size: int) -> None:
     driven, seen = [], list[int]()
     for rank in range(size):
         group, flat = Group(rank, size), bucket(rank, n, torch.float32)
-        owners = Owners(of, n, group, None, torch.bfloat16, flat.device)
+        answers = answers_of(of, group, torch.bfloat16, flat.device)
+        owners = Owners(of, n, group, None, answers)
         flow = in_halves(Dense().reduce(Payload(flat, [flat]), group), group)
         own = owners.driven(flow, flat, codec_of(None, flat.dtype))
         driven.append(answered(own, owners, flat, of, rank, seen))
@@ -145,3 +147,19 @@ def test_an_answer_that_is_there_no_more_is_none() -> None:
     assert [(i, own.tolist()) for i, own in answers.found()] == [(0, [1.0] * 4)]
     answers.put(0, None)
     assert not [*answers.found()]
+
+
+@pytest.mark.parametrize("wire", ["int8", "e3m0"])
+def test_answers_in_few_bits_are_the_same_for_their_owner(wire: Wire) -> None:
+    group, cpu = Group(0, 1), torch.device("cpu")
+    answers = Answers([300, 1], {0: 0, 1: 0}, group, torch.bfloat16, cpu, wire)
+    answer = torch.linspace(-1, 1, 300, dtype=torch.bfloat16).view(30, 10)
+    answers.put(0, answer)
+    answers.put(1, None)
+    ((index, found),) = answers.found()
+    assert (index, found.dtype, found.shape) == (0, torch.bfloat16, (300,))
+    bound = {"int8": 0.01, "e3m0": 0.3}[str(wire)]
+    torch.testing.assert_close(found.view(30, 10), answer, rtol=0, atol=bound)
+    exact = Answers([300, 1], {0: 0, 1: 0}, group, torch.bfloat16, cpu)
+    lengths = [len(each.request().tensor) for each in (answers, exact)]
+    assert lengths[0] < {"int8": 0.6, "e3m0": 0.35}[str(wire)] * lengths[1]

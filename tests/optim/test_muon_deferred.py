@@ -237,6 +237,24 @@ def layout() -> None:
     assert alike(flat(model))
 
 
+def narrow() -> None:
+    """Updates in 8 bits: alike on all ranks, by every schedule, near the others."""
+
+    def coded(params: Any, *args: Any, **kwargs: Any) -> DistributedMuon:
+        return DistributedMuon(params, *args, wire="int8", **kwargs)
+
+    found = [train(scheme(deferred), coded) for deferred in (True, False)]
+    assert torch.equal(*found)
+    exact = train(scheme(True))
+    assert not torch.equal(found[0], exact)
+    torch.testing.assert_close(found[0], exact, rtol=0, atol=0.1)
+    with pytest.raises(ValueError, match=r"wire='bf15'\): 'int8', 'e3m0'"):
+        DistributedMuon([nn.Parameter(torch.ones(2, 2))], wire="bf15")  # type: ignore[arg-type]
+    wire: Any = "int8" if dist.get_rank() else None
+    with pytest.raises(ValueError, match="wire differs between ranks"):
+        DistributedMuon([nn.Parameter(torch.ones(2, 2))], wire=wire)
+
+
 def refused() -> None:
     model = network()
     for how, words in {
@@ -374,7 +392,8 @@ def apart() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [scaled, reads, raised, layout, refused, again, changing, saved, apart]
+    "case",
+    [scaled, reads, raised, layout, narrow, refused, again, changing, saved, apart],
 )
 def test_around_a_step(case: Callable[[], None]) -> None:
     run_ranks(2, case)

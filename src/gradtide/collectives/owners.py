@@ -22,10 +22,10 @@ from torch import Tensor
 
 from gradtide.core.levels import Levels
 from gradtide.core.ops import AllGather, AllToAll, Cut, Flow, Group, Steps
-from gradtide.wire import Codec
+from gradtide.wire import Codec, Wire, codec_of
 
 Piece: TypeAlias = tuple[int, int]  # of a bucket, from one element to another
-ONE = 1  # element behind each answer: whether there is one
+ALIGN = 8  # bytes: every answer begins where any dtype may be viewed
 
 
 class Span(NamedTuple):
@@ -39,9 +39,17 @@ class Span(NamedTuple):
 class Answers:
     """An answer, or none, of each of some tensors, from their owners to all ranks.
 
-    Behind each answer stands one element that says whether it is there: the owner
-    decides, and how long a message is depends on nothing that ranks might see
-    differently. The memory is the same in every step.
+    Behind each answer is noted whether it is there: the owner decides, and how long a
+    message is depends on nothing that ranks might see differently. All ranks, the owner
+    too, have what the message says. The memory is the same in every step.
+
+    Args:
+        numels: The lengths of the tensors.
+        owners: The rank that owns a tensor, by the tensor's number.
+        group: This rank, among all.
+        dtype: That of answers.
+        device: Where they are.
+        wire: In how many bits they travel; None: as they are.
     """
 
     def __init__(
@@ -51,25 +59,29 @@ class Answers:
         group: Group,
         dtype: torch.dtype,
         device: torch.device,
+        wire: Wire = None,
     ) -> None:
+        self._codec, self._dtype, self._numels = codec_of(wire, dtype), dtype, numels
         order = sorted(owners, key=owners.__getitem__)
-        lengths = [numels[i] + ONE for i in order]
+        nbytes = {i: self._codec.nbytes(numels[i]) for i in order}
+        lengths = [-(-nbytes[i] // ALIGN) * ALIGN + ALIGN for i in order]
         self._sizes = [0] * group.size
         for i, length in zip(order, lengths, strict=True):
             self._sizes[owners[i]] += length
-        self._flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
-        pieces = torch.split(self._flat, lengths)
-        self._pieces = dict(zip(order, pieces, strict=True))
+        self._flat = torch.zeros(sum(lengths), dtype=torch.uint8, device=device)
+        pieces = dict(zip(order, torch.split(self._flat, lengths), strict=True))
+        self._messages = {i: piece[: nbytes[i]] for i, piece in pieces.items()}
+        self._there = {i: piece[-1] for i, piece in pieces.items()}
         self._rank = group.rank
 
     def put(self, index: int, answer: Tensor | None) -> None:
         """Note this rank's answer of a tensor that it owns."""
-        piece = self._pieces[index]
-        piece[-1] = answer is not None
-        if answer is not None:
-            piece[:-1].view(answer.shape).copy_(answer)
+        self._there[index].fill_(answer is not None)
+        if answer is None:
+            self._messages[index].zero_()
         else:
-            piece[:-1].zero_()
+            values = answer.to(self._dtype).flatten()
+            self._codec.write(values, self._messages[index])
 
     def request(self) -> AllGather:
         """Ask for those of all ranks; behind it, `found` has them."""
@@ -78,10 +90,33 @@ class Answers:
 
     def found(self) -> Iterator[tuple[int, Tensor]]:
         """The answers (1-D) that are there, by the number of their tensor."""
-        there = torch.stack([piece[-1] for piece in self._pieces.values()]).tolist()
-        for (index, piece), is_there in zip(self._pieces.items(), there, strict=True):
+        there = torch.stack([*self._there.values()]).tolist() if self._there else []
+        for (index, message), is_there in zip(
+            self._messages.items(), there, strict=True
+        ):
             if is_there:
-                yield index, piece[:-1]
+                yield index, self._decoded(message, self._numels[index])
+
+    def _decoded(self, message: Tensor, numel: int) -> Tensor:
+        if self._codec.exact:
+            return message.view(self._dtype)
+        values = torch.empty(numel, dtype=self._dtype, device=message.device)
+        self._codec.decode(message, values)
+        return values
+
+
+def answers_of(
+    spans: Sequence[Span],
+    group: Group,
+    dtype: torch.dtype,
+    device: torch.device,
+    wire: Wire = None,
+) -> Answers:
+    """What travels of the spans that somebody owns."""
+    numels = [end - begin for begin, end, _ in spans]
+    ranks = dict(enumerate(owner for *_, owner in spans))
+    owners = {i: owner for i, owner in ranks.items() if owner is not None}
+    return Answers(numels, owners, group, dtype, device, wire)
 
 
 class Owners:
@@ -92,8 +127,7 @@ class Owners:
         length: The bucket's, in elements: a multiple of the number of ranks.
         group: This rank, among all.
         levels: Its place in its host, where hosts have several ranks.
-        dtype: That of answers.
-        device: Where the bucket is.
+        answers: What of the spans travels behind the cut.
     """
 
     def __init__(
@@ -102,14 +136,9 @@ class Owners:
         length: int,
         group: Group,
         levels: Levels | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        answers: Answers,
     ) -> None:
-        self.levels = levels
-        numels = [end - begin for begin, end, _ in spans]
-        ranks = dict(enumerate(owner for *_, owner in spans))
-        owners = {i: owner for i, owner in ranks.items() if owner is not None}
-        self.answers = Answers(numels, owners, group, dtype, device)
+        self.levels, self.answers = levels, answers
         self.answered = False  # owners' answers are here, or on their way
         share, place = length // group.size, places(group, levels)
         self._begin = place[group.rank] * share

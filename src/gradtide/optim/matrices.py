@@ -19,6 +19,7 @@ from gradtide.core.fields import refuse
 from gradtide.core.torch_internals.muon import orthogonalize
 from gradtide.optim.owners import cost
 from gradtide.transport.shards import described, is_sharded
+from gradtide.wire import Wire
 
 ParamGroup: TypeAlias = dict[str, Any]
 
@@ -57,12 +58,13 @@ class Message:
         dtype: torch.dtype,
         engine: Engine,
         value_of: Callable[[Matrix], Tensor | None],
+        wire: Wire = None,
     ) -> None:
         self._matrices = matrices
         numels = [matrix.param.numel() for matrix in matrices]
         owners = {i: matrix.owner for i, matrix in enumerate(matrices)}
         device = matrices[0].param.device
-        self._answers = Answers(numels, owners, engine.group, dtype, device)
+        self._answers = Answers(numels, owners, engine.group, dtype, device, wire)
         for i, matrix in enumerate(matrices):
             if matrix.owner == engine.group.rank:
                 self._answers.put(i, value_of(matrix))

@@ -16,6 +16,7 @@ from gradtide.core.torch_internals import disable_dynamo
 from gradtide.runtime.guards.validation import Signature, check_ranks_agree
 from gradtide.scheme import Scheme, with_levels
 from gradtide.transport import Mesh, ProcessGroup, connect
+from gradtide.wire import NARROW, Wire
 
 try:
     from torch.optim import Muon
@@ -63,6 +64,9 @@ class DistributedMuon(Muon):
         *args: Further arguments of `torch.optim.Muon`.
         process_group: The ranks that train together; None stands for all ranks. It
             takes what `gradtide.replicate` takes.
+        wire: In how many bits updates travel: "int8" halves their bytes, and parameters
+            are then no more bit for bit those of torch's Muon, though the same on all
+            ranks. None, the default, rounds nothing.
         **kwargs: Further arguments of `torch.optim.Muon`.
 
     Raises:
@@ -82,13 +86,18 @@ class DistributedMuon(Muon):
         params: Any,
         *args: Any,
         process_group: ProcessGroup | Mesh | None = None,
+        wire: Wire = None,
         **kwargs: Any,
     ) -> None:
         refused: Exception | None = None
+        self.wire = wire
         device = torch.device("cpu")
         try:
             super().__init__(params, *args, **kwargs)
             device = next(self._params()).device
+            if wire not in (None, *NARROW):
+                names = ", ".join(map(repr, NARROW))
+                raise ValueError(f"DistributedMuon(wire={wire!r}): {names} or None")
         except (ValueError, TypeError) as error:
             refused = error
         transport = connect(process_group, device)
@@ -137,7 +146,7 @@ class DistributedMuon(Muon):
         travelling: deque[Message] = deque()
         trained = [m for m in matrices if m.param.requires_grad]
         for members in self._together(trained):
-            how = torch.bfloat16, self._engine, self._update
+            how = torch.bfloat16, self._engine, self._update, self.wire
             travelling.append(Message(members, *how))
             if len(travelling) > 1:  # the next has been computed meanwhile
                 _apply_all(travelling.popleft())
@@ -207,7 +216,7 @@ class DistributedMuon(Muon):
             One that orthogonalises every matrix itself.
         """
         plain: Muon = object.__new__(Muon)
-        own = "_engine", "_owners", "_divided", "deferred"
+        own = "_engine", "_owners", "_divided", "deferred", "wire"
         plain.__dict__ = {k: v for k, v in vars(self).items() if k not in own}
         return plain
 
@@ -226,7 +235,8 @@ class DistributedMuon(Muon):
             if refused is not None:
                 raise refused
             matrices = [m for m in self._matrices() if m.owner < 0]
-            return matrices, signature(self.param_groups)
+            told = signature(self.param_groups)
+            return matrices, {"wire": repr(self.wire), **told}
 
         remedy = "build the same optimizer of the same model on every rank"
         transport = self._engine.transport

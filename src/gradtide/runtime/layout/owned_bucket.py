@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from gradtide.collectives.owners import Owners, Span
+from gradtide.collectives.owners import Owners, Span, answers_of
 from gradtide.core import ops
 from gradtide.core.engine import Engine
 from gradtide.core.payload import Collective, hands_over, settled, wire_of
@@ -38,7 +38,7 @@ class OwnedBucket(GradientBucket):
         super().__init__(slots, flat, collective, fragment)
         # Of each slot the rank that owns it; None: it is stepped on every rank.
         self._ranks = [owned.owners.get(slot.param) for slot in slots]
-        self._dtype = owned.dtype
+        self._how = owned.dtype, flat.device, owned.wire  # of answers
         self._owners: Owners | None = None
 
     def launch(self, engine: Engine, hold: bool = False) -> None:
@@ -60,9 +60,9 @@ class OwnedBucket(GradientBucket):
                 Span(slot.begin, slot.begin + slot.local.numel(), rank)
                 for slot, rank in zip(self.slots, self._ranks, strict=True)
             ]
-            flat = self.payload.flat
-            around = engine.group, engine.levels, self._dtype, flat.device
-            self._owners = Owners(spans, flat.numel(), *around)
+            answers = answers_of(spans, engine.group, *self._how)
+            around = engine.group, engine.levels, answers
+            self._owners = Owners(spans, self.payload.flat.numel(), *around)
         return self._owners
 
     def owner(self, slot: Slot) -> int | None:

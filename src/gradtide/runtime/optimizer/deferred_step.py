@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from gradtide.core.torch_internals import forget_step_hooks
 from gradtide.runtime.optimizer.momentum import without
+from gradtide.wire import Wire
 
 
 @runtime_checkable
@@ -27,11 +28,12 @@ class Divides(Protocol):
     """What such an optimizer offers, so that its step can be deferred.
 
     Attributes:
-        answer_dtype: That in which what an owner has computed travels.
+        answer_dtype, wire: That of what an owner has computed, and how that travels.
         deferred: Its steps are made for it, by the methods below: `step` does nothing.
     """
 
     answer_dtype: torch.dtype
+    wire: Wire
     deferred: bool
 
     def owners(self) -> Mapping[Tensor, int]:
@@ -52,10 +54,11 @@ class Divides(Protocol):
 
 @dataclass(frozen=True)
 class Owned:
-    """The owners of parameters, and the dtype in which their answers travel."""
+    """The owners of parameters, the dtype of their answers, and how these travel."""
 
     owners: Mapping[Tensor, int]
     dtype: torch.dtype
+    wire: Wire
 
 
 class DeferredStep:
@@ -147,7 +150,7 @@ def owned_by(optimizer: object, size: int) -> Owned | None:
     if not found:
         return None
     owners = {p: rank for one in found for p, rank in one.owners().items()}
-    return Owned(owners, found[0].answer_dtype)
+    return Owned(owners, found[0].answer_dtype, found[0].wire)
 
 
 def own_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
