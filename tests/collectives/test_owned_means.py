@@ -113,7 +113,7 @@ def test_owners_have_the_bits_of_the_mean_and_all_have_their_answers(
 
 @pytest.mark.parametrize("size", [4, 8])
 def test_fewer_bytes_travel_than_with_means_for_all(size: int) -> None:
-    n = size * size * 12
+    n = size * size * 120
     of = [Span(n * r // size, n * (r + 1) // size, (r + 1) % size) for r in range(size)]
     traffic: Counter[str] = Counter()
     driven, seen = [], list[int]()
@@ -152,14 +152,14 @@ def test_an_answer_that_is_there_no_more_is_none() -> None:
 @pytest.mark.parametrize("wire", ["int8", "e3m0"])
 def test_answers_in_few_bits_are_the_same_for_their_owner(wire: Wire) -> None:
     group, cpu = Group(0, 1), torch.device("cpu")
-    answers = Answers([300, 1], {0: 0, 1: 0}, group, torch.bfloat16, cpu, wire)
-    answer = torch.linspace(-1, 1, 300, dtype=torch.bfloat16).view(30, 10)
+    answers = Answers([3000, 1], {0: 0, 1: 0}, group, torch.bfloat16, cpu, wire)
+    answer = torch.linspace(-1, 1, 3000, dtype=torch.bfloat16).view(300, 10)
     answers.put(0, answer)
     answers.put(1, None)
     ((index, found),) = answers.found()
-    assert (index, found.dtype, found.shape) == (0, torch.bfloat16, (300,))
+    assert (index, found.dtype, found.shape) == (0, torch.bfloat16, (3000,))
     bound = {"int8": 0.01, "e3m0": 0.3}[str(wire)]
-    torch.testing.assert_close(found.view(30, 10), answer, rtol=0, atol=bound)
-    exact = Answers([300, 1], {0: 0, 1: 0}, group, torch.bfloat16, cpu)
+    torch.testing.assert_close(found.view(300, 10), answer, rtol=0, atol=bound)
+    exact = Answers([3000, 1], {0: 0, 1: 0}, group, torch.bfloat16, cpu)
     lengths = [len(each.request().tensor) for each in (answers, exact)]
     assert lengths[0] < {"int8": 0.6, "e3m0": 0.35}[str(wire)] * lengths[1]
