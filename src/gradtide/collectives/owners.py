@@ -80,7 +80,7 @@ class Answers:
         if answer is None:
             self._messages[index].zero_()
         else:
-            values = answer.to(self._dtype).flatten()
+            values = answer.to(self._dtype, copy=not self._codec.exact).flatten()
             self._codec.write(values, self._messages[index])
 
     def request(self) -> AllGather:
