@@ -14,9 +14,7 @@ from gradtide.collectives import (
     Dynamic,
     Even,
     MomentumCorrection,
-    OkTopk,
     PartitionedTopK,
-    PowerSGD,
     TopK,
     TopKA2A,
     Warmup,
@@ -49,6 +47,8 @@ if typing.TYPE_CHECKING:
         CLTk,
         DeMo,
         GTopK,
+        OkTopk,
+        PowerSGD,
         TiledTopK,
         TopkDSA,
     )

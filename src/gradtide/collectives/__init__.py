@@ -9,11 +9,9 @@ import typing
 
 from gradtide.collectives._entries import Selecting as Selecting
 from gradtide.collectives.dense import Dense as Dense
-from gradtide.collectives.lowrank import PowerSGD as PowerSGD
 from gradtide.collectives.momentum_correction import (
     MomentumCorrection as MomentumCorrection,
 )
-from gradtide.collectives.oktopk import OkTopk as OkTopk
 from gradtide.collectives.partitioned import PartitionedTopK as PartitionedTopK
 from gradtide.collectives.partitions import Dynamic as Dynamic
 from gradtide.collectives.partitions import Even as Even
@@ -30,6 +28,8 @@ if typing.TYPE_CHECKING:
     from gradtide.collectives.contrib.demo import DeMo as DeMo
     from gradtide.collectives.contrib.gtopk import GTopK as GTopK
     from gradtide.collectives.contrib.topkdsa import TopkDSA as TopkDSA
+    from gradtide.collectives.lowrank import PowerSGD as PowerSGD
+    from gradtide.collectives.oktopk import OkTopk as OkTopk
     from gradtide.collectives.tiled import TiledTopK as TiledTopK
 
     COLLECTIVES: tuple[type, ...]
@@ -43,14 +43,14 @@ _KINDS = {  # what there is, and where, if it is loaded by who asks for it
         "GTopK": "contrib.gtopk",
         "TopKA2A": "",
         "TopkDSA": "contrib.topkdsa",
-        "OkTopk": "",
+        "OkTopk": "oktopk",
         "PartitionedTopK": "",
         "CLTk": "contrib.cltk",
         "TiledTopK": "tiled",
         "ARCTopK": "contrib.arctopk",
         "COVAP": "contrib.covap",
         "DeMo": "contrib.demo",
-        "PowerSGD": "",
+        "PowerSGD": "lowrank",
         "ACPSGD": "contrib.acpsgd",
     },
     "WRAPPERS": {"Warmup": "", "MomentumCorrection": ""},
