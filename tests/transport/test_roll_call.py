@@ -210,3 +210,30 @@ def test_who_can_be_reached_is_called(addresses: tuple[str, str], caller: int) -
         meeting.doors = doors
         assert meeting.calls(1 - rank) == (rank == caller)
         meeting.close()
+
+
+def test_who_is_stopped_while_all_make_a_group_is_named() -> None:
+    """Torch's error names nobody, and the others named who had ended by it."""
+    told = run_ranks(3, _make_together)
+    for rank in (0, 2):
+        start = f"rank {rank}: connecting failed: rank 1 does not respond"
+        assert told[rank].startswith(start), told
+
+
+def _make_together() -> str:
+    meeting = Meeting(Group(dist.get_rank(), 3), 20.0)
+    call = roll_call.RollCall(dist.group.WORLD, [0, 1, 2], meeting, 20.0, "cpu")
+    call.answer()
+    if meeting.rank == 1:
+        time.sleep(3)
+        return ""
+
+    def make() -> None:
+        time.sleep(1 if meeting.rank == 0 else 3)
+        raise RuntimeError("Wait timeout")
+
+    try:
+        call.watch(make)
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -156,9 +156,29 @@ class RollCall:
     def watch(self, make: Callable[[], T]) -> T:
         """Have something made that waits for all ranks, while all of them live."""
         try:
+            self._store.set(f"makes/{self._rank}", "")
             return self._apart(make, lambda: self._look(range(self._size)))
+        except (CommunicationError, dist.DistNetworkError):
+            raise
+        except SilentError as error:
+            self._fail(self._silent(error))
+        except RuntimeError as error:  # torch's own, which names nobody
+            self._fail(self._stalled(error))
         finally:
             self._store.end()
+
+    def _stalled(self, error: RuntimeError) -> str:
+        """Who does not respond, as something that all make came to nothing."""
+        others = [r for r in range(self._size) if r != self._rank]
+        try:
+            late = [r for r in others if not self._store.check([f"makes/{r}"])]
+        except SilentError as silent:
+            return self._silent(silent)
+        # All have begun: one of them has been stopped since.
+        one_of = "" if late or len(others) == 1 else "one of "
+        names = f"{one_of}rank {', '.join(map(str, late or others))}"
+        text = str(error).splitlines()[0]
+        return f"{names} does not respond (stalled, or not to be reached) ({text})"
 
     def _apart(self, make: Callable[[], T], look: Callable[[], None]) -> T:
         """Make something in a thread of its own, and `look` whether that will be."""
