@@ -162,8 +162,10 @@ class RollCall:
             raise
         except SilentError as error:
             self._fail(self._silent(error))
-        except RuntimeError as error:  # torch's own, which names nobody
-            self._fail(self._stalled(error))
+        except RuntimeError as error:
+            if "time" not in str(error).lower():  # "Wait timeout", "timed out waiting"
+                raise
+            self._fail(self._stalled(error))  # torch's own, which names nobody
         finally:
             self._store.end()
 
