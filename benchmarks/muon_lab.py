@@ -1,6 +1,7 @@
 """Muon in the lab: a step by owners under `dear`, beside other ways to step matrices.
 
-    python benchmarks/muon_lab.py all --out benchmarks/records/muon_lab_202611.json
+    python benchmarks/muon_lab.py all --rounds 3 \
+        --out benchmarks/records/muon_lab_202611.json
 
 Four hosts train the lab's small language model. Muon has the matrices but for the
 embedding, AdamW the rest. All contestants train in turns, some steps each, in one run.
