@@ -30,7 +30,7 @@ from gradtide.lab.record import commit, machine, versions
 from gradtide.optim import Several
 
 OPTIMIZERS = ("AdamW", "Muon")
-FACTORS = (0.5, 1.0, 2.0, 4.0)  # times what dense training found best
+FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)  # times what dense training found best
 
 
 def optimizer(model: nn.Module, name: str, rate: float) -> Optimizer:
