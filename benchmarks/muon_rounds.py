@@ -1,6 +1,6 @@
 """Rounds of steps by Muon, beside rounds of steps by AdamW: the loss.
 
-    torchrun --nproc-per-node 4 benchmarks/muon_rounds.py \
+    torchrun --nproc-per-node 4 benchmarks/muon_rounds.py --seeds 2 \
         --out benchmarks/records/muon_rounds_202611.json
 
 Four ranks train two small language models of `benchmarks/tasks.py` in rounds of ten

@@ -123,7 +123,7 @@ def first_ones(flags: Tensor, count: int) -> Tensor:
     if flags.is_cpu:
         found = flags.nonzero().squeeze(1)[:count]
         return torch.nn.functional.pad(found, (0, count - len(found)), value=len(flags))
-    wanted = torch.arange(1, count + 1, device=flags.device)
+    wanted = torch.arange(1, count + 1, dtype=torch.int64, device=flags.device)
     return torch.searchsorted(flags.cumsum(0), wanted)
 
 
