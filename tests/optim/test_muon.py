@@ -309,6 +309,7 @@ def later() -> None:
             optimizer.step()
         if isinstance(optimizer, DistributedMuon):
             optimizer.consolidate_state_dict()
+            assert optimizer.owners().keys() == {*two}
         found.append(flat(model))
         states.append(optimizer.state_dict()["state"])
     assert torch.equal(*found)

@@ -243,6 +243,8 @@ class DistributedMuon(Muon):
         found = check_ranks_agree(transport, prepare, remedy)
         owners = assign([m.cost for m in found], transport.group.size)
         self._owners.update(zip((m.param for m in found), owners, strict=True))
+        held = {*self._params()}  # others have been taken out, or replaced
+        self._owners = {p: rank for p, rank in self._owners.items() if p in held}
 
     def _matrices(self) -> list[Matrix]:
         pairs = ((p, group) for group in self.param_groups for p in group["params"])
