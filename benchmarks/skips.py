@@ -1,6 +1,7 @@
 """Ranks that skip steps at random, under weights that differ: do they stay alike?
 
-    torchrun --nproc-per-node 3 benchmarks/skips.py --out benchmarks/records/skips.json
+    torchrun --nproc-per-node 3 benchmarks/skips.py \
+        --out benchmarks/records/skips_202611.json
 
 Three ranks have 1, 50 and 3 samples in turn, which they give as weights. In each step
 each of them skips by chance, before its forward or after it, sometimes all do; with a
