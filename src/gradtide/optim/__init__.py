@@ -1,4 +1,7 @@
-"""Optimizers whose step is divided among ranks. Needs torch 2.9 or later."""
+"""Optimizers whose step is divided among ranks, and several optimizers as one.
+
+Needs torch 2.9 or later.
+"""
 
 from gradtide.optim.muon import DistributedMuon
 from gradtide.optim.several import Several

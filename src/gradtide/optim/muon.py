@@ -77,9 +77,7 @@ class DistributedMuon(Muon):
 
     exchanges = True  # inside its step: see `runtime.validation.is_joinable`
     answer_dtype = torch.bfloat16
-    deferred = (
-        False  # its steps are made by others, see `runtime.optimizer.deferred_step`
-    )
+    deferred = False  # its steps are made by others: see `Divides`
 
     def __init__(
         self,

@@ -150,7 +150,10 @@ def owned_by(optimizer: object, size: int) -> Owned | None:
     if not found:
         return None
     owners = {p: rank for one in found for p, rank in one.owners().items()}
-    return Owned(owners, found[0].answer_dtype, found[0].wire)
+    (how, *others) = {(one.answer_dtype, one.wire) for one in found}
+    if others:
+        raise ValueError("optimizers that divide their steps: give all the same wire")
+    return Owned(owners, *how)
 
 
 def own_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
