@@ -29,6 +29,11 @@ def test_a_change_that_lasts_is_seen_within_a_hundred_steps(factor: float) -> No
     assert drift.seen
 
 
+def test_a_change_soon_after_a_decision_is_seen() -> None:
+    """Where steps are slow, a network may change before there were many of them."""
+    assert looked(Drift(), [3.0] * 8 + [0.4] * 60)
+
+
 def test_what_does_not_last_is_no_change() -> None:
     steps = [1.0 + (step % 10 == 0) * 50 for step in range(500)]  # evaluations, say
     steps[200:208] = [30.0] * 8
