@@ -257,3 +257,25 @@ def test_groups_of_fsdp() -> None:
     assert [*groups_of(SimpleNamespace(_fsdp_param_groups=[one, two]))] == [one, two]
     assert [*groups_of(SimpleNamespace(_fsdp_param_group=one))] == [one]
     assert [*groups_of(SimpleNamespace(_fsdp_param_group=None))] == []
+
+
+ENDS = """
+import os, sys, threading
+from gradtide.core.torch_internals.distributed import end_after_gloo
+
+def wait():
+    lock.acquire()
+    os.write(1, b"had the lock of the interpreter")
+
+end_after_gloo()
+lock = threading.Lock()
+lock.acquire()
+threading.Thread(target=wait, daemon=True).start()
+sys.setswitchinterval(10)  # of the interpreter's lock: nobody gets it on demand
+lock.release()
+"""
+
+
+def test_a_process_ends_after_threads_that_wait_for_the_interpreter() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True)
+    assert done.stdout == "had the lock of the interpreter", done.stderr

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup as ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradtide.core.ops import Group
-from gradtide.core.torch_internals.distributed import timeout_of
+from gradtide.core.torch_internals.distributed import end_after_gloo, timeout_of
 from gradtide.core.transport import CommunicationError, Transport
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def connect(
             "torch.distributed.init_process_group() first, and start the script with "
             "torchrun (on one machine: torchrun --nproc-per-node 2 train.py)"
         )
+    end_after_gloo()
     # Here, as no program that imports gradtide for its schemes alone needs them.
     from gradtide.transport.hosts import hosts_of
 

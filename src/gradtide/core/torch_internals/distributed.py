@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +37,19 @@ def timeout_of(pg: dist.ProcessGroup, device: torch.device) -> timedelta:
     """A group's, for what is on a device."""
     found: timedelta = pg._get_backend(device).options._timeout
     return found
+
+
+@cache
+def end_after_gloo() -> None:
+    """Have this process end after Gloo's threads have let go of their tensors.
+
+    A thread of Gloo frees the tensors of its last request after the wait for it is
+    over, for which it needs the interpreter's lock. Where the interpreter has ended by
+    then the process aborts ("terminate called without an active exception", with torch
+    2.13 also under DDP), and torchrun counts the run as failed. So the lock is given
+    up for a moment at the end.
+    """
+    atexit.register(time.sleep, 0.01)
 
 
 def in_ddp() -> bool:
