@@ -1,0 +1,107 @@
+"""Rounds: whether it lowers the loss to average the optimizers' states, too.
+
+    torchrun --nproc-per-node 4 benchmarks/states.py \
+        --out benchmarks/records/states_202611.json
+
+In `diloco` each rank keeps the state of its optimizer. Here the ranks' momenta are
+averaged besides: both after each round (as Local Adam does), or the first after three
+rounds and the second after six (as DES-LOC proposes). On the five tasks of
+`benchmarks/tasks.py`, each way with the best of three learning rates. What is averaged
+is exchanged by this program, densely: for this comparison alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tasks import TASKS, build
+from torch.optim import Optimizer
+
+import gradtide
+from gradtide.lab.record import commit, machine, versions
+
+FACTORS = (0.5, 1.0, 2.0)  # times the task's usual rate
+# Rounds after which the first momentum is averaged, and the second; 0: never.
+WAYS = {"own": (0, 0), "each round": (1, 1), "after 3 and 6 rounds": (3, 6)}
+MOMENTA = ("exp_avg", "momentum_buffer"), ("exp_avg_sq",)
+
+
+@torch.no_grad()
+def average(optimizer: Optimizer, names: tuple[str, ...]) -> None:
+    """The mean over ranks of these states, on all of them."""
+    for state in optimizer.state.values():
+        for name in names:
+            if isinstance(state.get(name), torch.Tensor):
+                dist.all_reduce(state[name])
+                state[name] /= dist.get_world_size()
+
+
+def train(task: str, way: str, rate: float, args: argparse.Namespace) -> float:
+    work = build(task, dist.get_rank(), 0, rate, args.steps)
+    assert work.evaluate is not None
+    assert work.scheduler is not None
+    model, optimizer = work.model, work.optimizer
+    scheduler = work.scheduler(optimizer)
+    dense = args.steps * 2 // 5
+    scheme = f"diloco(every={args.every}, warmup={dense})"
+    sync = gradtide.replicate(model, optimizer, scheme)
+    for step in range(args.steps):
+        work.loss(model, work.batch(step)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        rounds, inside = divmod(step + 1 - dense, args.every)
+        if rounds > 0 and not inside:
+            for names, period in zip(MOMENTA, WAYS[way], strict=True):
+                if period and rounds % period == 0:
+                    average(optimizer, names)
+    sync.end_round()
+    loss = work.evaluate(model)["loss"]
+    sync.remove()
+    return loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    record: dict[str, Any] = {
+        "command": "torchrun --nproc-per-node 4 benchmarks/states.py",
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(),
+        "steps": args.steps,
+        "every": args.every,
+        "best": {},
+        "runs": [],
+    }
+    for task in args.tasks.split(","):
+        known = TASKS[task].rates
+        for way in WAYS:
+            ends = {}
+            for rate in (factor * known[len(known) // 2] for factor in FACTORS):
+                begin = time.perf_counter()
+                ends[rate] = loss = train(task, way, rate, args)
+                row = {"task": task, "way": way, "rate": rate, "loss": loss}
+                record["runs"].append(row)
+                if dist.get_rank() == 0:
+                    print(row, f"{time.perf_counter() - begin:.0f} s", flush=True)
+            record["best"].setdefault(task, {})[way] = min(ends.values())
+            if dist.get_rank() == 0:
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
