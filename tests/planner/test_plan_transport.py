@@ -74,6 +74,44 @@ def test_a_work_item_begins_while_the_one_before_waits() -> None:
     assert transport.clock() == 2.5
 
 
+@pytest.mark.parametrize(
+    ("times", "ends"),
+    [
+        ((1, 1), 5.0),  # b leaves at 1, as soon as a has left, and is 1 + 3 on its way
+        ((2, 1), 8.0),  # a is answered at 4, and again at 8; b was at 5
+        ((1, 2), 9.0),
+        ((1, 1, 1), 6.0),
+    ],
+)
+def test_a_far_wire_is_free_while_messages_are_on_their_way(
+    times: tuple[int, ...], ends: float
+) -> None:
+    transport = VirtualTransport(SECOND.delayed(6.0))
+    engine = engine_of(transport)
+    items = [
+        launch(engine, name, Asking(transport, 0.0, n))
+        for name, n in zip("abc", times, strict=False)
+    ]
+    for item in items:
+        engine.finish(item)
+    assert transport.clock() == ends
+
+
+def test_of_a_far_wire_the_earlier_item_has_what_it_needs() -> None:
+    transport = VirtualTransport(SECOND.delayed(6.0))
+    engine = engine_of(transport)
+    items = [
+        launch(engine, "a", Asking(transport, 0.0, 2)),
+        launch(engine, "b", Asking(transport, 0.0, 1)),
+    ]
+    for item in items:
+        engine.finish(item)
+    last = launch(engine, "c", Asking(transport, 0.0, 1))
+    engine.finish(last)
+    # Of the first 8 seconds three were sent in, all before the fifth ended.
+    assert transport.clock() == 8.0 + 4.0
+
+
 class Working:
     """Works before each swap, and at the end."""
 

@@ -11,6 +11,11 @@ order is a function of the program (guard: tests/planner/test_virtual.py).
 request sends has left: rings and direct messages near their end, swaps at any time, and
 Gloo's broadcast only when it starts.
 
+[Note: Far links] Where hosts are far apart a message is on its way for long after its
+last byte has left, and meanwhile the wire is free for what others send. Then an item
+begins while those before it wait, whatever they send later: of all that may leave the
+earliest item's goes first. (Real items are six at most at once; here, any number.)
+
 [Note: Lanes] What items do inside hosts before and after runs on a time of its own
 each, in the order of submission, as in the lanes of the real queue. It shares its link
 with nothing that is between hosts.
@@ -38,12 +43,15 @@ MOST = 1 << 62  # bytes: any number
 class Window:
     """A wait of an item: from when the next may begin, and when the answer is here.
 
-    `last` is the latest moment at which the queue looks for the next item.
+    `last` is the latest moment at which the queue looks for the next item, and `free`
+    when all that was asked has left; until then the wire was busy for `sent` seconds.
     """
 
     opens: float
     last: float
     ends: float
+    free: float
+    sent: float
 
 
 @dataclass
@@ -73,10 +81,14 @@ class Circle(NamedTuple):
     group: Group
     network: Network
     charges: Network  # what it takes of a processor
+    weightless: Network | None  # the same if bytes took no time; None: it is not far
 
     @staticmethod
     def of(rank: int, network: Network) -> Circle:
-        return Circle(Group(rank, network.size), network, network.charged())
+        group, weightless = Group(rank, network.size), None
+        if network.distance.far:
+            weightless = replace(network, inter=network.inter.stretched(0.0))
+        return Circle(group, network, network.charged(), weightless)
 
 
 @dataclass
@@ -116,6 +128,7 @@ class VirtualTransport:
         self._until = 0.0  # then it goes on to something else than computing
         self._at: float | None = None  # the queue's time, while it is the queue's turn
         self._wire = 0.0  # busy until then
+        self._sent = 0.0  # seconds for which it has been busy, between hosts
         self._inner: list[Interval] = []  # when those inside hosts are; recent ones
         self._lanes = {"before": 0.0, "after": 0.0}  # busy until then
         self._last = WorkItem(self)
@@ -125,6 +138,7 @@ class VirtualTransport:
         self.beside: list[Interval] = []  # when a third thread works; recent ones
         self._worked: list[Interval] = []  # when its processor worked; recent ones
         self._worked_for = 0.0  # seconds since the last request
+        self._early: float | None = None  # when the item began, before its first wait
 
     # - What a transport does ----------------------------------------------------------
 
@@ -158,16 +172,18 @@ class VirtualTransport:
         if window is not None:
             start, _ = self.busy.pop()
             self._at = max(now, window.opens)
-            wire, self._wire = self._wire, window.ends
+            wire, self._wire = self._wire, window.free
+            sent = self._sent - window.sent  # by the item before, after this
             # What the item before works at its end comes after this.
             worked, self._worked_for = self._worked_for, 0.0
             job.begin()
             self._worked_for += worked
-            self._yield_to(window, before, wire)
+            self._yield_to(window, before, wire, sent)
         else:
             self._at = start = max(now, before.worked)
             job.begin()
-        self._at = max(self._at, before.worked)
+        begun, self._at = self._at, max(self._at, before.worked)
+        self._early = begun if self.network.distance.far else None
         self._windows = []
         job.work()
         self._last = WorkItem(self, self._at, self._at)
@@ -175,12 +191,17 @@ class VirtualTransport:
         self._at = None
         return self._last
 
-    def _yield_to(self, window: Window, before: WorkItem, wire: float) -> None:
+    def _yield_to(
+        self, window: Window, before: WorkItem, wire: float, sent: float
+    ) -> None:
         """The item that was waiting goes on later for the one that has begun."""
         assert self._at is not None
         if window is self._windows[-1]:
             before.put_off(self._at)
             self._wire = max(wire, self._wire)
+        elif self.network.distance.far:  # see [Note: Far links]
+            before.put_off(before.worked + max(self._at - window.ends, 0.0))
+            self._wire = max(wire, self._wire + sent)
         else:
             late = max(self._at, self._wire) - window.ends
             before.put_off(before.worked + late)
@@ -223,7 +244,7 @@ class VirtualTransport:
         if ends is None:
             start = max(now, self._wire)
             ends = self._travel(pending)
-            self._windows.append(Window(start, start, ends))
+            self._windows.append(Window(start, start, ends, ends, self._sent))
         elif ends > now:
             self._windows.append(self._window(pending, ends))
         self.wait_until(ends)
@@ -306,7 +327,7 @@ class VirtualTransport:
         """Put a request behind what is on the wire; when it will have been answered."""
         late = self.network.spread * self._worked_for  # the last of the ranks
         self._worked_for = 0.0
-        group, network, _ = pending.circle
+        group, network, _, weightless = pending.circle
         seconds = cost.seconds(pending.op, group, network)
         if pending.circle is self._inside:
             # Lanes take turns: what is submitted later may come earlier.
@@ -314,16 +335,26 @@ class VirtualTransport:
             start = gap(recent, self.clock() + late, seconds)
             self._inner = union([*recent, (start, start + seconds)])
             return start + seconds
-        self._wire = max(self.clock() + late, self._wire) + seconds
-        return self._wire
+        on_its_way = weightless and cost.seconds(pending.op, group, weightless)
+        ends = max(self.clock() + late, self._wire) + seconds
+        self._wire = ends - (on_its_way or 0.0)
+        self._sent += seconds - (on_its_way or 0.0)
+        return ends
 
     def _window(self, pending: Pending, ends: float) -> Window:
         start, op, size = self.clock(), pending.op, pending.circle.group.size
-        if isinstance(op, ops.Swap) or self._is_small(op, size):
-            return Window(start, ends, ends)
+        if self._early is not None:
+            start, self._early = self._early, None
+        left = min(self._wire, ends), self._sent
+        if (
+            self.network.distance.far
+            or isinstance(op, ops.Swap)
+            or self._is_small(op, size)
+        ):
+            return Window(start, ends, ends, *left)
         hops = (1 + isinstance(op, ops.Mean | ops.AllReduce)) * (size - 1)
         tail = (ends - start) / hops
-        return Window(ends - tail, ends, ends)
+        return Window(ends - tail, ends, ends, ends, self._sent)
 
     def _is_small(self, op: Op, size: int) -> bool:
         """Whether it is a sum of which everybody is sent all."""
