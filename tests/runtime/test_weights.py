@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import gradtide
 from gradtide.collectives import OkTopk, PartitionedTopK, TopK, TopKA2A
 from gradtide.core.ops import Group
-from gradtide.runtime.layout.buckets import GradientBucket, Slot
+from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.weights import COUNT, Weights
 from gradtide.testing import lockstep
 

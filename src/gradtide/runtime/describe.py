@@ -46,6 +46,7 @@ from gradtide.core.payload import (
     wire_of,
 )
 from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.layout.remembered import count_on, counts
 from gradtide.runtime.training import Training
 from gradtide.wire import Wire, codec_of
 
@@ -244,8 +245,7 @@ def _stand_in(bucket: GradientBucket) -> Payload:
     """As long as a bucket's, as many steps on, and without memory."""
     flat = torch.empty_like(bucket.payload.flat, device="meta")
     payload = Payload(flat, [slot.of(flat) for slot in bucket.slots])
-    for key, count in bucket.counts.items():
-        payload.state[key] = torch.tensor(count, dtype=torch.int64, device="cpu")
+    count_on(payload.state, counts(bucket.payload.state))
     return payload
 
 

@@ -32,7 +32,8 @@ from gradtide.core.torch_internals.compilation import (
     leave_out,
     untraced,
 )
-from gradtide.runtime.layout.buckets import GradientBucket, Slot, copied_at_once
+from gradtide.runtime.layout.buckets import GradientBucket, copied_at_once
+from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.optimizer.deferred_step import closes
 from gradtide.runtime.training import BROKEN_OFF, Training
 from gradtide.transport.shards import is_sharded, redistribute

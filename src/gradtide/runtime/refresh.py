@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradtide.runtime.layout.buckets import FLAT, GradientBucket, Place, Slot
+from gradtide.runtime.layout.buckets import FLAT, GradientBucket, Place
 from gradtide.runtime.layout.parameters import averaged
+from gradtide.runtime.layout.remembered import count_on, counts
+from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.training import Training
 from gradtide.transport.shards import local
 
@@ -145,23 +147,23 @@ class Aside:
     @torch.no_grad()
     def carry(self, before: Training, after: Training, stays: Stays) -> None:
         """Have a new training go on from one before it, when nothing is under way."""
-        counts = before.placement.buckets[0].counts
+        counted = counts(before.placement.buckets[0].payload.state)
         for bucket in after.placement.buckets:
             places = [
-                stays.get(slot.param) or self._begin(bucket, slot, counts)
+                stays.get(slot.param) or self._begin(bucket, slot, counted)
                 for slot in bucket.slots
             ]
             bucket.carry(places, same=True)
         _agree(before, after, stays)
 
     def _begin(
-        self, bucket: GradientBucket, slot: Slot, counts: Mapping[str, int]
+        self, bucket: GradientBucket, slot: Slot, counted: Mapping[str, int]
     ) -> Place:
         """Where a parameter was that was not trained: in a bucket of its own."""
         own = Slot(slot.name, slot.param, 0)
         flat = bucket.payload.flat.new_zeros(slot.local.numel())
         alone = GradientBucket([own], flat, bucket.collective)
-        alone.count_on(counts)
+        count_on(alone.payload.state, counted)
         residual = self._residuals.pop(slot.param, None)
         if residual is not None and residual.shape == slot.local.shape:
             # In the order of memory, as in a bucket.

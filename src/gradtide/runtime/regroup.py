@@ -32,6 +32,7 @@ from gradtide.runtime.layout.parameters import (
     shared_buffers,
     shared_parameters,
 )
+from gradtide.runtime.layout.remembered import count_on, counts
 from gradtide.runtime.training import Training
 from gradtide.transport.shards import local
 
@@ -102,7 +103,8 @@ def take(training: Training, behind: int) -> Remains:
         if bucket.waiting or not bucket.residual_empty
         for slot in bucket.slots
     }
-    found.counts, found.compiled = buckets[0].counts, placement.compiled
+    found.counts = counts(buckets[0].payload.state)
+    found.compiled = placement.compiled
     position = training.step.position % schedule.every
     steps = training.num_steps - none
     found.numbers = steps, training.num_skipped, training.num_exchanges, position
@@ -207,7 +209,7 @@ def resume(training: Training, own: Remains) -> None:
         kept = [own.residuals.get(slot.name) for slot in bucket.slots]
         if traits(bucket.collective).residual or own.residuals or own.begun:
             bucket.restart(kept, zero=True)
-        bucket.count_on(own.counts)
+        count_on(bucket.payload.state, own.counts)
     placement.compiled |= own.compiled
     consensus = actions.consensus
     if own.begun and consensus is not None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from gradtide import Replica, replicate
 from gradtide.collectives import Dense
-from gradtide.runtime.layout.buckets import LARGE, GradientBucket, Slot, copied_at_once
+from gradtide.runtime.layout.buckets import LARGE, GradientBucket, copied_at_once
+from gradtide.runtime.layout.slots import Slot
 
 
 @pytest.fixture(params=[1, 2])

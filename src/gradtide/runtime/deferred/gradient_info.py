@@ -21,8 +21,9 @@ from gradtide.runtime.deferred.grads import DeferredGrad
 from gradtide.runtime.deferred.partial_norms import Scale, squares
 from gradtide.runtime.deferred.tally import Tally
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
-from gradtide.runtime.layout.buckets import GradientBucket, Slot
+from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.runtime.layout.placement import Placement
+from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.turns import Turns
 from gradtide.transport.shards import Spread, local, spread
 

@@ -33,7 +33,7 @@ from gradtide.core.devices import sent
 from gradtide.core.grouped import grouped
 from gradtide.runtime.deferred.due import METADATA
 from gradtide.runtime.deferred.partial_norms import Scale, Scales
-from gradtide.runtime.layout.buckets import Slot
+from gradtide.runtime.layout.slots import Slot
 
 aten = torch.ops.aten
 

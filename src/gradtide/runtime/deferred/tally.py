@@ -23,8 +23,9 @@ from gradtide.runtime.deferred.partial_norms import measure
 from gradtide.runtime.guards.checksum import ParameterCheck
 from gradtide.runtime.guards.nonfinite import NonFiniteGuard
 from gradtide.runtime.guards.scales import Scales
-from gradtide.runtime.layout.buckets import GradientBucket, Slot
+from gradtide.runtime.layout.buckets import GradientBucket
 from gradtide.runtime.layout.placement import Placement
+from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.notices import COUNT, Notices
 
 

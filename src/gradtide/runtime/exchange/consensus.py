@@ -25,7 +25,8 @@ from gradtide.core.torch_internals import foreach_copy_
 from gradtide.runtime.exchange import Surroundings
 from gradtide.runtime.guards.checksum import compare
 from gradtide.runtime.layout.broadcast import digest
-from gradtide.runtime.layout.buckets import GradientBucket, Slot, lives_in
+from gradtide.runtime.layout.buckets import GradientBucket, lives_in
+from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.optimizer.probing import Traits, probe
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local

@@ -37,7 +37,8 @@ from gradtide.runtime.exchange.consensus import Consensus
 from gradtide.runtime.exchange.round_state import SavedRound
 from gradtide.runtime.guards.checksum import checksum, differ, words_of
 from gradtide.runtime.guards.nonfinite import not_finite
-from gradtide.runtime.layout.buckets import GradientBucket, Slot
+from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.notices import COUNT
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local

@@ -58,7 +58,8 @@ from gradtide.runtime.checkpoint import (
 )
 from gradtide.runtime.exchange import Exchange, Surroundings
 from gradtide.runtime.exchange.consensus import Consensus
-from gradtide.runtime.layout.buckets import GradientBucket, Slot
+from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.notices import COUNT
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import local

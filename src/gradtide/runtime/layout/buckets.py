@@ -29,13 +29,13 @@ too: they are late, and not lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import getrefcount
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gradtide.collectives.momentum_correction import (
@@ -55,63 +55,15 @@ from gradtide.core.payload import (
 )
 from gradtide.core.step import Bucket
 from gradtide.core.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
-from gradtide.transport.shards import Spread, is_sharded, like, local, spread
+from gradtide.runtime.layout.remembered import carried
+from gradtide.runtime.layout.slots import Slot
+from gradtide.transport.shards import Spread, local, spread
 
 Parts: TypeAlias = dict[str, Tensor]  # of the residual, and of what is like it
 FLAT = ""  # the residual's key among them
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 LARGE = 1 << 16  # elements: from here on a copy takes longer than a call from Python
 _one = [object()]
 ALONE = getrefcount(_one[0])  # references to what only a list, or a dict, has
-
-
-@dataclass(eq=False)
-class Slot:
-    """A parameter's place in the flat buffer of its bucket."""
-
-    name: str
-    param: nn.Parameter
-    position: int  # in the order in which gradients get ready
-    begin: int = 0  # of its elements
-    index: int = 0  # in its bucket
-    address: int = 0  # of its memory there
-    arrived: bool = False  # its gradient, in this backward
-    copied: bool = False  # in already: not left to the bucket's copy_in()
-    undefined: bool = False  # what arrived is no gradient: a function returned None
-    used: bool = True  # by some rank, in the last exchange
-    wanted: bool = False  # its gradient was still there at the deferred step
-
-    def __post_init__(self) -> None:
-        self._sharded = is_sharded(self.param)
-
-    @property
-    def local(self) -> Tensor:
-        """What this rank has of the parameter: all of it, unless it is sharded."""
-        return local(self.param)
-
-    @property
-    def grad(self) -> Tensor | None:
-        """What this rank has of the gradient in `.grad`."""
-        grad = self.param.grad
-        return local(grad) if self._sharded and grad is not None else grad
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if self._sharded and value is not None:
-            value = like(self.param, value)
-        self.param.grad = value
-
-    def of(self, flat: Tensor) -> Tensor:
-        """This parameter's part of a flat tensor, in the parameter's memory format."""
-        return self.shaped(flat[self.begin : self.begin + self.local.numel()])
-
-    def shaped(self, piece: Tensor) -> Tensor:
-        """This parameter's part of a flat tensor (1-D), in its memory format."""
-        p = self.local
-        last = FORMATS.get(p.dim())
-        if last is not None and p.is_contiguous(memory_format=last):
-            return piece.as_strided(p.shape, p.stride(), piece.storage_offset())
-        return piece.view(p.shape)
 
 
 class GradientBucket(Bucket):
@@ -398,19 +350,6 @@ class GradientBucket(Bucket):
             own.copy_(self.views[slot.index])
         return own.add_(slot.shaped(parts[FLAT])) if FLAT in parts else own
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """The numbers of steps that the algorithm remembers."""
-        found = {key: _count(value) for key, value in self.payload.state.items()}
-        return {key: count for key, count in found.items() if count is not None}
-
-    def count_on(self, counts: Mapping[str, int]) -> None:
-        """Have the algorithm count on from these numbers."""
-        self.payload.state |= {
-            key: torch.tensor(count, dtype=torch.int64, device="cpu")
-            for key, count in counts.items()
-        }
-
     def memory(self) -> dict[str, Tensor]:
         """What the algorithm remembers, also of slots that wait."""
         state = dict(self.payload.state)
@@ -535,33 +474,12 @@ class GradientBucket(Bucket):
         self._tell_what_is_left()
 
     def _remembered(self, before: Sequence[Place]) -> dict[str, Tensor]:
-        """What the algorithm can go on with.
-
-        That is everything, if the bucket is an old one. Otherwise it is the numbers of
-        steps, if those of all the old buckets are equal, and what has an entry for
-        every element (a velocity). Thresholds, boundaries and factors are about a
-        bucket as a whole, and are learnt anew, as in a first step.
-        """
-        olds = list(dict.fromkeys(place.bucket for place in before))
-        states = [old.payload.state for old in olds]
-        if [id(s.param) for s in self.slots] == [id(s.param) for s in olds[0].slots]:
-            return states[0]
-        kept: dict[str, Tensor] = {}
-        for key in {key: None for state in states for key in state}:
-            found = [(old, old.payload.state.get(key)) for old in olds]
-            numbers = {_count(value) for _, value in found}
-            if None not in numbers:
-                if len(numbers) == 1:
-                    kept[key] = torch.tensor(
-                        numbers.pop(), dtype=torch.int64, device="cpu"
-                    )
-            elif all(_is_like(value, old.payload.flat) for old, value in found):
-                kept[key] = torch.zeros_like(self.payload.flat)
-                for slot, place in zip(self.slots, before, strict=True):
-                    value = place.bucket.payload.state.get(key)
-                    if value is not None:
-                        slot.of(kept[key]).copy_(place.slot.of(value))
-        return kept
+        """What the algorithm can go on with: everything, if it is an old bucket."""
+        old = before[0].bucket
+        if [id(s.param) for s in self.slots] == [id(s.param) for s in old.slots]:
+            return old.payload.state
+        olds = [(place.slot, place.bucket.payload) for place in before]
+        return carried(self.slots, self.payload.flat, olds)
 
 
 @dataclass(eq=False)
@@ -610,14 +528,3 @@ def _overwrite(view: Tensor, values: Tensor) -> None:
         increment_version(view)  # for graphs that have saved it
     else:
         view.copy_(values)
-
-
-def _count(value: Tensor | None) -> int | None:
-    """The number of steps that an algorithm remembers by a value, if it does."""
-    if value is None or value.dtype != torch.int64 or value.dim():
-        return None
-    return int(value)
-
-
-def _is_like(value: Tensor | None, flat: Tensor) -> bool:
-    return value is None or (value.shape, value.dtype) == (flat.shape, flat.dtype)

@@ -13,7 +13,8 @@ from gradtide.collectives.owners import Owners, Span, answers_of
 from gradtide.core import ops
 from gradtide.core.engine import Engine
 from gradtide.core.payload import Collective, hands_over, settled, wire_of
-from gradtide.runtime.layout.buckets import GradientBucket, Slot
+from gradtide.runtime.layout.buckets import GradientBucket
+from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.optimizer.deferred_step import Owned
 from gradtide.wire import codec_of
 

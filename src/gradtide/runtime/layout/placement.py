@@ -23,8 +23,9 @@ from gradtide.core.grouped import grouped
 from gradtide.core.payload import Collective
 from gradtide.core.torch_internals.compilation import compiled_parts
 from gradtide.fusion import Fusion, Trace
-from gradtide.runtime.layout.buckets import GradientBucket, Place, Slot
+from gradtide.runtime.layout.buckets import GradientBucket, Place
 from gradtide.runtime.layout.parameters import averaged, paths, shared_parameters
+from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.optimizer.deferred_step import Owned
 from gradtide.scheme import Scheme
 from gradtide.transport.shards import Shards, Spread, spread
