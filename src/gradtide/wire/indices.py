@@ -60,12 +60,11 @@ class Indices(NamedTuple):
         """Write indices (1-D, sorted; some may be equal) to `message` (uint8)."""
         if not len(message):
             return
-        lower, upper = torch.split(message, self.sizes)
         kernels = _compiled(where)
         if kernels is not None:
-            arrays = (x.numpy() for x in (where.contiguous(), lower, upper))
-            kernels.encode(*arrays, self.low)
+            kernels.encode(where.contiguous().numpy(), *self._arrays(message), self.low)
             return
+        lower, upper = torch.split(message, self.sizes)
         bits, count = _zeros(upper), _counted(where)
         bits.index_fill_(0, ((where >> self.low) + count).long(), 1)
         _pack(bits, upper)
@@ -82,15 +81,20 @@ class Indices(NamedTuple):
         where = message.new_empty(count, dtype=dtype)
         if not count:
             return where
-        lower, upper = torch.split(message, self.sizes)
         kernels = _compiled(where)
         if kernels is not None:
-            kernels.decode(lower.numpy(), upper.numpy(), self.low, where.numpy())
+            kernels.decode(*self._arrays(message), self.low, where.numpy())
             return where
+        lower, upper = torch.split(message, self.sizes)
         number = first_ones(_unpack(upper), count).to(dtype) - _counted(where)
         own = _unpack(lower)[: count * self.low].view(count, self.low).to(dtype)
         low = (own << _shifts(self.low, where)).sum(1, dtype=dtype)
         return (number << self.low) | low
+
+    def _arrays(self, message: Tensor) -> tuple[Any, Any]:
+        """The low bits and the row of bits, as arrays of numpy."""
+        both, (low, _) = message.numpy(), self.sizes
+        return both[:low], both[low:]
 
 
 def prepare(device: torch.device) -> None:
