@@ -264,6 +264,30 @@ def test_what_cannot_be_recorded_says_what_was_seen(
 
 
 @pytest.mark.parametrize(
+    "begin",
+    [
+        'import torch.distributed as dist\ndist.init_process_group("gloo")',
+        'rank = int(os.environ["LOCAL_RANK"])',
+    ],
+)
+def test_a_script_for_torchrun_is_run_as_one_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], begin: str
+) -> None:
+    script = "model = net(64, 8)\ntrain(model, torch.optim.SGD(model.parameters(), 1))"
+    step, told = recorded(tmp_path, f"{begin}\n{script}")
+    assert (step.numel, told.ranks) == (65 * 8, 1)
+    assert capfd.readouterr().err.count("is run again, as one rank of one") == 1
+
+
+def test_a_script_that_fails_otherwise_is_run_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(NotRecorded, match="exit code 1"):
+        recorded(tmp_path, "print('begins')\nraise ValueError('my own')")
+    assert capfd.readouterr().err.count("begins\n") == 1
+
+
+@pytest.mark.parametrize(
     ("script", "code", "told"),
     [
         ("exit 0", 1, "no Python that it started has imported torch"),

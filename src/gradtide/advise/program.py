@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from gradtide.advise.notes import VARIABLE, Notes, Told, Wanted
 from gradtide.advise.recorder import PATIENCE
 from gradtide.planner.trace import StepTrace
 
+# Of torchrun's variables, those that a script reads which is to be started by it.
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # and LOCAL_RANK, ...
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 REMEDY = (
     "Write a function that builds model, optimizer and loss, and trace that:\n"
@@ -43,9 +46,41 @@ def record(
 ) -> tuple[StepTrace, Told]:
     """Run a command, with the start-up hook in its environment, for a few steps.
 
+    One that fails for want of torchrun's variables is run again, as one rank of one.
     What it prints goes to this process's stderr. Raises NotRecorded. Nothing that was
     started outlives the call.
     """
+    try:
+        return _recorded(command, environment, wanted, seconds)
+    except _NoRank as error:
+        print(
+            f"gradtide: {error}: it is to be started by torchrun. It is run again, as "
+            "one rank of one",
+            file=sys.stderr,
+        )
+    return _recorded(command, {**environment, **_alone()}, wanted, seconds)
+
+
+class _NoRank(Exception):
+    """A program ended as a variable of torchrun's is not set; says with which error."""
+
+
+def _alone() -> dict[str, str]:
+    """What torchrun tells the one rank of a job."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0}
+    sizes = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    told = {name: str(number) for name, number in {**ranks, **sizes}.items()}
+    return {**told, "MASTER_ADDR": "127.0.0.1"}
+
+
+def _recorded(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    wanted: Wanted,
+    seconds: float,
+) -> tuple[StepTrace, Told]:
     with tempfile.TemporaryDirectory(prefix="gradtide_advise_") as folder:
         notes = Notes(folder)
         notes.ask(wanted)
@@ -65,6 +100,9 @@ def record(
             return notes.found()
         if over:
             raise NotRecorded(_slow(notes, wanted, seconds))
+        raised = notes.stage("raised") or ""
+        if "RANK" not in environment and any(name in raised for name in TORCHRUN):
+            raise _NoRank(raised.splitlines()[0])
         raise _ended(notes, wanted, process.returncode)
 
 

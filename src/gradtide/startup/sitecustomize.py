@@ -95,9 +95,22 @@ def watch(torch: Any) -> None:
             raise _not_here(ADVISE, error) from error
         begin(os.environ[ADVISE], module)
 
+    def raised(kind: Any, error: Any, trace: Any) -> None:
+        _note("raised", f"{kind.__name__}: {error}")
+        others(kind, error, trace)
+
     handle = torch.nn.modules.module.register_module_forward_pre_hook(called)
-    with open(os.path.join(os.environ[ADVISE], "torch"), "w"):
-        pass  # a stage of `advise.notes`
+    others, sys.excepthook = sys.excepthook, raised
+    _note("torch", "")
+
+
+def _note(stage: str, words: str) -> None:
+    """A stage of `advise.notes`; nobody asks for it any more if its folder is gone."""
+    try:
+        with open(os.path.join(os.environ[ADVISE], stage), "w") as file:
+            file.write(words)
+    except OSError:
+        pass
 
 
 def _not_here(variable: str, error: ImportError) -> RuntimeError:
