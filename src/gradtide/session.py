@@ -21,7 +21,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.fields import refuse
 from gradtide.core.levels import levels_of
 from gradtide.fusion import BySize, Search
-from gradtide.runtime import ahead, saving
+from gradtide.runtime import ahead, own_state, saving
 from gradtide.runtime.actions import Setup
 from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import Saved, StateDict
@@ -113,6 +113,8 @@ class Session:
         if elastic is None:
             self.connect()
             synchronize(self.engine, alike)  # tensors that become rank 0's
+            if optimizer is not None:
+                own_state.share(self.engine, optimizer)
             self.train()
         else:
             from gradtide.regrouping import Regrouping
@@ -287,6 +289,7 @@ class Session:
         if optimizer is self.optimizer:
             return None
         self._admitted.check()
+        own_state.share(self.engine, optimizer)
         if knows_optimizer(self.scheme):
             self.training.gather()
             self.apply_pending()
@@ -586,6 +589,8 @@ class Session:
         self.meet()
         self.training.gather()
         self.apply_pending(end_round)
+        if self.training.actions.chosen.apart:
+            own_state.note(self.optimizer)
         self.detach()
         self._finder.rest()
         self._shared_buffers.rest()

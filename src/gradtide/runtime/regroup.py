@@ -13,7 +13,7 @@ exchanged exactly is lost with its step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,15 +24,15 @@ from torch.optim import Optimizer
 from gradtide.core.engine import Engine
 from gradtide.core.payload import traits
 from gradtide.core.step import Stage
-from gradtide.runtime.checkpoint import packed, unpacked
 from gradtide.runtime.exchange.consensus import Consensus
-from gradtide.runtime.layout.broadcast import broadcast, synchronize
+from gradtide.runtime.layout.broadcast import synchronize
 from gradtide.runtime.layout.parameters import (
     averaged,
     shared_buffers,
     shared_parameters,
 )
 from gradtide.runtime.layout.remembered import count_on, counts
+from gradtide.runtime.own_state import heard
 from gradtide.runtime.training import Training
 from gradtide.transport.shards import local
 
@@ -144,7 +144,8 @@ def share(
     if not any(late):
         return own
     whole = own.whole
-    told = _from(engine, source, lambda: _words(model, optimizer, own))
+    how = source, lambda: _words(model, optimizer, own), "the run"
+    told = heard(engine, *how)
     if not late[rank]:
         return own
     by_name = dict(named)
@@ -182,17 +183,6 @@ def _words(
         "widen": own.widen,
         "counts": own.counts,
     }
-
-
-def _from(engine: Engine, source: int, words: Any) -> Mapping[str, Any]:
-    """One rank's words, heard by all."""
-    piece = packed(words()) if engine.group.rank == source else b""
-    length = engine.transport.gather_objects(len(piece))[source]
-    # Of the source nothing is overwritten.
-    data = torch.frombuffer(bytearray(piece or length), dtype=torch.uint8)
-    broadcast(engine, [data], source)
-    found: Mapping[str, Any] = unpacked(data.numpy().tobytes(), "the run")
-    return found
 
 
 @torch.no_grad()

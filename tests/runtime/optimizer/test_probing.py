@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradtide.runtime.optimizer.probing import Traits, probe
+from gradtide.runtime.optimizer.probing import Traits, check_deferrable, probe
 
 LINEAR = Traits()
 ADAM = Traits(True, ("exp_avg_sq",), "exp_avg")
@@ -147,3 +147,17 @@ def test_a_scheduler_that_begins_at_zero_does_not_matter() -> None:
     optimizer = optim.AdamW(params())
     optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)
     assert traits(optimizer) == {ADAM}
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+def test_an_empty_parameter_that_has_stepped(name: str) -> None:
+    """What is remembered of it has no entry that could stand for others."""
+    tensors = params((0, 4), (5, 4))
+    optimizer = KINDS[name](
+        tensors, lr=0.1, **({"momentum": 0.9} if name == "SGD" else {})
+    )
+    for p in tensors:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert set(probe(optimizer).values()) == {EXPECTED[name]}
+    check_deferrable(optimizer)

@@ -180,7 +180,9 @@ def _small(p: Tensor, large: bool, dtype: torch.dtype) -> Tensor:
 
 def _shrunk(entries: Any, p: Tensor, small: Tensor) -> dict[str, Any] | None:
     """What is remembered of `p` for a `small` one; None: it is to begin anew."""
-    if not isinstance(entries, Mapping):
+    if (
+        not isinstance(entries, Mapping) or not p.numel()
+    ):  # empty: it has no first entry
         return None
     found: dict[str, Any] = {}
     for name, entry in entries.items():
