@@ -171,7 +171,7 @@ def test_refusals(tmp_path: Path, changed: dict[str, str | None], words: str) ->
     assert words in result.output
 
 
-def test_k_fac_is_told_of_and_not_ranked() -> None:
+def test_k_fac_is_ranked_by_the_steps_that_it_saves() -> None:
     asked = {name: parse(name) for name in ("topk", "spd_kfac")}
     network = Network.ideal(4, 1, 1e9)
     found = advise(rank(replayed("resnet50", 200.0), network, asked), 4)
@@ -180,10 +180,12 @@ def test_k_fac_is_told_of_and_not_ranked() -> None:
         show(found, replayed("resnet50", 200.0), network)
     )
     assert "factor_comm" in told.getvalue()
-    assert "spd_kfac" in told.getvalue().partition("of no use here")[2]
+    assert "spd_kfac" not in told.getvalue().partition("of no use here")[2]
+    assert "60 % fewer (-83 to -27 % on 2 tasks)" in " ".join(told.getvalue().split())
     choices = json.loads(dumps(found, replayed("resnet50", 200.0), network))["choices"]
     (curved,) = (choice for choice in choices if choice["name"] == "spd_kfac")
-    assert curved["refused"]
+    assert not curved["refused"]
+    assert curved["scheme"] == repr(parse("spd_kfac"))  # its fusion is not tuned
     assert curved["prediction"]["breakdown"]["inverse_comp"] > 0
     assert all(c["prediction"]["busy"] is None for c in choices if c is not curved)
 

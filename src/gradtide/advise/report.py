@@ -6,13 +6,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from gradtide.advise.notes import Told
-from gradtide.planner.advice import Advice, more, ms
+from gradtide.planner.advice import Advice, ms, needing
 from gradtide.planner.network import Network
 from gradtide.planner.report import line
 from gradtide.planner.search import Choice
 from gradtide.planner.trace import StepTrace
 
-PLAIN = "wfbp"  # what DistributedDataParallel does
+DDP = "DistributedDataParallel"
+PLAIN = "wfbp"  # what that does
 WORTH_TELLING = 0.1  # of a step, of what is in no trace
 
 
@@ -41,15 +42,17 @@ def headline(advice: Advice) -> str:
     best, plain = advice.recommended, _plain(advice)
     why = advice.reasons(plain)[0]
     if best.name == PLAIN:
-        return f"nothing to gain here over DistributedDataParallel: {advice.verdict}"
-    words = (
-        f"use {best.name}: a step about {_times(plain.step / best.step)} sooner than "
-        f"with {PLAIN} or DistributedDataParallel ({ms(best.step)}, not "
-        f"{ms(plain.step)}), which {why}"
-    )
+        return f"nothing to gain here over {DDP}: {advice.verdict}"
+    gain, with_it = _times(plain.step / best.step), f"with {PLAIN} or {DDP}"
+    told = f"({ms(best.step)}, not {ms(plain.step)})"
+    words = f"use {best.name}: a step about {gain} sooner than {with_it} {told}"
+    if best.step > plain.step:  # and fewer of them
+        words = f"use {best.name}: a step takes longer than {with_it} {told}"
+    words += f", which {why}"
     if best.kind == "lossy":
-        needed, dense = more(advice.break_even(best), advice.dense.name), advice.dense
-        words += f"; worth it if it needs less than {needed} ({ms(dense.step)} a step)"
+        dense = advice.dense
+        needed = needing(advice.break_even(best), dense.name)
+        words += f"; worth it if it needs {needed} ({ms(dense.step)} a step)"
         if advice.weighing.margin is None:
             typical, worst, most = map(_times, advice.sooner(best))
             words += f"; at the same loss {typical} as soon ({worst} to {most})"

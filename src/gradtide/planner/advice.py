@@ -120,9 +120,8 @@ class Advice:
         best = self.recommended
         words = f"use {best.name}: {ms(best.step)} a step"
         if best.kind == "lossy":
-            needed = more(self.break_even(best), self.dense.name)
-            dense = ms(self.dense.step)
-            worth = f"worth it if it needs less than {needed} ({dense} a step)"
+            needed = needing(self.break_even(best), self.dense.name)
+            worth = f"worth it if it needs {needed} ({ms(self.dense.step)} a step)"
             if self.weighing.margin is not None:
                 return f"{words}, {worth}"
             return (
@@ -220,8 +219,9 @@ def advise(
         # Whatever lies below the margin is for these rules to explain, too.
         if found is dense:
             rules.append(_margin(_plainest(own), dense, weighing))
-        elif not hidden:
-            recommended = found
+        elif not hidden or weighing.cost(found).most < 0:
+            # Fewer steps pay even where nothing is waited for.
+            recommended, rules = found, [r for r in rules if r.name == "two ranks"]
             other = _down(dense, _made_for("sgd", lossy), weighing)
             instead = None if other is found or steps != "any" else other
     told = (usable[0], rules, weighing, instead)
@@ -330,6 +330,13 @@ def ms(seconds: float) -> str:
     """Milliseconds, to three digits."""
     value = 1e3 * seconds
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def needing(share: float, than: str) -> str:
+    """How many steps pay where steps take as long as that many more of another's."""
+    if share < 0:
+        return f"at least {percent(-share)} fewer steps than {than}"
+    return f"less than {more(share, than)}"
 
 
 def more(share: float, than: str = "") -> str:

@@ -57,6 +57,9 @@ UNKNOWN = Cost(0.25, 0.0, 0.5)
 INT8 = Cost(-0.001, -0.053, 0.02, 3)
 E3M0 = Cost(0.011, -0.056, 0.092, 3)
 EXDYNA = Cost(0.018, -0.051, 0.214, 3)
+# Of digits and an autoencoder, against the better of SGD and AdamW, all of them tuned:
+# steps to a loss (benchmarks/curvature_learning.py, its record).
+KFAC = Cost(-0.6, -0.83, -0.27, 2)
 # By recipes, of any warm-up; of rounds, with one or without. `dear` has the bits of
 # `wfbp`.
 PRIOR = {
@@ -81,6 +84,8 @@ PRIOR = {
 
 def cost_of(scheme: Scheme) -> Cost:
     """What a scheme that is not exact costs in steps."""
+    if scheme.preconditioner is not None:
+        return KFAC
     return find(PRIOR, scheme) or UNKNOWN
 
 

@@ -70,7 +70,7 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
     ]
     curved = stages({choice.name: choice.prediction for choice in advice.choices})
     if curved is not None:
-        lines.append(Text("K-FAC: below, what a step consists of; not ranked"))
+        lines.append(Text("K-FAC: below, what a step consists of"))
     refused = grouped((c for c in advice.choices if c.refused), lambda c: c.refused)
     useless = [
         Text(f"of no use here: {', '.join(c.name for c in own)}: {why}", style="dim")

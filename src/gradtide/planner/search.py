@@ -75,9 +75,11 @@ class Choice:
 def kind(scheme: Scheme) -> Kind:
     """Whether means are exact, rounded on the wire, or partly delivered later.
 
-    What exchanges steps in the place of gradients trains otherwise: it is lossy, too.
+    What exchanges steps in the place of gradients trains otherwise, and so does what
+    has another step made of them: both are lossy, too.
     """
-    if traits(scheme.collective).residual or scheme.schedule.launch == "step":
+    otherwise = scheme.schedule.launch == "step" or scheme.preconditioner is not None
+    if traits(scheme.collective).residual or otherwise:
         return "lossy"
     return "lossless" if wire(scheme.collective) is None else "rounded"
 
@@ -154,9 +156,7 @@ def refusal(
     exchange with the same type on the wire.
     """
     own = traits(settled(scheme.collective))
-    if scheme.preconditioner is not None:
-        return "it changes what a step does: plans compare steps of the same effect"
-    if own.dense:
+    if own.dense or scheme.preconditioner is not None:  # which saves steps, not bytes
         return ""
     if own.depends_on == "shapes" and all(len(u.shape) < 2 for u in trace.units):
         return "it works on matrices, and the trace has no shapes: compare in the lab"
@@ -209,6 +209,8 @@ def fusions(scheme: Scheme, trace: StepTrace, network: Network) -> list[Fusion]:
     """What to try in place of a recipe's own fusion; nothing in place of a user's."""
     own = scheme.fusion
     if scheme.schedule.rounds:  # most of their steps send nothing
+        return []
+    if scheme.preconditioner is not None:  # most of what is sent is no gradient
         return []
     if own not in {recipe.fusion for recipe in RECIPES.values()}:
         return []
