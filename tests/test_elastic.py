@@ -202,6 +202,53 @@ def test_all_that_live_end_together_where_the_last_step_is_lost() -> None:
     assert alike(found)
 
 
+def weighted(
+    name: str, tell: Tell, address: str, scheme: str, skips: bool
+) -> dict[str, Any]:
+    """Ranks have unequally many samples, and skip in turn; b is lost in step 9."""
+    torch.set_num_threads(1)
+    model, optimizer = build(ord(name))
+    sync = gradtide.replicate(model, optimizer, scheme, elastic=members(address, name))
+    generator = torch.Generator().manual_seed(ord(name))
+    while (now := sync.meet()) < STEPS:
+        if now == 9 and name == "b":
+            os.kill(os.getpid(), signal.SIGKILL)
+        size = {"a": 2, "b": 50, "c": 5, "d": 8}[name]
+        sync.weight(size)
+        if skips and (now + ord(name)) % 3 == 0:
+            sync.skip()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            x = torch.randn(size, 8, generator=generator)
+            step(model, optimizer, x, torch.tanh(x[:, :4]))
+        tell(now)
+    sync.end_round()
+    sync.flush()
+    told = sync.metrics()
+    return {"digest": digest(model), "ranks": told["ranks"], "step": told["step"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_and_skips_go_on_among_others(scheme: str, skips: bool) -> None:
+    with lighthouse(2) as address:
+        job = Job(weighted, address, scheme, skips)
+        for name in "abc":
+            job.start(name)
+        waiting = ["d"]
+
+        def heard(name: str, now: int) -> None:
+            if now >= 8 and waiting:
+                job.start(waiting.pop())
+
+        job.wait(heard)
+    assert job.ended.pop("b") == -signal.SIGKILL
+    assert {*job.ended} == {"a", "c", "d"}
+    assert alike(job.ended)
+
+
 def ends(name: str, tell: Tell, address: str) -> Any:
     """A rank of two that is left alone trains on by itself."""
     torch.set_num_threads(1)
