@@ -358,7 +358,8 @@ def plan(
     ] = None,
     network: Profile = None,
     step_ms: options.StepMs = None,
-    ranks: Annotated[int | None, Option(help="Number of all ranks.")] = None,
+    hosts: Annotated[int | None, Option(help="Number of hosts.")] = None,
+    ranks: Annotated[int | None, Option(help="Or of all ranks.")] = None,
     ranks_per_host: PerHost = None,
     rate: Rate = None,
     up: options.Up = None,
@@ -382,7 +383,7 @@ def plan(
         if trace is None:
             raise ValueError(f"say what is trained, and where.\n{PLANNED}")
         far = options.Far(up, delay, internet=internet)
-        place = Place(ranks, ranks_per_host, rate, far, stragglers)
+        place = Place(ranks, ranks_per_host, rate, far, stragglers, hosts)
         weighed = Weighed(margin, steps, pilot)
         planning = Planning.asked(network, place, device, schemes, weighed, json)
         found = planning.of(read_trace(trace, step_ms))
@@ -448,9 +449,8 @@ def advise(
         command = run.checked(program)
         if timed < 1 or not 0 < seconds < math.inf:
             raise ValueError(f"--timed {timed} --seconds {seconds}: more than 0")
-        size = _all_ranks(hosts, ranks, ranks_per_host)
         far = options.Far(up, delay, internet=internet)
-        place = Place(size, ranks_per_host, rate, far, stragglers)
+        place = Place(ranks, ranks_per_host, rate, far, stragglers, hosts)
         weighed = Weighed(margin, steps, pilot)
         planning = Planning.asked(network, place, device, schemes, weighed, json)
         for option, path in {"--trace-out": trace_out, "--html": html}.items():
@@ -475,14 +475,3 @@ def advise(
         again = partial(planning.advise, step, tune=False)
         chart = page.chart(found.advice, found.network, again)
         html.write_text(page.page(*found[:2], said, chart), "utf-8")
-
-
-def _all_ranks(
-    hosts: int | None, ranks: int | None, ranks_per_host: int | None
-) -> int | None:
-    """By either option."""
-    if hosts is None:
-        return ranks
-    if ranks is not None:
-        raise ValueError(f"--hosts {hosts} and --ranks {ranks}: leave out one of them")
-    return hosts * (ranks_per_host or 1)

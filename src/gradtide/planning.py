@@ -37,6 +37,20 @@ class Place(NamedTuple):
     rate: str | None = None
     far: Far = Far()
     stragglers: str | None = None
+    hosts: int | None = None
+
+    def size(self, measured: Network | None) -> int | None:
+        """The number of all ranks, by either option; ValueError for both."""
+        if self.hosts is None:
+            return self.ranks
+        if self.ranks is not None:
+            raise ValueError(
+                f"--hosts {self.hosts} and --ranks {self.ranks}: leave out one of them"
+            )
+        if self.hosts < 1:
+            raise ValueError(f"--hosts {self.hosts}: 1 or more")
+        usual = 1 if measured is None else measured.ranks_per_host
+        return self.hosts * (self.ranks_per_host or usual)
 
 
 class Weighed(NamedTuple):
@@ -97,7 +111,7 @@ class Planning:
             preset(device)
         measured = None if network is None else load(network)
         per_host = place.ranks_per_host
-        own = place.ranks, per_host or 1, place.rate
+        own = place.size(measured), per_host or 1, place.rate
         ranks, bits, more = options.planned(*own, place.far)
         there = imagine(measured, ranks, per_host, bits, more)
         if place.stragglers is not None:

@@ -499,3 +499,32 @@ def test_the_page_loads_nothing_and_has_every_section() -> None:
 
 def test_ranks_wait_for_each_other_for_less_than_a_program_may_run() -> None:
     assert PATIENCE < 120
+
+
+def test_hosts_are_as_many_as_were_asked_for(tmp_path: Path) -> None:
+    """Also where a measured network has more than one rank on each."""
+    Network.ideal(2, 4, 1e9).save(tmp_path / "net.json")
+    place = Place(hosts=6)
+    there = Planning.asked(tmp_path / "net.json", place).network
+    assert (there.hosts, there.ranks_per_host) == (6, 4)
+    there = Planning.asked(
+        tmp_path / "net.json", place._replace(ranks_per_host=2)
+    ).network
+    assert (there.hosts, there.ranks_per_host) == (6, 2)
+    there = Planning.asked(None, place._replace(rate="1gbit")).network
+    assert (there.hosts, there.ranks_per_host) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--hosts 4 --ranks 4", "leave out one of them"),
+        ("--hosts 0", "--hosts 0: 1 or more"),
+        ("--hosts 1", "one rank has nobody"),
+    ],
+)
+def test_plan_takes_hosts_as_advise_does(options: str, words: str) -> None:
+    where = ["plan", "--trace", "replay:resnet50", "--rate", "1gbit"]
+    done = CliRunner().invoke(app, [*where, *options.split()])
+    assert done.exit_code == 2
+    assert words in done.output
