@@ -86,6 +86,10 @@ class Cluster:
 
 
 @final
+class Unfit(ValueError):
+    """What a user gave does not fit, and only ranks find out: told in one line."""
+
+
 class LabError(RuntimeError):
     """A rank failed; or, with `rank` and `code` None, the lab or the time ran out.
 

@@ -29,7 +29,7 @@ from typing import TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from gradtide.lab.cluster import Cluster, LabError
+from gradtide.lab.cluster import Cluster, LabError, Unfit
 from gradtide.lab.launch import launch, line_printer, outliving
 
 IDLE = 0.2  # seconds
@@ -111,9 +111,12 @@ def at_once(work: Callable[[], None]) -> None:
     """Do `work`; a failure ends this process at once, whatever its threads wait for."""
     try:
         work()
-    except BaseException:
+    except BaseException as error:
         # An orderly exit would join queues whose peers may never answer.
-        traceback.print_exc()
+        if isinstance(error, Unfit):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
         sys.stdout.flush()
         os._exit(1)
 

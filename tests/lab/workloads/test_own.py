@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradtide.lab import workloads
+from gradtide.lab.cluster import LabError
 from gradtide.lab.race.report import race
 from gradtide.lab.spec import RaceSpec
 from gradtide.lab.workloads.own import called_through, is_own, make
@@ -45,6 +46,12 @@ def words():
 
 def three():
     return (*build(), 3)
+
+def nothing():
+    build()
+
+def fails():
+    raise KeyError("data")
 """
 
 
@@ -134,3 +141,18 @@ def test_a_race(program: str, name: str, tmp_path: Path) -> None:
     # The same model, data and mean, whoever averages.
     assert dear[:same] == pytest.approx(ddp[:same], rel=1e-3)
     assert min(ddp) < ddp[0]
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("nothing", "returned a NoneType"), ("fails", "raised KeyError: 'data'")],
+)
+def test_what_ranks_find_out_is_told_in_a_line(
+    program: str, name: str, words: str, tmp_path: Path
+) -> None:
+    spec = RaceSpec(("ddp", "dear"), f"{program}:{name}", 2, 1, None, 0.3, every=5)
+    with pytest.raises(LabError) as told:
+        race(spec, tmp_path / "out", ["gradtide", "race"])
+    assert [line for line in told.value.lines if words in line]
+    assert "Traceback" not in str(told.value)

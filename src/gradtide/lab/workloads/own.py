@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradtide.lab.cluster import Unfit
 from gradtide.lab.workloads.workload import Workload, evaluating
 
 USAGE = (
@@ -83,22 +84,22 @@ def make(path: str) -> Made:
     try:
         made = function()
     except Exception as error:  # the user's may raise anything
-        raise ValueError(
+        raise Unfit(
             f"{path} raised {_said(error)}: call it in Python to see where"
         ) from error
     if not isinstance(made, Sequence) or len(made) not in (3, 4):
-        raise ValueError(f"{path} returned {_kind(made)}: {USAGE}")
+        raise Unfit(f"{path} returned {_kind(made)}: {USAGE}")
     model, optimizer, loss, evaluate = (*made, None)[:4]
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{path}: the model is {_kind(model)}: {USAGE}")
+        raise Unfit(f"{path}: the model is {_kind(model)}: {USAGE}")
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"{path}: the optimizer is {_kind(optimizer)}: {USAGE}")
+        raise Unfit(f"{path}: the optimizer is {_kind(optimizer)}: {USAGE}")
     if not callable(loss):
-        raise ValueError(f"{path}: loss is {_kind(loss)}, no function: {USAGE}")
+        raise Unfit(f"{path}: loss is {_kind(loss)}, no function: {USAGE}")
     if evaluate is None:
         return Made(model, optimizer, lambda: _checked(path, loss()))
     if not callable(evaluate):
-        raise ValueError(f"{path}: evaluate is {_kind(evaluate)}, no function: {USAGE}")
+        raise Unfit(f"{path}: evaluate is {_kind(evaluate)}, no function: {USAGE}")
     return Made(
         *(model, optimizer, lambda: _checked(path, loss())),
         lambda: _number(path, evaluate()),
@@ -166,7 +167,7 @@ def called_through(model: nn.Module, wrapper: nn.Module) -> Iterator[None]:
 
 def _checked(path: str, loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError(
+        raise Unfit(
             f"{path}: loss() returned {_kind(loss)}: return a tensor of one element "
             "that was computed by the model, without no_grad()"
         )
@@ -176,7 +177,7 @@ def _checked(path: str, loss: Any) -> Tensor:
 def _number(path: str, loss: Any) -> float:
     one = isinstance(loss, Tensor) and loss.numel() == 1
     if not one and not isinstance(loss, int | float):
-        raise ValueError(
+        raise Unfit(
             f"{path}: evaluate() returned {_kind(loss)}: return the held-out loss, a "
             "number"
         )
