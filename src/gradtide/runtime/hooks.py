@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradtide.core.step import Event, Stage
+from gradtide.core.torch_internals import embrace_step
 from gradtide.core.torch_internals.autograd import (
     Hook,
     after_accumulation,
@@ -96,6 +97,11 @@ class Hooks:
         stepped = untraced(lambda opt, *a: self.stepped(opt, closes(*a)))
         keep(optimizer.register_step_pre_hook(stepping))
         keep(optimizer.register_step_post_hook(stepped))
+        # The user's hooks see gradients, whenever they are registered: between these
+        # two of ours, a deferred step has none.
+        before, after = self._handles[-2:]
+        self._embrace = partial(embrace_step, optimizer, before, after)
+        self._in_step = False
 
     def _watch_model(self) -> None:
         keep, model = self._handles.append, self._model
@@ -241,6 +247,8 @@ class Hooks:
             hooks._before_forward()
             return
         training.forwarded = True
+        if not self._in_step:  # as a closure's forward is
+            self._embrace()
         if training.preconditioning is not None:
             training.step.forward()
         if self._buffers:
@@ -284,7 +292,7 @@ class Hooks:
 
         Returns other arguments for it if it has a closure.
         """
-        training, changed = self._training, None
+        training, changed, self._in_step = self._training, None, True
         deferred = training.step.schedule.update == "forward"
         curved = training.preconditioning is not None
         # A closure has to run before such a step and not in it.
@@ -303,7 +311,7 @@ class Hooks:
 
     def stepped(self, optimizer: Optimizer, closed: bool = False) -> None:
         """It is over; `closed` if it had a closure."""
-        silent = self._training.step.silent
+        silent, self._in_step = self._training.step.silent, False
         self._training.surviving(self._training.stepped)(optimizer, closed)
         self._stepped(silent)
 

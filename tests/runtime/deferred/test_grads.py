@@ -549,3 +549,55 @@ def test_a_closure_is_the_loop_without_one(scheme: str) -> None:
         assert all(map(torch.equal, plain.params(), closed.params()))
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_the_optimizer_see_gradients(when: str, closed: bool) -> None:
+    run_ranks(2, _step_hooks, when, closed)
+
+
+def _step_hooks(when: str, closed: bool) -> None:
+    """Whenever they are registered; after the step, too."""
+    found = {}
+    for scheme in ("wfbp", DEAR):
+        seen: list[float] = []
+        net = model()
+        weight: Any = net[0].weight
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def look(weight: Any, seen: list[float]) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                if weight.grad is not None or not closed:  # a closure writes it later
+                    seen.append(float(weight.grad.norm()))
+
+            return hook
+
+        def register(look: Callable[..., None], optimizer: Any = optimizer) -> None:
+            optimizer.register_step_pre_hook(look)
+            optimizer.register_step_post_hook(look)
+
+        if when == "before":
+            register(look(weight, seen))
+        sync = gradtide.replicate(net, optimizer, scheme)
+        if when == "after":
+            register(look(weight, seen))
+        for step in range(6):
+            x, y = data(step)
+
+            def backward(net: Any = net, x: Any = x, y: Any = y) -> Tensor:
+                loss = cross_entropy(net(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.zero_grad()
+            if closed:
+                optimizer.step(backward)
+            else:
+                backward()
+                optimizer.step()
+        sync.remove()
+        found[scheme] = seen
+        found[scheme + " weight"] = weight.detach().norm().tolist()
+    assert found["wfbp weight"] == found[DEAR + " weight"]
+    assert closed or found["wfbp"] == pytest.approx(found[DEAR])

@@ -111,6 +111,20 @@ def forward_pre_hooks(module: nn.Module) -> OrderedDict[int, Any]:
     return found
 
 
+def embrace_step(optimizer: Optimizer, before: Any, after: Any) -> None:
+    """Have hooks, by handles, called as the last before a step and the first after it.
+
+    Not to be called while they are.
+    """
+    ordered: Any = optimizer  # its hooks are in an OrderedDict
+    for hooks, handle, last in (
+        (ordered._optimizer_step_pre_hooks, before, True),
+        (ordered._optimizer_step_post_hooks, after, False),
+    ):
+        if handle.id in hooks:
+            hooks.move_to_end(handle.id, last=last)
+
+
 def forget_step_hooks(optimizer: Optimizer) -> None:
     """Have an optimizer's step call no hooks."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
