@@ -548,7 +548,7 @@ def adjust_lr(lr, *_):  # type: ignore
     ),
     Mutant(
         "session-no-sync-ends",
-        "session.py",
+        "loop.py",
         "            self.be_quiet(quiet)\n",
         "            self.be_quiet(True)\n",
         "after no_sync() nothing is exchanged any more",

@@ -120,7 +120,7 @@ class Run:
 
     @property
     def aside(self) -> dict[nn.Parameter, Tensor]:
-        kept = self.sync._session._aside
+        kept = self.sync._session.aside
         return {} if kept is None else kept._residuals
 
     def ends(self) -> list[float]:

@@ -23,7 +23,7 @@ LAYERS = (
     {"optim", "planner"},
     {"admission", "elastic", "regrouping"},
     {"session"},
-    {"uneven"},
+    {"loop", "refreshing", "uneven"},
     {"replica"},
     {"checkpoint", "ddp_arguments"},
     {"parallel"},

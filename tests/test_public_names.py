@@ -23,7 +23,7 @@ PUBLIC = [name for name in gradtide.__all__ if not name.startswith("_")]
 OBJECTS = {name: getattr(gradtide, name) for name in PUBLIC}
 CLASSES = {name: x for name, x in OBJECTS.items() if is_dataclass(x)}
 CLASSES = {name: x for name, x in CLASSES.items() if isinstance(x, type)}
-METHODS = [name for name in vars(gradtide.Replica) if not name.startswith("_")]
+METHODS = [name for name in dir(gradtide.Replica) if not name.startswith("_")]
 CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
 
 

@@ -29,7 +29,6 @@ from gradtide.fusion import (
     MgWfbp,
     PerTensor,
 )
-from gradtide.installing import install
 from gradtide.kfac import KFAC
 from gradtide.parallel import DistributedDataParallel
 from gradtide.replica import Replica, replicate
@@ -52,6 +51,7 @@ if typing.TYPE_CHECKING:
         TiledTopK,
         TopkDSA,
     )
+    from gradtide.installing import install
 
 __version__ = "0.2.0"  # read by pyproject.toml, too
 
@@ -104,10 +104,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> typing.Any:
-    """A collective, or the room of checkpoints, that is loaded by who asks for it."""
+    """What is loaded by who asks for it: a collective, `checkpoint` or `install`."""
     if name == "checkpoint":
         return importlib.import_module("gradtide.checkpoint")
-    if name in collectives.LATER:
+    if name == "install":
+        globals()[name] = importlib.import_module("gradtide.installing").install
+    elif name in collectives.LATER:
         globals()[name] = getattr(collectives, name)
-        return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]

@@ -16,6 +16,7 @@ from gradtide.runtime.guards.validation import (
     validate_scheme,
 )
 from gradtide.runtime.layout.parameters import averaged
+from gradtide.runtime.layout.placement import Placement
 from gradtide.scheme import Scheme, undecided
 from gradtide.transport import Mesh, ProcessGroup, members
 from gradtide.transport.shards import is_sharded
@@ -47,13 +48,53 @@ def admit(
     )
     validate_scheme(model, scheme)
     if optimizer is not None:
-        validate_optimizer(model, optimizer, scheme)
-        momentum_of(optimizer, scheme)
+        admit_optimizer(model, optimizer, scheme)
     if scheme.preconditioner is not None:
         from gradtide.kfac.costs import admitted
 
         admitted(model, scheme.preconditioner)
     ahead.prepare(dict(trained).values(), scheme)
+
+
+def admit_optimizer(model: nn.Module, optimizer: Optimizer, scheme: Scheme) -> None:
+    """Raise ValueError for an optimizer that a scheme cannot be used with."""
+    validate_optimizer(model, optimizer, scheme)
+    momentum_of(optimizer, scheme)
+
+
+def admit_another(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scheme: Scheme,
+    before: Scheme,
+    placement: Placement,
+) -> None:
+    """Raise ValueError, naming the remedy, for a scheme that cannot follow another one.
+
+    `before` is the one in use, by which the gradients in `placement` are laid out.
+    """
+    validate_scheme(model, scheme)
+    if optimizer is not None:
+        if undecided(scheme) is not None:
+            raise ValueError("adopt() takes a decided scheme: replicate with auto")
+        admit_optimizer(model, optimizer, scheme)
+        last, now = before.schedule.launch, scheme.schedule.launch
+        begins = now == "step" != last
+        wrong = {
+            f"adopt({scheme!r}): the residual of gradients is no step; call "
+            "adopt('wfbp') and make a step of that before, or remove() and "
+            "replicate()": begins and placement.has_residual,
+            f"adopt({scheme!r}): each rank has come to have an optimizer's state "
+            "of its own, and residuals of steps; call remove() and replicate()": (
+                last == "step" != now
+            ),
+            f"adopt({scheme!r}): the preconditioner stays as it is; call remove() "
+            "and replicate() for another one": (
+                scheme.preconditioner != before.preconditioner
+            ),
+        }
+        refuse(wrong)
+    ahead.prepare(dict(averaged(model)).values(), scheme)
 
 
 def refuse_elastic(

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
+from gradtide.loop import Loop
 from gradtide.runtime.checkpoint import StateDict
 from gradtide.runtime.guards.validation import check_kinds
 from gradtide.runtime.layout.parameters import shared_buffers, shared_parameters
 from gradtide.runtime.metrics import Metrics, residual_norms
-from gradtide.runtime.training import Training
 from gradtide.scheme import Scheme
 from gradtide.session import Buffers, Session
 from gradtide.transport import Mesh, ProcessGroup
@@ -113,7 +113,7 @@ def replicate(
     return Replica(model, optimizer, scheme, process_group, *rest)
 
 
-class Replica:
+class Replica(Loop):
     """The link between a module, its optimizer and the other ranks.
 
     `replicate` makes it. Every method says whether it is a collective call, which all
@@ -133,7 +133,7 @@ class Replica:
         elastic: Membership | None = None,
     ) -> None:
         how = buffers, grad_scaler, alike, check_every, elastic
-        self._session = Session(self, model, optimizer, scheme, process_group, *how)
+        super().__init__(Session(self, model, optimizer, scheme, process_group, *how))
         self.wrapper: Callable[[], object] | None = None
         self.shares_buffers = buffers != "local"  # whoever begins forwards
         self._metrics = Metrics(self.engine)
@@ -162,10 +162,6 @@ class Replica:
     def tuning(self) -> Tuner | None:
         """The search for a fusion, with `tried` and `best`, or None. Local."""
         return self._session.tuning
-
-    @property
-    def _training(self) -> Training:
-        return self._session.training
 
     @property
     def waiting(self) -> bool:
@@ -232,30 +228,11 @@ class Replica:
                 the first parameter that does is named. It is raised on every rank, and
                 the replica goes on as before.
         """
-        self._session.refresh(optimizer)
+        from gradtide.refreshing import refresh
+
+        refresh(self._session, optimizer)
 
     # - The user's side ----------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients in `.grad` without exchanging them. Local.
-
-        Use it as a context manager around all but the last backward pass of a step, on
-        every rank alike. The next backward outside exchanges what has been added up.
-
-        Returns:
-            A context manager.
-        """
-        with self._session.no_sync():
-            yield
-
-    def be_quiet(self, quiet: bool) -> None:
-        """Exchange nothing from now on, or exchange again; as `no_sync` does. Local.
-
-        Args:
-            quiet: Whether to accumulate only.
-        """
-        self._session.be_quiet(quiet)
 
     @contextmanager
     def join(
@@ -307,124 +284,6 @@ class Replica:
         how = divide_by_initial_world_size, throw_on_early_termination
         with join(ones, *how):
             yield
-
-    def send_buffers(self) -> None:
-        """Overwrite the module's buffers with rank 0's. A collective call.
-
-        With `buffers="broadcast"` every training forward begins with it.
-        """
-        self._session.send_buffers()
-
-    @property
-    def num_exchanges(self) -> int:
-        """How many backward passes exchanged their gradients. Local."""
-        return self._session.trained.num_exchanges
-
-    def clip_grad_norm_(
-        self, max_norm: float, *, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Scale the averaged gradients to a total 2-norm of at most `max_norm`.
-
-        Local. Call it between backward and step, on every rank, in the place of
-        `torch.nn.utils.clip_grad_norm_`, which works as well. Nothing is exchanged:
-        under a schedule that defers, every rank has told the norm of the part of the
-        mean that it owns at the end of backward, from the third step on. All trainable
-        parameters of the model count. What a sparse scheme keeps as the residual is
-        not scaled. Where steps are exchanged (LOCAL), the norm is that of the rank's
-        own gradients.
-
-        Args:
-            max_norm: The largest total 2-norm that is left as it is, above 0, in the
-                units of the gradients.
-            error_if_nonfinite: Whether to raise an error if the norm is infinite or
-                NaN.
-
-        Returns:
-            The exact norm before scaling, the same on every rank, as a tensor without
-                dimensions; float64 if any gradient is, otherwise float32.
-
-        Raises:
-            RuntimeError: The norm is not finite and `error_if_nonfinite` is True.
-        """
-        return self._session.clip(max_norm, error_if_nonfinite)
-
-    def exchange(self) -> None:
-        """Exchange the gradients that are in `.grad` now.
-
-        This is a collective call, between backward and `optimizer.step()`, for
-        gradients that no backward has exchanged: written by hand (`p.grad = ...`, from
-        torch.func or several tasks), or accumulated inside `no_sync`. It does what the
-        end of a backward does, by the scheme in use: what is in `.grad` afterwards is
-        the mean, or stands for it under a schedule that defers. A rank that has no
-        gradient of a parameter takes part with zeros. Where steps are exchanged
-        (LOCAL, rounds), gradients stay the rank's own.
-
-        Raises:
-            RuntimeError: The call comes during a backward pass.
-        """
-        self._training.exchange_now()
-
-    def weight(self, weight: float) -> None:
-        """Say how much this rank counts in the mean of the step to come. Local.
-
-        Call it in every step, on every rank, before the first backward, with what the
-        step's loss is a mean over: the number of tokens, or of samples. The mean over
-        ranks is then sum_r w_r g_r / sum_r w_r, that of all tokens. One weight holds
-        for all micro-batches of a step: normalise their losses by the step's number.
-        A rank that counts by 0 has its gradients dropped; one that has run out of
-        batches inside `join` counts by 0. If all do, no rank has gradients, and
-        `step()` changes nothing. Nothing more is sent, but for one small message with
-        the first gradients of a run.
-
-        Under a sparse scheme that exchanges gradients, most of what arrives is of
-        earlier steps. It is not divided by this step's weights: a gradient counts by
-        its weight in units of the usual mean weight. In rounds, what a rank adds counts
-        by the sum of the weights of its steps.
-
-        Args:
-            weight: 0, or a number from 1e-6 to 1e12.
-
-        Raises:
-            ValueError: It is none of these; or the scheme has K-FAC.
-            RuntimeError: Gradients were exchanged without weights before. The next
-                backward or `step()` raises it, on every rank, if in a step only some
-                ranks have called this.
-        """
-        self._session.weight(weight)
-
-    def skip(self) -> None:
-        """Give nothing in this step, in the place of a backward.
-
-        This is a collective call with the others' backward: this rank's part of their
-        step, for a batch that is no good. A forward may come before it, or none. It
-        drops what is in `.grad`. The mean is over the ranks that do not skip (under a
-        sparse scheme that exchanges gradients this rank's counts as zero). Go on as
-        the others: clip, `optimizer.step()`, zero the gradients. Afterwards the ranks'
-        parameters are what they would be after a step, the same on all.
-
-        If all ranks skip a step, `step()` changes nothing.
-
-        Raises:
-            ValueError: The scheme has K-FAC, or parameters are sharded.
-            RuntimeError: The call comes during a backward pass, or inside `no_sync`.
-        """
-        self._session.skip()
-
-    @property
-    def forwarded(self) -> bool:
-        """Whether a forward has begun whose backward is to exchange. Local."""
-        return self._session.trained.forwarded
-
-    def gather_gradients(self) -> None:
-        """Put the averaged gradients into `.grad` now, also under a deferred schedule.
-
-        This is a collective call, between backward and step, for a loop that has K-FAC
-        under DEAR, and reads or edits gradients; without K-FAC, reading them does the
-        same. The next `step()` changes the parameters at once, and the second half of
-        this step's exchange hides behind nothing. Under other schedules gradients are
-        there already, and nothing happens.
-        """
-        self._training.gather()
 
     def metrics(self, *, residual: bool = False) -> dict[str, float]:
         """Return numbers of this rank's training, for any logger. Local.
@@ -502,86 +361,6 @@ class Replica:
             Lines for people, whose form may change.
         """
         return self._session.describe()
-
-    def meet(self) -> int:
-        """Have ranks meet anew that have to, where they come and go.
-
-        This is a collective call, for training with `elastic`: begin each turn of the
-        loop with it, as `while sync.meet() < steps`. So ranks also end their loops
-        together if one is lost in the last step. Without `elastic` it does nothing.
-
-        Returns:
-            The number of steps taken.
-
-        Raises:
-            CommunicationError: Too few ranks are there, for too long.
-        """
-        self._session.meet()
-        return self._session.trained.num_steps
-
-    def stop(self) -> None:
-        """Have all ranks stop after the same step. Local.
-
-        Any rank may call it. That is told in the message that ends the next backward,
-        which travels anyway. Ask `stopping` after each step. A signal's handler may
-        call this.
-        """
-        self._session.notices.stop = True
-
-    @property
-    def stopping(self) -> bool:
-        """Whether some rank has called `stop`. Local, and alike on all ranks.
-
-        Ask between `optimizer.step()` and the next backward: after the same step the
-        answer is the same on every rank. It comes with the step in which some rank has
-        called `stop` before backward ended, or, where updates are deferred, one step
-        later; in a round of several steps, with its exchange.
-        """
-        return self._session.heard.stop
-
-    def flush(self) -> None:
-        """Apply the updates that `step()` has deferred. Local.
-
-        It waits for means that are on their way, but for no call of another rank.
-        Under DEAR parameters that are read are brought up to date by themselves; use
-        this before compiled code reads their memory outside their module's forward,
-        and before a time is taken. What was exchanged in a round, and is to be applied
-        later, is waited for and stays to be applied then. Under other schedules nothing
-        happens.
-        """
-        self._session.flush()
-
-    def end_round(self) -> None:
-        """Exchange now what the round has done so far, and begin another one.
-
-        This is a collective call, between `optimizer.step()` and the next backward, for
-        a scheme with rounds of several steps (`Schedule(every=...)`); under others
-        nothing happens. Afterwards all ranks have the same parameters: as at the end of
-        a training, before the model is saved or used. What is under way is applied, and
-        then what every rank has done since is exchanged, of all fragments. A sparse
-        scheme keeps its residual.
-
-        Raises:
-            RuntimeError: The call comes during backward, inside `no_sync` or `join`; or
-                some rank's parameters are infinite or NaN. It is raised on every rank.
-        """
-        self._session.end_round()
-
-    @contextmanager
-    def shared_parameters(self) -> Iterator[None]:
-        """Have the module compute with what all ranks agreed on last. Local.
-
-        In a round of several steps (`Schedule(every=...)`) a rank's parameters are its
-        own. Use this as a context manager around an evaluation, or around saving the
-        model: inside, parameters are those of the last exchange (of each fragment, if
-        there are several), the same on every rank. Afterwards the rank's own are back.
-        Do not train inside. Under other schedules parameters stay what they are.
-
-        Returns:
-            A context manager.
-        """
-        with self._session.shared_parameters():
-            yield
 
     def adopt(self, scheme: str | Scheme) -> None:
         """Go on with another scheme from the next step on, and lose nothing.

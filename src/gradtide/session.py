@@ -7,8 +7,7 @@ schemes that take each other's place. What carries steps out is a `Training`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -16,28 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from gradtide.admission import admit, refuse_elastic
+from gradtide.admission import (
+    admit,
+    admit_another,
+    admit_optimizer,
+    refuse_elastic,
+)
 from gradtide.core.engine import Engine
-from gradtide.core.fields import refuse
 from gradtide.core.levels import levels_of
 from gradtide.fusion import BySize, Search
-from gradtide.runtime import ahead, own_state, saving
+from gradtide.runtime import own_state, saving
 from gradtide.runtime.actions import Setup
 from gradtide.runtime.buffers import SharedBuffers
 from gradtide.runtime.checkpoint import Saved, StateDict
-from gradtide.runtime.exchange.gradients import momentum_of
 from gradtide.runtime.guards.scales import Scales
 from gradtide.runtime.guards.validation import (
     SetupGuard,
     Signature,
     check_ranks_agree,
     describe,
-    validate_optimizer,
-    validate_scheme,
 )
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.layout.broadcast import synchronize
-from gradtide.runtime.layout.parameters import averaged, shared_parameters
+from gradtide.runtime.layout.parameters import averaged
 from gradtide.runtime.notices import Heard, Notices
 from gradtide.runtime.optimizer.finder import Finder
 from gradtide.runtime.training import Training
@@ -61,9 +61,6 @@ if TYPE_CHECKING:  # loaded by what needs them (tests/test_imports.py)
 
 LOG = logging.getLogger("gradtide")
 
-KFAC = "K-FAC, whose factors are means over all ranks: use a scheme without it"
-SHARDED = "sharded parameters, whose parts other ranks wait for: give this rank a batch"
-
 Buffers: TypeAlias = Literal["broadcast", "mean", "local"]
 
 
@@ -78,11 +75,15 @@ class Session:
         auto: What chooses the scheme, if that is still to be done.
         engine: What drives the exchanges.
         trained: What carries steps out, also of a session that is over.
+        hooks: What tells it of the program's steps.
         regrouping: What has ranks come and go, or None.
+        aside: Residuals of parameters that were trained and are frozen now.
+        owner: The replica.
     """
 
     engine: Engine
     trained: Training
+    hooks: Hooks
     notices: Notices
     _shared_buffers: SharedBuffers
 
@@ -99,9 +100,9 @@ class Session:
         check_every: int,
         elastic: Membership | None = None,
     ) -> None:
-        self.removed, self._owner = False, owner
+        self.removed, self.owner = False, owner
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
-        self._aside: Aside | None = None  # of parameters that are frozen now
+        self.aside: Aside | None = None
         self.model, self.process_group = model, process_group
         self._given, self._buffering = scheme, buffers
         self._check_every, self._grad_scaler = check_every, grad_scaler
@@ -138,9 +139,7 @@ class Session:
 
         def prepare() -> tuple[Scheme, Signature]:
             chosen = with_levels(as_scheme(self._given), transport.hosts)
-            how = self._buffering, self._check_every
-            admit(self.model, self.known_optimizer, chosen, self.process_group, *how)
-            return chosen, describe(self.model, chosen, how[1], how[0])
+            return chosen, self.look(chosen, self.known_optimizer)
 
         try:
             self.scheme = check_ranks_agree(transport, prepare)
@@ -153,6 +152,17 @@ class Session:
             self.engine = Engine(transport)
         self.engine.undoes = self.regrouping is not None
         self.engine.levels = levels_of(transport.group, self.scheme.levels)
+
+    def look(
+        self, scheme: Scheme, optimizer: Optimizer | None, own: object = None
+    ) -> Signature:
+        """What ranks have to have in common; ValueError for what cannot be trained.
+
+        What `own` averages already is no hindrance.
+        """
+        how = self._buffering, self._check_every
+        admit(self.model, optimizer, scheme, self.process_group, *how, own)
+        return describe(self.model, scheme, how[1], how[0])
 
     def train(self) -> Training:
         """Begin to train, when parameters are alike on all ranks."""
@@ -179,7 +189,7 @@ class Session:
         """Have ranks meet anew, if they have changed: the hooks to go on with."""
         if self.regrouping is None or not self.regrouping.due(self.training):
             return None
-        return self._hooks
+        return self.hooks
 
     @property
     def known_optimizer(self) -> Optimizer | None:
@@ -218,14 +228,14 @@ class Session:
         self.trained = Training(setup)
         if self.regrouping is not None:
             self.trained.survive(self.regrouping.surviving)
-        self._hooks = Hooks(
+        self.hooks = Hooks(
             self.trained,
             self._buffering == "broadcast",
             self._stepped,
-            self._owner,
+            self.owner,
             self.meet,
         )
-        self._hooks.follow()
+        self.hooks.follow()
         self.training.check_setup = self._admitted.check
         self.auto: AutoSelector | None = None
         auto = undecided(self.scheme)
@@ -294,13 +304,13 @@ class Session:
             self.training.gather()
             self.apply_pending()
             self._agree_on(optimizer)
-        return self._hooks.stepping(args, kwargs)
+        return self.hooks.stepping(args, kwargs)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         """It has stepped: a scheme that has waited for it begins."""
         if optimizer is self.optimizer:
             return
-        self._hooks.stepped(optimizer)
+        self.hooks.stepped(optimizer)
         if knows_optimizer(self.scheme):
             self._change(optimizer)
 
@@ -308,8 +318,7 @@ class Session:
         """Raise ValueError, on every rank, if some rank cannot use the optimizer."""
 
         def prepare() -> tuple[None, Signature]:
-            validate_optimizer(self.model, optimizer, self.scheme)
-            momentum_of(optimizer, self.scheme)
+            admit_optimizer(self.model, optimizer, self.scheme)
             return None, {}
 
         check_ranks_agree(self.engine.transport, prepare)
@@ -323,54 +332,20 @@ class Session:
 
     def _begin_anew(self, before: Training, optimizer: Optimizer) -> None:
         self._train_with(optimizer)
-        after = self.training
-        after.num_steps, after.num_skipped = before.num_steps, before.num_skipped
-        after.num_exchanges = before.num_exchanges
-        after.placement.compiled = before.placement.compiled
-        before.actions.members.follow(after)
-        if before.num_steps and not before.actions.chosen.apart:
-            after.actions.note_averaged()
+        self.training.follow(before)
         if self._comm_hook:
             self._exchange_by_hook(*self._comm_hook)
 
-    def refresh(self, optimizer: Optimizer | None) -> None:
-        """As `Replica.refresh`; collective."""
-        from gradtide.runtime import refresh
+    def go_on(self, before: Training, optimizer: Optimizer | None) -> None:
+        """Train the parameters that there are now, alike on all ranks; collective.
 
-        self.meet()
-        self.refuse_moment("refresh")
-        self.apply_pending(end_round=False)
-        before = self.training
-        stays, known = refresh.staying(before), optimizer or self.known_optimizer
-        how = self._buffering, self._check_every
-
-        def prepare() -> tuple[None, Signature]:
-            given = self.scheme, self.process_group, *how, self._owner
-            if self.scheme.schedule.rounds:
-                refresh.refuse_reshaped(before)
-            admit(self.model, known, *given)
-            return None, describe(self.model, self.scheme, how[1], how[0])
-
-        # Those that were not passed are known by their steps.
-        moving = [*before.unexchanged.taken] if known is None else [known]
-        with refresh.in_place(moving, stays):
-            remedy = "change the same parameters in the same way on every rank"
-            check_ranks_agree(self.engine.transport, prepare, remedy)
-            before.end_round()
-        before.resolve_loads()
-        self.detach()
-        synchronize(self.engine, [p for _, p in shared_parameters(self.model)])
+        `before` is the training so far, which is detached.
+        """
         self._shared_buffers.renew(self._buffering == "broadcast")
-        aside = self._aside = self._aside or refresh.Aside()
-        changes = aside.take(before, stays)
         params = [p for _, p in averaged(self.model)]
-        self._unknown = known is None
-        self._begin_anew(before, known or SGD(params))
-        self.training.unexchanged.taken |= before.unexchanged.taken
-        aside.carry(before, self.training, stays)
+        self._unknown = optimizer is None
+        self._begin_anew(before, optimizer or SGD(params))
         self._finder.follow(params)
-        if changes.gone or self.engine.group.rank == 0:
-            LOG.info("from step %d on: %s", before.num_steps + 1, changes)
 
     @property
     def heard(self) -> Heard:
@@ -387,31 +362,8 @@ class Session:
 
         def prepare() -> tuple[Scheme, Signature]:
             chosen = with_levels(as_scheme(scheme), self.engine.transport.hosts)
-            validate_scheme(self.model, chosen)
-            if self._unknown:
-                ahead.prepare(dict(averaged(self.model)).values(), chosen)
-                return chosen, {"scheme": repr(chosen)}
-            if undecided(chosen) is not None:
-                raise ValueError("adopt() takes a decided scheme: replicate with auto")
-            validate_optimizer(self.model, self.optimizer, chosen)
-            momentum_of(self.optimizer, chosen)
-            before, now = self.scheme.schedule.launch, chosen.schedule.launch
-            begins = now == "step" != before
-            wrong = {
-                f"adopt({chosen!r}): the residual of gradients is no step; call "
-                "adopt('wfbp') and make a step of that before, or remove() and "
-                "replicate()": begins and self.training.placement.has_residual,
-                f"adopt({chosen!r}): each rank has come to have an optimizer's state "
-                "of its own, and residuals of steps; call remove() and replicate()": (
-                    before == "step" != now
-                ),
-                f"adopt({chosen!r}): the preconditioner stays as it is; call remove() "
-                "and replicate() for another one": (
-                    chosen.preconditioner != self.scheme.preconditioner
-                ),
-            }
-            refuse(wrong)
-            ahead.prepare(dict(averaged(self.model)).values(), chosen)
+            before = self.scheme, self.training.placement
+            admit_another(self.model, self.known_optimizer, chosen, *before)
             return chosen, {"scheme": repr(chosen)}
 
         if self.tuning is not None:
@@ -427,7 +379,7 @@ class Session:
         self.engine.levels = levels_of(self.engine.group, scheme.levels)
         self._comm_hook = None
         self.training.actions.adopt(self._now(scheme))
-        self._hooks.follow()
+        self.hooks.follow()
         self.scheme = scheme
 
     def use_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -488,64 +440,6 @@ class Session:
         if self.tuning is not None:
             self.tuning.drain()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without exchanging them."""
-        quiet = self.training.quiet
-        self.be_quiet(True)
-        try:
-            yield
-        finally:
-            self.be_quiet(quiet)
-
-    def be_quiet(self, quiet: bool) -> None:
-        """Exchange nothing from now on, or exchange again."""
-        self.training.quiet = quiet
-        if self.kfac is not None:
-            self.kfac.statistics.quiet = quiet
-
-    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
-        """As `Replica.clip_grad_norm_`."""
-        norm = self.training.gradient_info.clip(max_norm, error_if_nonfinite)
-        if self.training.lost:  # the step is none
-            return torch.zeros((), dtype=torch.float32, device="cpu")
-        if self.auto is not None:
-            self.auto.inspector.note()
-        return norm
-
-    def weight(self, weight: float) -> None:
-        """As `Replica.weight`."""
-        refuse({f"weight() does not work with {KFAC}": self.kfac is not None})
-        self.notices.weights.give(weight)
-
-    def skip(self) -> None:
-        """As `Replica.skip`; collective."""
-        sharded = bool(self.training.placement.shards)
-        wrong = {KFAC: self.kfac is not None, SHARDED: sharded}
-        refuse({f"skip() does not work with {why}": t for why, t in wrong.items()})
-        if self.training.quiet:
-            raise RuntimeError(
-                "skip() inside no_sync(), where nothing is exchanged: leave the batch "
-                "out there, and call skip() in the place of the step's last backward"
-            )
-        self._hooks.stand_in()
-        training = self.training  # perhaps a new one: ranks meet as a forward begins
-        training.surviving(training.exchange_now)(True)
-
-    @contextmanager
-    def shared_parameters(self) -> Iterator[None]:
-        """As `Replica.shared_parameters`."""
-        self.training.flush()
-        with self.training.actions.exchange.shared_parameters():
-            yield
-
-    def end_round(self) -> None:
-        """As `Replica.end_round`; collective."""
-        training = self.training
-        if self.scheme.schedule.rounds:
-            self.refuse_moment("end_round")
-            training.end_round()
-
     # - What is saved ------------------------------------------------------------------
 
     def state_dict(self, world_size: int | None, shards: int | None) -> StateDict:
@@ -578,10 +472,6 @@ class Session:
 
     # - The end ------------------------------------------------------------------------
 
-    def send_buffers(self) -> None:
-        """Overwrite the module's buffers with rank 0's; collective."""
-        self._hooks.send_buffers()
-
     def remove(self, end_round: bool) -> None:
         """Apply what is deferred, and detach; collective, and nothing a second time."""
         if self.removed:
@@ -607,4 +497,4 @@ class Session:
             self.kfac.finish()
             self.kfac.close()
         self._admitted.remove()
-        self._hooks.remove()
+        self.hooks.remove()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import gradtide
 from gradtide import parallel
+from gradtide.refreshing import REMEDY
 
 with imported("refresh") as program:
     SCHEMES, Run, network = program.SCHEMES, program.Run, program.network
@@ -96,6 +97,7 @@ def test_ranks_that_differ_are_told_the_parameter(
     for told in (one, other):
         assert f"parameter {name} differs between ranks" in told
         assert "rank 1 has" in told
+        assert REMEDY in told
     assert a == b
 
 

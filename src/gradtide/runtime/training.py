@@ -388,6 +388,15 @@ class Training:
             "seen": tuple(self.placement.seen()),
         }
 
+    def follow(self, before: Training) -> None:
+        """Go on where another training of the same ranks was, for it is over."""
+        self.num_steps, self.num_skipped = before.num_steps, before.num_skipped
+        self.num_exchanges = before.num_exchanges
+        self.placement.compiled = before.placement.compiled
+        before.actions.members.follow(self)
+        if before.num_steps and not before.actions.chosen.apart:
+            self.actions.note_averaged()
+
     def resume(self, saved: RunState) -> None:
         """Go on after steps of another run, whose state all ranks agreed on."""
         self.updates.reset()
