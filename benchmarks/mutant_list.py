@@ -552,7 +552,7 @@ def adjust_lr(lr, *_):  # type: ignore
         "            self.be_quiet(quiet)\n",
         "            self.be_quiet(True)\n",
         "after no_sync() nothing is exchanged any more",
-        ("test_replica.py",),
+        ("test_loop.py",),
     ),
     Mutant(
         "updates-zeroed-since",

@@ -133,7 +133,6 @@ ELSEWHERE = {
     "runtime/saving": "runtime/test_checkpoint",
     "scheme/auto": "test_auto",
     "runtime/actions": "test_replica",
-    "ddp_arguments": "test_parallel",
     "installing": "test_run",
     "refreshing": "runtime/test_refresh",
     "runtime/metrics": "test_metrics",

@@ -36,6 +36,7 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LATE = 69  # imports of ours that wait for a call
+FILE, CLASS = 560, 430  # lines at most, docstrings among them
 FREE = LEVEL["ddp_arguments"]  # from here up, torch.distributed may be imported
 
 
@@ -118,6 +119,16 @@ def test_no_room_inside_needs_itself(package: str) -> None:
 def test_late_imports_are_few() -> None:
     """Each is of what plain training does not load, or of another extra's."""
     assert sum(map(late, ROOT.rglob("*.py"))) <= LATE
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=module)
+def test_files_and_classes_can_be_read_at_once(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= FILE, f"{path.name} has more than one subject"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= CLASS, f"{node.name}: {lines} lines; find what is beside it"
 
 
 def test_process_groups_and_devices_stay_in_their_room() -> None:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace, new_class
+from types import new_class
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -32,7 +32,15 @@ from gradtide.core.torch_internals.distributed import (
     check_default_group,
     log_and_throw,
 )
-from gradtide.ddp_arguments import Log, only_device, own_group
+from gradtide.ddp_arguments import (
+    Log,
+    logging_data,
+    only_device,
+    own_group,
+    reducer,
+    sends_buffers,
+    wires_of_hooks,
+)
 from gradtide.replica import Replica
 from gradtide.runtime.guards.validation import check_kinds, owners
 from gradtide.runtime.layout.parameters import (
@@ -158,15 +166,7 @@ class DistributedDataParallel(Torchs):
                 "mixed_precision is DDP's own: use torch.autocast, and "
                 "scheme=\"wfbp(wire='bf16')\" for 16 bits on the wire"
             )
-        if broadcast_buffers is not None:
-            warnings.warn(  # as DDP since torch 2.13
-                "`broadcast_buffers` is deprecated by torch: use forward_sync_buffers, "
-                "with which buffers start as rank 0's in any case",
-                FutureWarning,
-                stacklevel=2,
-            )
-        sync = forward_sync_buffers, broadcast_buffers
-        given = next((flag for flag in sync if flag is not None), True)
+        given = sends_buffers(forward_sync_buffers, broadcast_buffers)
         self.module = module
         self.device_mesh = device_mesh
         self.process_group: Any = own_group(process_group, device_mesh)
@@ -339,16 +339,7 @@ class DistributedDataParallel(Torchs):
     def reducer(self) -> Any:  # type: ignore[override]
         """What answers those who talk to DDP's Reducer, as Lightning and torch do."""
 
-        def nothing(*_: object) -> None: ...
-
-        return SimpleNamespace(
-            prepare_for_backward=lambda *_: self._sync(True),
-            prepare_for_forward=nothing,
-            _rebuild_buckets=lambda: False,
-            _check_reducer_finalized=nothing,
-            _remove_autograd_hooks=nothing,
-            _set_ddp_runtime_logging_sample_rate=nothing,
-        )
+        return reducer(lambda: self._sync(True))
 
     @property
     def modules_buffers(self) -> list[Tensor]:  # type: ignore[override]
@@ -415,16 +406,10 @@ class DistributedDataParallel(Torchs):
             ValueError: The scheme cannot be replaced: it has K-FAC or exchanges steps.
             TypeError: It is no hook.
         """
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
         if not callable(hook):  # as DDP
             log_and_throw(self, TypeError, "Communication hook must be callable.")
         name = getattr(hook, "__qualname__", repr(hook))
-        known = {
-            default_hooks.allreduce_hook: None,
-            default_hooks.fp16_compress_hook: "fp16",
-            default_hooks.bf16_compress_hook: "bf16",
-        }
+        known = wires_of_hooks()
         if hook in known and state in (None, self.process_group):
             self._cast(known[hook])
         else:
@@ -499,25 +484,7 @@ class DistributedDataParallel(Torchs):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What DDP logs and there is here, under DDP's keys; and `metrics()`."""
-        params = [p for _, p in averaged(self.module)]
-        group = self.replica.engine.group
-        return {
-            "world_size": group.size,
-            "rank": group.rank,
-            "module_name": type(self.module).__name__,
-            "scheme": repr(self.replica.scheme),
-            **({} if self._hook_name is None else {"comm_hook": self._hook_name}),
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.broadcast_buffers),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "num_parameter_tensors": len(params),
-            "total_parameter_size_bytes": sum(p.nbytes for p in params),
-            "iteration": self.replica.num_exchanges,
-            **getattr(self.logger, "said", {}),
-        }
+        return logging_data(self, self.replica, self._hook_name)
 
 
 def _release(replica: Replica) -> None:

@@ -23,8 +23,8 @@ class Payload:
     works on entries alone, by these methods.
 
     `left` is what `flat` held before gradients were added to it, where somebody else
-    than the collective put that there (see `runtime.buckets`); it lasts until the next
-    mean.
+    than the collective put that there (see `runtime.layout.buckets`); it lasts until
+    the next mean.
     """
 
     flat: Tensor
