@@ -126,7 +126,9 @@ class Session:
         found = params if self._unknown else []
         self._finder = Finder(found, self._step_begins, self._step_ends)
         if self.engine.group.rank == 0 and LOG.isEnabledFor(logging.INFO):
-            LOG.info("%s is replicated: %s", type(model).__name__, self._words())
+            words = f"{self.scheme!r}, {self.engine}"
+            words += ", when its optimizer is known" if self.waiting else ""
+            LOG.info("%s is replicated: %s", type(model).__name__, words)
             LOG.info("%s is replicated:\n%s", type(model).__name__, self.describe())
 
     # - The ranks ----------------------------------------------------------------------
@@ -174,8 +176,7 @@ class Session:
         before = getattr(self, "notices", None)  # of ranks that were others
         self.notices = Notices(self._shared_buffers, self.engine.group.size)
         if before is not None:
-            self.notices.stop, self.notices.saves = before.stop, before.saves
-            self.notices.weights.renew(before.weights)
+            self.notices.follow(before)
         self._scales = Scales(self.engine, self._grad_scaler)
         self._train_with(self.optimizer)
         return self.trained
@@ -195,16 +196,6 @@ class Session:
     def known_optimizer(self) -> Optimizer | None:
         """The optimizer that was passed or found."""
         return None if self._unknown else self.optimizer
-
-    def _words(self) -> str:
-        """What was chosen, for the log."""
-        transport, scheme = self.engine.transport, self.scheme
-        averaging = "host by host" if self.engine.levels else "all ranks alike"
-        return (
-            f"{scheme!r}, {transport.group.size} ranks on {len(transport.hosts)} "
-            f"hosts, {averaging}, by {type(transport).__name__}"
-            + (", when its optimizer is known" if self.waiting else "")
-        )
 
     def describe(self) -> str:
         """As `Replica.describe`."""

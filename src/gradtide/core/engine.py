@@ -74,6 +74,13 @@ class Engine:
         self.progress = 0  # exchanges of buckets that have taken effect, if so
         self._sent = 0  # bytes, over transports before this one
 
+    def __str__(self) -> str:
+        """Who averages, and how, for the log."""
+        size, hosts = self.group.size, len(self.transport.hosts)
+        averaging = "host by host" if self.levels else "all ranks alike"
+        kind = type(self.transport).__name__
+        return f"{size} ranks on {hosts} hosts, {averaging}, by {kind}"
+
     @property
     def group(self) -> Group:
         """This rank, and how many there are."""

@@ -259,3 +259,66 @@ def density_of(collective: object) -> float | None:
 def wire_of(collective: object) -> Any:
     """In what values travel, a `Wire`; None where that is their own type."""
     return getattr(collective, "wire", None)
+
+
+# - What an algorithm remembers --------------------------------------------------------
+
+
+class Part(Protocol):
+    """What has a place in a flat tensor."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Its part of such a tensor, a view."""
+
+
+def counts(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """The numbers of steps that an algorithm remembers."""
+    found = {key: _count(value) for key, value in state.items()}
+    return {key: count for key, count in found.items() if count is not None}
+
+
+def count_on(state: dict[str, Tensor], counted: Mapping[str, int]) -> None:
+    """Have an algorithm count on from these numbers."""
+    state |= {key: _tensor(count) for key, count in counted.items()}
+
+
+def carried(
+    parts: Sequence[Part], flat: Tensor, before: Sequence[tuple[Part, Payload]]
+) -> dict[str, Tensor]:
+    """What an algorithm can go on with where a new `flat` is made of former ones.
+
+    `before` says where each of its parts was, and in which payload. What stays
+    are the numbers of steps, if those of all former ones are equal, and what has an
+    entry for every element. Thresholds, boundaries and factors are about a `flat` as a
+    whole, and are learnt anew, as in a first step.
+    """
+    olds = list({id(payload): payload for _, payload in before}.values())
+    kept: dict[str, Tensor] = {}
+    for key in {key: None for old in olds for key in old.state}:
+        found = [(old, old.state.get(key)) for old in olds]
+        numbers = {_count(value) for _, value in found}
+        if None not in numbers:
+            if len(numbers) == 1:
+                kept[key] = _tensor(numbers.pop())
+        elif all(_is_like(value, old.flat) for old, value in found):
+            kept[key] = torch.zeros_like(flat)
+            for part, (place, old) in zip(parts, before, strict=True):
+                value = old.state.get(key)
+                if value is not None:
+                    part.of(kept[key]).copy_(place.of(value))
+    return kept
+
+
+def _count(value: Tensor | None) -> int | None:
+    """The number of steps that an algorithm remembers by a value, if it does."""
+    if value is None or value.dtype != torch.int64 or value.dim():
+        return None
+    return int(value)
+
+
+def _tensor(count: int | None) -> Tensor:
+    return torch.tensor(count, dtype=torch.int64, device="cpu")
+
+
+def _is_like(value: Tensor | None, flat: Tensor) -> bool:
+    return value is None or (value.shape, value.dtype) == (flat.shape, flat.dtype)

@@ -38,6 +38,8 @@ from gradtide.core.ops import (
 )
 from gradtide.core.payload import (
     Payload,
+    count_on,
+    counts,
     dense_last,
     dense_next,
     density_of,
@@ -46,7 +48,6 @@ from gradtide.core.payload import (
     wire_of,
 )
 from gradtide.runtime.layout.buckets import GradientBucket
-from gradtide.runtime.layout.remembered import count_on, counts
 from gradtide.runtime.training import Training
 from gradtide.wire import Wire, codec_of
 

@@ -83,6 +83,11 @@ class Notices:
         self.last = self.settled = Heard()
         self._buffers, self._begun = buffers, 0
 
+    def follow(self, before: Notices) -> None:
+        """Say on what was said among other ranks."""
+        self.stop, self.saves = before.stop, before.saves
+        self.weights.renew(before.weights)
+
     def flags(self) -> list[int]:
         """This rank's part of a sum over all ranks (hot path)."""
         saves, torn, failures = self.saves, 0, 0

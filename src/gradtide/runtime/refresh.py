@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradtide.core.payload import count_on, counts
 from gradtide.runtime.layout.buckets import FLAT, GradientBucket, Place
 from gradtide.runtime.layout.parameters import averaged
-from gradtide.runtime.layout.remembered import count_on, counts
 from gradtide.runtime.layout.slots import Slot
 from gradtide.runtime.training import Training
 from gradtide.transport.shards import local

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
-from gradtide.core.payload import traits
+from gradtide.core.payload import count_on, counts, traits
 from gradtide.core.step import Stage
 from gradtide.runtime.exchange.consensus import Consensus
 from gradtide.runtime.layout.broadcast import synchronize
@@ -31,7 +31,6 @@ from gradtide.runtime.layout.parameters import (
     shared_buffers,
     shared_parameters,
 )
-from gradtide.runtime.layout.remembered import count_on, counts
 from gradtide.runtime.own_state import heard
 from gradtide.runtime.training import Training
 from gradtide.transport.shards import local

@@ -48,6 +48,7 @@ from gradtide.core.engine import Engine, InFlight
 from gradtide.core.payload import (
     Collective,
     Payload,
+    carried,
     dense_last,
     hands_over,
     layers,
@@ -55,7 +56,6 @@ from gradtide.core.payload import (
 )
 from gradtide.core.step import Bucket
 from gradtide.core.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
-from gradtide.runtime.layout.remembered import carried
 from gradtide.runtime.layout.slots import Slot
 from gradtide.transport.shards import Spread, local, spread
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gradtide.core.payload import Payload
-from gradtide.runtime.layout.remembered import carried, count_on, counts
+from gradtide.core.payload import Payload, carried, count_on, counts
 from gradtide.runtime.layout.slots import Slot
 
 LENGTHS = 2, 3, 4
