@@ -180,9 +180,7 @@ def _small(p: Tensor, large: bool, dtype: torch.dtype) -> Tensor:
 
 def _shrunk(entries: Any, p: Tensor, small: Tensor) -> dict[str, Any] | None:
     """What is remembered of `p` for a `small` one; None: it is to begin anew."""
-    if (
-        not isinstance(entries, Mapping) or not p.numel()
-    ):  # empty: it has no first entry
+    if not p.numel() or not isinstance(entries, Mapping):  # or it has no first entry
         return None
     found: dict[str, Any] = {}
     for name, entry in entries.items():
