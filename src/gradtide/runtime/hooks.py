@@ -247,7 +247,8 @@ class Hooks:
             hooks._before_forward()
             return
         training.forwarded = True
-        if not self._in_step:  # as a closure's forward is
+        deferred = training.step.schedule.update == "forward"
+        if deferred and not self._in_step:  # as a closure's forward is
             self._embrace()
         if training.preconditioning is not None:
             training.step.forward()
