@@ -15,20 +15,16 @@ papers' formulas, for this comparison alone.
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from contest import contest
 from tasks import TASKS, build
 from torch import Tensor, nn
 
 import gradtide
-from gradtide.lab.record import commit, machine, versions
-
-FACTORS = (0.5, 1.0, 2.0)  # times the task's usual rate
 
 
 class Outer(Protocol):
@@ -137,32 +133,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    record: dict[str, Any] = {
-        "command": "torchrun --nproc-per-node 4 benchmarks/outer.py",
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(),
-        "steps": args.steps,
-        "best": {},
-        "runs": [],
-    }
-    for task in args.tasks.split(","):
-        known = TASKS[task].rates
-        for way in WAYS:
-            ends = {}
-            for rate in (factor * known[len(known) // 2] for factor in FACTORS):
-                begin = time.perf_counter()
-                ends[rate] = loss = train(task, way, rate, 0, args.steps)
-                row = {"task": task, "way": way, "rate": rate, "loss": loss}
-                record["runs"].append(row)
-                if dist.get_rank() == 0:
-                    print(row, f"{time.perf_counter() - begin:.0f} s", flush=True)
-            record["best"].setdefault(task, {})[way] = min(ends.values())
-            if dist.get_rank() == 0:
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
-    dist.destroy_process_group()
+
+    def run(task: str, way: str, rate: float) -> float:
+        return train(task, way, rate, 0, args.steps)
+
+    contest("outer.py", WAYS, run, args, steps=args.steps)
 
 
 if __name__ == "__main__":

@@ -13,20 +13,16 @@ is exchanged by this program, densely: for this comparison alone.
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from contest import contest
 from tasks import TASKS, build
 from torch.optim import Optimizer
 
 import gradtide
-from gradtide.lab.record import commit, machine, versions
 
-FACTORS = (0.5, 1.0, 2.0)  # times the task's usual rate
 # Rounds after which the first momentum is averaged, and the second; 0: never.
 WAYS = {"own": (0, 0), "each round": (1, 1), "after 3 and 6 rounds": (3, 6)}
 MOMENTA = ("exp_avg", "momentum_buffer"), ("exp_avg_sq",)
@@ -74,33 +70,11 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    record: dict[str, Any] = {
-        "command": "torchrun --nproc-per-node 4 benchmarks/states.py",
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(),
-        "steps": args.steps,
-        "every": args.every,
-        "best": {},
-        "runs": [],
-    }
-    for task in args.tasks.split(","):
-        known = TASKS[task].rates
-        for way in WAYS:
-            ends = {}
-            for rate in (factor * known[len(known) // 2] for factor in FACTORS):
-                begin = time.perf_counter()
-                ends[rate] = loss = train(task, way, rate, args)
-                row = {"task": task, "way": way, "rate": rate, "loss": loss}
-                record["runs"].append(row)
-                if dist.get_rank() == 0:
-                    print(row, f"{time.perf_counter() - begin:.0f} s", flush=True)
-            record["best"].setdefault(task, {})[way] = min(ends.values())
-            if dist.get_rank() == 0:
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
-    dist.destroy_process_group()
+
+    def run(task: str, way: str, rate: float) -> float:
+        return train(task, way, rate, args)
+
+    contest("states.py", WAYS, run, args, steps=args.steps, every=args.every)
 
 
 if __name__ == "__main__":

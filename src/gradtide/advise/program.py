@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,8 +18,10 @@ from gradtide.advise.notes import VARIABLE, Notes, Told, Wanted
 from gradtide.advise.recorder import PATIENCE
 from gradtide.planner.trace import StepTrace
 
-# Of torchrun's variables, those that a script reads which is to be started by it.
-TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # and LOCAL_RANK, ...
+# Torchrun's variables, for want of which a script fails that is started without it.
+TORCHRUN = re.compile(
+    r"\b((LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT))\b"
+)
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 REMEDY = (
     "Write a function that builds model, optimizer and loss, and trace that:\n"
@@ -101,7 +104,7 @@ def _recorded(
         if over:
             raise NotRecorded(_slow(notes, wanted, seconds))
         raised = notes.stage("raised") or ""
-        if "RANK" not in environment and any(name in raised for name in TORCHRUN):
+        if "RANK" not in environment and TORCHRUN.search(raised):
             raise _NoRank(raised.splitlines()[0])
         raise _ended(notes, wanted, process.returncode)
 

@@ -96,7 +96,8 @@ def watch(torch: Any) -> None:
         begin(os.environ[ADVISE], module)
 
     def raised(kind: Any, error: Any, trace: Any) -> None:
-        _note("raised", f"{kind.__name__}: {error}")
+        if "RANK" not in os.environ:  # one that torchrun has started has what it needs
+            _note("raised", f"{kind.__name__}: {error}")
         others(kind, error, trace)
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(called)

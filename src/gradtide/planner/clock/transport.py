@@ -335,10 +335,12 @@ class VirtualTransport:
             start = gap(recent, self.clock() + late, seconds)
             self._inner = union([*recent, (start, start + seconds)])
             return start + seconds
-        on_its_way = weightless and cost.seconds(pending.op, group, weightless)
+        on_its_way = 0.0
+        if weightless is not None:
+            on_its_way = cost.seconds(pending.op, group, weightless)
         ends = max(self.clock() + late, self._wire) + seconds
-        self._wire = ends - (on_its_way or 0.0)
-        self._sent += seconds - (on_its_way or 0.0)
+        self._wire = ends - on_its_way
+        self._sent += seconds - on_its_way
         return ends
 
     def _window(self, pending: Pending, ends: float) -> Window:

@@ -1,0 +1,57 @@
+"""Ways to train, each at the best of three learning rates, on tasks of `tasks.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tasks import TASKS
+
+from gradtide.lab.record import commit, machine, versions
+
+FACTORS = (0.5, 1.0, 2.0)  # times the task's usual rate
+
+
+def contest(
+    program: str,
+    ways: Iterable[str],
+    train: Callable[[str, str, float], float],
+    args: argparse.Namespace,
+    **how: Any,
+) -> None:
+    """Train on every rank, and have rank 0 write a record after each task.
+
+    `train(task, way, rate)` returns the loss at the end; `args` has `tasks` and `out`;
+    `how` is said in the record.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    record: dict[str, Any] = {
+        "command": f"torchrun --nproc-per-node 4 benchmarks/{program}",
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(),
+        **how,
+        "best": {},
+        "runs": [],
+    }
+    for task in args.tasks.split(","):
+        known = TASKS[task].rates
+        for way in ways:
+            ends = {}
+            for rate in (factor * known[len(known) // 2] for factor in FACTORS):
+                begin = time.perf_counter()
+                ends[rate] = loss = train(task, way, rate)
+                row = {"task": task, "way": way, "rate": rate, "loss": loss}
+                record["runs"].append(row)
+                if dist.get_rank() == 0:
+                    print(row, f"{time.perf_counter() - begin:.0f} s", flush=True)
+            record["best"].setdefault(task, {})[way] = min(ends.values())
+            if dist.get_rank() == 0:
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
+    dist.destroy_process_group()
