@@ -99,6 +99,18 @@ def train(
     return {**found, **{key: told[key] for key in kept}}
 
 
+def replaced(job: Job, *others: Any) -> None:
+    """Wait for a job, in which d comes when a rank has come to step 8."""
+    waiting = ["d"]
+
+    def heard(name: str, now: int) -> None:
+        if now >= 8 and waiting:
+            job.start(waiting.pop(), *others)
+
+    job.wait(heard)
+    assert job.ended.pop("b") == -signal.SIGKILL
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", ["forward", "backward", "step"])
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -108,15 +120,8 @@ def test_others_train_on_and_another_takes_the_place(scheme: str, dies: str) -> 
         job.start("a")
         job.start("b", dies)
         job.start("c")
-        waiting = ["d"]
-
-        def heard(name: str, now: int) -> None:
-            if now >= 8 and waiting:
-                job.start(waiting.pop())
-
         # Counted are three again, before which the two that live wait.
-        job.wait(heard)
-    assert job.ended.pop("b") == -signal.SIGKILL
+        replaced(job)
     assert {*job.ended} == {"a", "c", "d"}
     assert alike({name: told["digest"] for name, told in job.ended.items()})
     for name in "ac":
@@ -132,14 +137,7 @@ def test_means_of_buffers_go_on_among_others(scheme: str, dies: str) -> None:
         job = Job(train, address, scheme)
         for name, end in (("a", ""), ("b", dies), ("c", "")):
             job.start(name, end, STEPS, "mean")
-        waiting = ["d"]
-
-        def heard(name: str, now: int) -> None:
-            if now >= 8 and waiting:
-                job.start(waiting.pop(), "", STEPS, "mean")
-
-        job.wait(heard)
-    assert job.ended.pop("b") == -signal.SIGKILL
+        replaced(job, "", STEPS, "mean")
     for key in ("digest", "buffers"):
         assert alike({name: told[key] for name, told in job.ended.items()})
 
@@ -237,14 +235,7 @@ def test_weights_and_skips_go_on_among_others(scheme: str, skips: bool) -> None:
         job = Job(weighted, address, scheme, skips)
         for name in "abc":
             job.start(name)
-        waiting = ["d"]
-
-        def heard(name: str, now: int) -> None:
-            if now >= 8 and waiting:
-                job.start(waiting.pop())
-
-        job.wait(heard)
-    assert job.ended.pop("b") == -signal.SIGKILL
+        replaced(job)
     assert {*job.ended} == {"a", "c", "d"}
     assert alike(job.ended)
 

@@ -34,6 +34,19 @@ def _again(before: str, wrapped: bool) -> None:
             assert not unlike(moments(optimizer)), after
 
 
+def test_a_state_that_cannot_be_sent_is_told_on_every_rank() -> None:
+    run_ranks(2, _unsent)
+
+
+def _unsent() -> None:
+    model = nn.Linear(6, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, "topka2a(0.1, schedule='local')", wrapped=False)
+    optimizer.state[model.weight]["made by"] = lambda: None
+    with pytest.raises(RuntimeError, match="rank 0 cannot send the optimizer's state"):
+        gradtide.replicate(model, optimizer, "wfbp")
+
+
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, scheme: str, wrapped: bool
 ) -> None:

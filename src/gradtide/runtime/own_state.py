@@ -52,10 +52,17 @@ def heard(
 ) -> Mapping[str, Any]:
     """The words of rank `source`, heard by all, itself too; collective.
 
-    Raises RuntimeError, with the `name`, on every rank if they cannot be read.
+    Raises RuntimeError, with the `name`, on every rank if they cannot be sent or read.
     """
-    piece = packed(words()) if engine.group.rank == source else b""
-    length = engine.transport.gather_objects(len(piece))[source]
+    piece, wrong = b"", ""
+    if engine.group.rank == source:
+        try:
+            piece = packed(words())
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+    length, wrong = engine.transport.gather_objects((len(piece), wrong))[source]
+    if wrong:
+        raise RuntimeError(f"rank {source} cannot send {name} ({wrong})")
     # Of the source nothing is overwritten.
     data = torch.frombuffer(bytearray(piece or length), dtype=torch.uint8)
     broadcast(engine, [data], source)
