@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -68,8 +69,12 @@ def train(
     dies: str = "",
     total: int = STEPS,
     buffers: Any = "broadcast",
+    until: Callable[[dict[str, Any]], bool] = lambda told: told["ranks"] >= 3,
 ) -> dict[str, Any]:
-    """Train; a rank `dies` in the forward, backward or step that comes next to 9."""
+    """Train; a rank `dies` in the forward, backward or step that comes next to 9.
+
+    `until` is what else ends it: another may need longer to start than these to train.
+    """
     torch.set_num_threads(1)
     model, optimizer = build(sum(map(ord, name)))
     how: Any = {"buffers": buffers, "elastic": members(address, name)}
@@ -86,7 +91,7 @@ def train(
         model[2].register_full_backward_hook(die)
     elif dies == "step":
         optimizer.register_step_post_hook(die)
-    while (now := sync.meet()) < total:
+    while (now := sync.meet()) < total or not until(sync.metrics()):
         x = torch.randn(8, 8, generator=generator)
         step(model, optimizer, x, torch.tanh(x[:, :4]))
         tell(now)
@@ -142,10 +147,11 @@ def test_means_of_buffers_go_on_among_others(scheme: str, dies: str) -> None:
         assert alike({name: told[key] for name, told in job.ended.items()})
 
 
-def deal(name: str, tell: Tell, address: str, dies: bool = False) -> None:
+def deal(name: str, tell: Tell, address: str, begin: Any, dies: bool = False) -> None:
     """Tell which samples were read in each step that counted."""
     torch.set_num_threads(1)
     model, optimizer = build(0)
+    begin.wait()
     sync = gradtide.replicate(model, optimizer, elastic=members(address, name))
     for samples in Batches(sync, length=51, size=12):
         now = sync.metrics()["step"]
@@ -165,8 +171,10 @@ def test_nothing_is_read_twice_in_an_epoch_and_nothing_is_missed() -> None:
     def heard(name: str, told: tuple[int, list[int]]) -> None:
         read.setdefault(told[0], []).extend(told[1])
 
-    with lighthouse(1) as address:
-        job = Job(deal, address)
+    # None trains to the end before others have come, nor by itself in between.
+    begin = multiprocessing.get_context("fork").Barrier(3)
+    with lighthouse(2) as address:
+        job = Job(deal, address, begin)
         for name in "abc":
             job.start(name, name == "b")
         job.wait(heard)
@@ -183,7 +191,7 @@ def last(name: str, tell: Tell, address: str) -> tuple[int, str]:
     sync = gradtide.replicate(model, optimizer, elastic=members(address, name))
     generator = torch.Generator().manual_seed(ord(name))
     while (now := sync.meet()) < 10:
-        if now == 9 and name == "b":
+        if now >= 9 and name == "b":
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.randn(8, 8, generator=generator)
         step(model, optimizer, x, torch.tanh(x[:, :4]))
@@ -208,8 +216,8 @@ def weighted(
     model, optimizer = build(ord(name))
     sync = gradtide.replicate(model, optimizer, scheme, elastic=members(address, name))
     generator = torch.Generator().manual_seed(ord(name))
-    while (now := sync.meet()) < STEPS:
-        if now == 9 and name == "b":
+    while (now := sync.meet()) < STEPS or sync.metrics()["ranks"] < 3:
+        if now >= 9 and name == "b":
             os.kill(os.getpid(), signal.SIGKILL)
         size = {"a": 2, "b": 50, "c": 5, "d": 8}[name]
         sync.weight(size)
@@ -243,7 +251,8 @@ def test_weights_and_skips_go_on_among_others(scheme: str, skips: bool) -> None:
 def ends(name: str, tell: Tell, address: str) -> Any:
     """A rank of two that is left alone trains on by itself."""
     torch.set_num_threads(1)
-    return train(name, tell, address, "wfbp", "backward" if name == "b" else "")
+    dies = "backward" if name == "b" else ""
+    return train(name, tell, address, "wfbp", dies, until=lambda _: True)
 
 
 def test_one_that_is_left_alone_trains_on() -> None:
@@ -273,7 +282,9 @@ def wrong(name: str, tell: Tell, address: str) -> Any:
     """One comes later, with another scheme."""
     torch.set_num_threads(1)
     if name != "z":
-        return train(name, tell, address, "wfbp", total=60)
+        return train(
+            name, tell, address, "wfbp", until=lambda told: told["generation"] > 1
+        )
     model, optimizer = build(0)
     with pytest.raises(ValueError, match="scheme differs between ranks"):
         gradtide.replicate(model, optimizer, "dear", elastic=members(address, name))
