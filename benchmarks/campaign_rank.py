@@ -40,7 +40,7 @@ from gradtide.runtime import checkpoint
 from gradtide.transport import gloo
 from gradtide.transport.distance import Distance
 from gradtide.transport.gloo import GlooTransport
-from gradtide.transport.link import Link
+from gradtide.transport.stream import Stream
 
 c10d: Any = dist  # whose stores are not exported for mypy
 
@@ -161,7 +161,7 @@ class Points:
         if not self.mine:
             return
         issue, gather = GlooTransport.issue, GlooTransport.gather_objects
-        resume, answer, push = Engine._resume, Engine._answer, Link._push
+        resume, answer, push = Engine._resume, Engine._answer, Stream.send
         save, read = checkpoint.save, checkpoint.read
 
         def issued(own: Any, *args: Any) -> Any:
@@ -194,10 +194,10 @@ class Points:
             self.reached("loading")
             return read(*args)
 
-        changed: Any = GlooTransport, Engine, Link, checkpoint
-        transport, engine, link, states = changed
+        changed: Any = GlooTransport, Engine, Stream, checkpoint
+        transport, engine, stream, states = changed
         transport.issue, transport.gather_objects = issued, gathered
-        engine._resume, engine._answer, link._push = resumed, answered, pushed
+        engine._resume, engine._answer, stream.send = resumed, answered, pushed
         states.save, states.read = saved, loaded
 
 

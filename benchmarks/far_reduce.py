@@ -4,7 +4,8 @@ r"""One all-reduce between far ranks: gradtide's, Gloo's and DDP's, side by side
         python -m benchmarks.far_reduce --rate 200mbit --out out/far_reduce.json
 
 The limit is what a link needs for its bytes: 2 (P - 1) / P of the buffer. The first
-round of each is left out, in which connections learn their way.
+round of each is left out, in which connections learn their way. With `--cubic` as on a
+host that does not allow BBR: all connections are governed by CUBIC, Linux' own choice.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from gradtide.core.engine import Engine
 from gradtide.core.ops import Flow, Mean
 from gradtide.lab.rate import parse_rate
 from gradtide.lab.record import commit, machine, versions
+from gradtide.transport import stream
 from gradtide.transport.connect import connect
+from gradtide.transport.several import wish
 
 MEGABYTE = 250_000  # elements
+GOVERNOR = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of this network alone
 
 
 def mean(x: torch.Tensor) -> Flow:
@@ -58,6 +62,12 @@ def contestants(megabytes: int) -> dict[str, Callable[[], object]]:
     }
 
 
+def allow_cubic_alone() -> None:
+    """Have new connections be governed by CUBIC, also if a program asks for BBR."""
+    GOVERNOR.write_text("cubic")
+    stream.CONGESTION = 0  # is no option: the system refuses
+
+
 def main() -> None:
     """Measure, and print what rank 0 has seen."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -66,8 +76,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="names, separated by semicolons")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--cubic", action="store_true", help="BBR is not allowed")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.cubic:
+        allow_cubic_alone()
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     size = dist.get_world_size()
     nbytes = args.megabytes * MEGABYTE * 4
@@ -75,6 +88,7 @@ def main() -> None:
     assert rate
     limit = 2 * (size - 1) / size * nbytes * 8 / rate
     found: dict[str, list[float]] = {}
+    connections = wish(size).far
     chosen = [each for each in args.only.split(";") if each]
     works = contestants(args.megabytes)
     for _ in range(args.rounds + 1):
@@ -88,6 +102,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         medians = {name: statistics.median(all_[1:]) for name, all_ in found.items()}
         told = {"ranks": size, "megabytes": args.megabytes, "rate": args.rate}
+        told |= {"governor": GOVERNOR.read_text().strip(), "connections": connections}
         told |= {"limit_s": limit, "median_s": medians, "seconds": found}
         told |= {"commit": commit(), "machine": machine(), "versions": versions()}
         print(json.dumps(told), flush=True)

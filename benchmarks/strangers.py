@@ -279,7 +279,7 @@ class Stranger(threading.Thread):
             return draw.choice(front) + self.pickled
         said = self.heard.said.get(place)
         if kind == "of this run" and said:
-            return draw.choice(said) + MARK.pack(1, 1, 0, 1 << 20, 1 << 20)
+            return draw.choice(said) + MARK.pack(0, 1, 1, 0, 1 << 20, 1 << 20)
         if kind in ("of this run", "of an earlier run"):
             return draw.choice(self.heard.before) + draw.randbytes(64)
         return draw.randbytes(int(LONGEST ** draw.random()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import socket
 import time
@@ -30,9 +31,11 @@ from gradtide.core.ops import (
 from gradtide.core.transport import Job
 from gradtide.planner.measure import measure
 from gradtide.planner.network import Network
-from gradtide.transport import connect, gloo
+from gradtide.transport import connect, gloo, several
 from gradtide.transport.comm_queue import CommQueue
 from gradtide.transport.distance import Distance, distance_of, one_way
+from gradtide.transport.opening import Meeting
+from gradtide.transport.several import CONNECTIONS, SEVERAL, Wish, agreed, wish
 
 AWAY = Distance(0.05, 0.05)
 SCHEMES = (
@@ -79,11 +82,67 @@ def be_far() -> None:
     gloo.distance_of = lambda told: AWAY  # type: ignore[assignment]
 
 
+def be_several() -> None:
+    """Have three connections of TCP to each other rank."""
+    os.environ[CONNECTIONS] = "3"
+    listen = Meeting._listen
+    outside: Any = lambda own, word: listen(own, word)._replace(name="")  # noqa: E731
+    Meeting._listen = outside  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_far_ranks_train_to_the_same_bits(scheme: str) -> None:
     near, *_ = run_ranks(4, _train, scheme, False)
     for far in run_ranks(4, _train, scheme, True):
         assert far == near
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ranks_with_several_connections_train_to_the_same_bits(
+    scheme: str, far: bool
+) -> None:
+    near, *_ = run_ranks(4, _train, scheme, False)
+    for found in run_ranks(4, _train_by_several, scheme, far):
+        assert found == near
+
+
+def _train_by_several(scheme: str, far: bool) -> list[list[float]]:
+    be_several()
+    return _train(scheme, far)
+
+
+def test_ranks_agree_on_how_many_connections_there_are() -> None:
+    wishes = Wish(1, 8), Wish(1, 1), Wish(2, 2, 5)
+    assert agreed(wishes, far=True) == 5
+    assert agreed(wishes, far=False) == 2
+
+
+def test_there_are_several_where_bbr_is_not_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(CONNECTIONS, raising=False)
+    for allowed, expected in ((True, 1), (False, SEVERAL)):
+        monkeypatch.setattr(several, "governed", lambda allowed=allowed: allowed)
+        assert wish(4)[:2] == (1, expected)
+        assert wish(100)[:2] == (1, 1)
+    monkeypatch.setattr(several, "left", lambda: 40)
+    assert wish(4).room == 5
+    monkeypatch.setenv(CONNECTIONS, "12")
+    assert wish(4)[:2] == (12, 12)
+
+
+def test_a_number_of_connections_that_is_none_is_told_on_every_rank() -> None:
+    for told in run_ranks(2, _wrong_number):
+        assert "GRADTIDE_CONNECTIONS='many' is no number of connections: 1 to" in told
+
+
+def _wrong_number() -> str:
+    if dist.get_rank() == 1:
+        os.environ[CONNECTIONS] = "many"
+    with pytest.raises(ValueError, match="rank 1 cannot connect") as caught:
+        connect(None, torch.device("cpu"))
+    return str(caught.value)
 
 
 def _train(scheme: str, far: bool) -> list[list[float]]:

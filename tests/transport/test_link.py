@@ -11,31 +11,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtide.transport.link import (
-    MARK,
-    Arrival,
-    Asked,
-    Coming,
-    Link,
-    LostError,
-    Memory,
-    Outstanding,
-)
+from gradtide.transport import link as streams
+from gradtide.transport.link import MARK, Arrival, Asked, Coming, Link
 from gradtide.transport.links import arrival, memory_of
+from gradtide.transport.stream import LostError, Memory, Outstanding
 
 
 @contextmanager
-def pair(far: bool = False) -> Iterator[tuple[Link, Link]]:
-    """The two ends of a connection, which holds little."""
-    ends = socket.socketpair()
+def pair(far: bool = False, several: int = 1) -> Iterator[tuple[Link, Link]]:
+    """The two ends of connections, which hold little."""
+    ends, *more = [socket.socketpair() for _ in range(several)]
     links = Link(1, ends[0]), Link(0, ends[1])
-    for link, end in zip(links, ends, strict=True):
+    for both in more:
+        for link, end in zip(links, both, strict=True):
+            link.add(end)
+    for link in links:
         link.suit(far)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        for stream in link.streams:
+            option = socket.SOL_SOCKET, socket.SO_SNDBUF
+            stream.connection.setsockopt(*option, 1 << 16)
     try:
         yield links
     finally:
-        for end in ends:
+        for end in (*ends, *(end for both in more for end in both)):
             end.close()
 
 
@@ -134,7 +132,7 @@ def test_frames_of_something_else_are_told(sent: tuple[int, ...]) -> None:
     """Of another request or name, of another length, longer than what is due."""
     with pair() as (here, there):
         ask(there, torch.zeros(5), (3, 1, 5))
-        here.connection.sendall(MARK.pack(*sent))
+        here.connection.sendall(MARK.pack(0, *sent))
         with pytest.raises(
             LostError, match=r"rank 0 sent item 3, .* of 20 bytes was due"
         ):
@@ -151,10 +149,15 @@ def pieces(x: Tensor, rng: random.Random, done: list[int]) -> Iterator[Memory]:
         at = end
 
 
+@pytest.mark.parametrize("several", [1, 2, 7])
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_sending_and_asking_arrives(seed: int, far: bool) -> None:
+def test_any_order_of_sending_and_asking_arrives(
+    seed: int, far: bool, several: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(seed)
+    if seed % 2:  # little is kept before its turn
+        monkeypatch.setattr(streams, "AHEAD", 20_000)
     requests = {item: rng.randint(1, 3) for item in range(6)}
     messages = {
         (item, request, item): torch.randint(0, 99, (rng.choice([1, 9, 90_000]),))
@@ -172,7 +175,7 @@ def test_any_order_of_sending_and_asking_arrives(seed: int, far: bool) -> None:
         item = rng.choice([asked[0] for asked in left])
         return next(asked for asked in left if asked[0] == item)
 
-    with pair(far) as (here, there):
+    with pair(far, several) as (here, there):
         for _ in range(100_000):
             if to_send and rng.random() < 0.5:
                 asked = some(to_send)
@@ -186,10 +189,14 @@ def test_any_order_of_sending_and_asking_arrives(seed: int, far: bool) -> None:
                 owners[asked] = owner = Outstanding(asked, 0, 1)
                 coming = Arrival(into[asked].nbytes, pieces(into[asked], rng, done))
                 there.expect(Coming(0, coming, owner), early=True)
-            there.read()
+            for stream in rng.sample(there.streams, several):
+                if rng.random() < 0.7:
+                    there.read(stream)
             if not to_ask and not any(owner.unread for owner in owners.values()):
                 break
         assert not there._kept
+        assert not there._ahead
+        assert not there._held
         assert not there.coming
     assert all(into[asked].equal(x) for asked, x in messages.items())
     assert sum(done) == sum(x.nbytes for x in messages.values())

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from gradtide.core.ops import Group
-from gradtide.transport import link, opening, ring, rotation
+from gradtide.transport import link, opening, ring, rotation, stream
 from gradtide.transport import links as streams
 from gradtide.transport.addresses import Chosen
-from gradtide.transport.link import Arrival, LostError
+from gradtide.transport.link import Arrival
 from gradtide.transport.links import (
     Links,
     Peers,
@@ -29,6 +29,7 @@ from gradtide.transport.links import (
     memory_of,
 )
 from gradtide.transport.opening import HELLO, Door, Meeting
+from gradtide.transport.stream import LostError
 
 SIZES = [2, 3, 4, 5, 7, 8, 16]
 LIMIT = 30.0
@@ -39,16 +40,18 @@ def nothing() -> None: ...
 
 @contextmanager
 def connected(
-    size: int, seconds: float = LIMIT, inside: bool = True
+    size: int, seconds: float = LIMIT, inside: bool = True, several: int = 1
 ) -> Iterator[list[Links]]:
-    """`inside`: as ranks of one host connect, otherwise over TCP."""
+    """`inside`: as ranks of one host connect, otherwise by `several` of TCP."""
     meetings = [Meeting(Group(rank, size), seconds) for rank in range(size)]
     doors = [meeting.door for meeting in meetings]
-    if not inside:
+    if several > 1 or not inside:
         doors = [door._replace(name="") for door in doors]
     for meeting in meetings:
         meeting.doors = doors
     links = [Links(meeting, 0, streams.TRACKS, seconds) for meeting in meetings]
+    for each in links:
+        each.suit(False, several)
     try:
         yield links
     finally:
@@ -76,13 +79,14 @@ def shapes(size: int) -> list[list[int]]:
 
 @pytest.mark.pairs(
     inside=[True, False],
+    several=[1, 3],
     size=SIZES,
     dtype=[torch.float32, torch.bfloat16, torch.int64],
 )
 def test_rings_and_single_hops_sum_and_gather_everything(
-    inside: bool, size: int, dtype: torch.dtype
+    inside: bool, several: int, size: int, dtype: torch.dtype
 ) -> None:
-    with connected(size, inside=inside) as links:
+    with connected(size, inside=inside, several=several) as links:
 
         def work(rank: int) -> None:
             everybody = range(size)
@@ -108,9 +112,10 @@ def test_rings_and_single_hops_sum_and_gather_everything(
         together(work, size)
 
 
+@pytest.mark.parametrize("several", [1, 5])
 @pytest.mark.parametrize("size", [3, 4, 8])
-def test_a_ring_and_a_single_hop_have_the_same_bits(size: int) -> None:
-    with connected(size) as links:
+def test_a_ring_and_a_single_hop_have_the_same_bits(size: int, several: int) -> None:
+    with connected(size, several=several) as links:
 
         def work(rank: int) -> list[Tensor]:
             asked = Peers(Group(rank, size), links[rank].track(0), range(size))
@@ -133,10 +138,11 @@ def test_a_ring_and_a_single_hop_have_the_same_bits(size: int) -> None:
             assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.parametrize("several", [1, 4])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
+def test_the_next_item_moves_while_one_is_at_work(size: int, several: int) -> None:
     """Whichever rank begins it early, and whether its ranks are connected by then."""
-    with connected(size) as links:
+    with connected(size, several=several) as links:
 
         def work(rank: int) -> None:
             own, begun = links[rank], {}
@@ -167,16 +173,16 @@ def test_the_next_item_moves_while_one_is_at_work(size: int) -> None:
     ("far", "most", "tuned", "asks"),
     [
         (False, 0, 0, False),
-        (False, link.HELD, 0, True),
-        (True, link.HELD, 4 * link.HELD, False),
-        (True, link.HELD, link.HELD, True),
+        (False, stream.HELD, 0, True),
+        (True, stream.HELD, 4 * stream.HELD, False),
+        (True, stream.HELD, stream.HELD, True),
     ],
 )
 def test_sockets_hold_more_where_the_system_lets_them(
     far: bool, most: int, tuned: int, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "_most_held", lambda: most)
-    monkeypatch.setattr(link, "_most_tuned", lambda: tuned)
+    monkeypatch.setattr(stream, "_most_held", lambda: most)
+    monkeypatch.setattr(stream, "_most_tuned", lambda: tuned)
     asked: list[int] = []
 
     class Watched(socket.socket):
@@ -202,12 +208,19 @@ def run(links: Links, transfer: Transfer) -> None:
     transfer.finish(nothing)
 
 
-def test_what_travels_together_arrives_in_order() -> None:
+@pytest.mark.parametrize("several", [1, 2, 16])
+@pytest.mark.parametrize("far", [False, True])
+def test_what_travels_together_arrives_in_order(several: int, far: bool) -> None:
     x, y = torch.arange(200_000.0), -torch.arange(200_000.0)
-    with connected(2) as links:
+    with connected(2, inside=several == 1) as links:
 
         def work(rank: int) -> None:
             own = links[rank]
+            if rank == 0:  # there is one connection before there are several
+                run(own, send(own, 1, x))
+            else:
+                run(own, receive(own, 0, torch.empty(200_000)))
+            own.suit(far, several)
             found = [torch.empty(200_000) for _ in range(4)]
             transfers = [
                 send(own, 1, each) if rank == 0 else receive(own, 0, into)
@@ -218,15 +231,19 @@ def test_what_travels_together_arrives_in_order() -> None:
             for transfer in transfers:
                 transfer.finish(nothing)
             if rank == 1:
+                assert len(own.to[0].streams) == several
                 assert all(map(torch.equal, found, (x, y, y, x)))
 
         together(work, 2)
 
 
-def test_what_began_early_keeps_its_place_before_connections_are_there() -> None:
+@pytest.mark.parametrize("several", [1, 6])
+def test_what_began_early_keeps_its_place_before_connections_are_there(
+    several: int,
+) -> None:
     """One rank began the first request early, the other one when it was due."""
     x, y = torch.arange(1000.0), -torch.arange(1000.0)
-    with connected(2) as links:
+    with connected(2, several=several) as links:
 
         def work(rank: int) -> None:
             own = links[rank]
@@ -415,7 +432,8 @@ def test_who_is_waited_for_is_named_in_time_though_others_move() -> None:
         def move() -> None:
             connection = links[2]._meeting.answer(0, 0)
             for item, n in ((3, 4), (4, x.nbytes)):  # its part of both
-                connection.sendall(link.MARK.pack(item, 1, 0, n, n))
+                mark = link.MARK.pack(item - 3, item, 1, 0, n, n)
+                connection.sendall(mark)
                 connection.sendall(bytes(4 if item == 3 else 0))
             for part in x.split(1):
                 if moving.wait(0.1):

@@ -23,7 +23,7 @@ from torch import nn
 
 import gradtide
 from gradtide.core.ops import Group
-from gradtide.transport import connect, roll_call
+from gradtide.transport import connect, descriptors, roll_call
 from gradtide.transport.answering import Answering
 from gradtide.transport.doors import Door
 from gradtide.transport.fault import GONE, Failure, Position, part_of
@@ -144,12 +144,12 @@ def test_the_limit_of_descriptors_leaves_room_for_strangers() -> None:
     def run() -> int:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-        assert roll_call.short_of(2) == ""
+        assert descriptors.short_of(2) == ""
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    most = roll_call.ROOM if hard == resource.RLIM_INFINITY else hard
-    assert run_ranks(1, run) == [min(most, roll_call.ROOM)]
+    most = descriptors.ROOM if hard == resource.RLIM_INFINITY else hard
+    assert run_ranks(1, run) == [min(most, descriptors.ROOM)]
 
 
 def test_what_ranks_read_of_each_other_runs_nothing(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from gradtide.transport.links import (
     memory_of,
 )
 from gradtide.transport.opening import Meeting
+from gradtide.transport.several import Wish, agreed, wish
 
 SMALL, FEW = 1 << 14, 32  # bytes and ranks up to which all is sent to everybody
 HOP = 1 << 17  # bytes of a part up to which one hop beats a ring of P - 1
@@ -55,7 +56,7 @@ class GlooTransport:
         self.hosts: Members = rows(pg.size(), 1)
         self.progress = Progress()
         self.payload_bytes = 0
-        self.distance = Distance()
+        self.distance, self.streams = Distance(), 1
         self._pg = pg
         self._queue = CommQueue(f"gradtide {pg.group_name}", TRACKS)
         self.submit = self._queue.submit
@@ -84,7 +85,10 @@ class GlooTransport:
         met = self._links[0].to
         ways = {peer: one_way(link.connection) for peer, link in met.items()}
         own = ways.get((rank + 1) % size, 0.0), max(ways.values())
-        self.suit(distance_of(self.gather_objects(own, "meeting")))
+        told = self.gather_objects((own, wish(size)), "meeting")
+        distance = distance_of(own for own, _ in told)
+        self.streams = agreed((Wish(*wish) for _, wish in told), distance.far)
+        self.suit(distance)
         self.payload_bytes = 0
 
     def suit(self, distance: Distance) -> None:
@@ -96,7 +100,8 @@ class GlooTransport:
         if distance.far:
             self._queue.suit_delay(_here, self._links[0].wake, FAR_TRACKS)
         for lane, links in enumerate(self._links):
-            links.suit(distance.far and not lane)  # the others are inside hosts
+            if not lane:  # the others are inside hosts
+                links.suit(distance.far, self.streams)
 
     @property
     def delay(self) -> float:

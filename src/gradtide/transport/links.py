@@ -1,4 +1,4 @@
-"""Messages between ranks, as streams of bytes: one connection for each two of them.
+"""Messages between ranks, as streams of bytes.
 
 Gloo has a thread that reads what arrives, and tells the one that waits. Here the one
 that waits reads for itself, so that a message wakes one thread and not two.
@@ -16,7 +16,8 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -24,17 +25,9 @@ import torch
 from torch import Tensor
 
 from gradtide.core.ops import Group
-from gradtide.transport.link import (
-    CHUNK,
-    Arrival,
-    Asked,
-    Coming,
-    Link,
-    LostError,
-    Memory,
-    Outstanding,
-)
+from gradtide.transport.link import Arrival, Asked, Coming, Link
 from gradtide.transport.opening import Meeting
+from gradtide.transport.stream import CHUNK, LostError, Memory, Outstanding, Stream
 
 TRACKS = 3  # work items under way at once: of two rings that end together none is left
 FAR_TRACKS = 6  # the same where ranks are far apart: a link is not to wait for answers
@@ -117,15 +110,15 @@ class Track:
         while leaving:
             peer, memory = leaving.popleft()
             link = links.to[peer]
-            if link not in blocked:
+            if link.open:
                 more = bool(leaving) and leaving[0][0] == peer
                 count = link.send(memory, transfer.lengths[peer], transfer, more)
                 memory = memory[count:]
-                if memory or not link.flushed:
+                if not link.flushed:
                     blocked.add(link)
             if memory:
                 kept.append((peer, memory))
-            if link in blocked and not links.far:
+            if not (link.open or links.far):
                 break
         leaving.extendleft(reversed(kept))
 
@@ -150,21 +143,27 @@ class Links:
         """
         self._meeting, self._lane = meeting, lane
         self._tracks = [Track(self) for _ in range(abreast)]
-        self.far = False
+        self.far, self._streams = False, 1
         self.to: dict[int, Link] = {}  # by the ranks' numbers in the transport's group
-        self.blocked: set[Link] = set()  # that have to take what is next
-        self._numbers: dict[int, Link] = {}  # by the numbers of their sockets
+        self.blocked: set[Link] = set()  # that have to take what is left
+        self._numbers: dict[int, tuple[Link, Stream]] = {}  # by those of their sockets
         self._poll = select.poll()
         self._bell = (
             -1
         )  # the number of the socket that `wake` writes to, if there is one
         self._seconds, self._idle = seconds, 0.0
 
-    def suit(self, far: bool) -> None:
-        """Suit ranks that are far apart, or that are near; nothing is under way."""
-        self.far = far
+    def suit(self, far: bool, streams: int = 1) -> None:
+        """Suit ranks that are far apart, or that are near; nothing is under way.
+
+        `streams`: how many connections there are to a rank, on every rank alike. It is
+        one to a rank that is reached without a network.
+        """
+        self.far, self._streams = far, streams
         for link in self.to.values():
             link.suit(far)
+        for peer in self._in_turn(self.to.keys()):
+            self._widen(peer)
         if far:
             self._tracks = [Track(self) for _ in range(FAR_TRACKS)]
             self._heard, self._ringing = socket.socketpair()
@@ -230,23 +229,47 @@ class Links:
             self._enter(track.later.popleft())
 
     def _enter(self, transfer: Transfer) -> None:
-        calls, peers = self._meeting.calls, transfer.peers - self.to.keys()
-        # Calls first, from the highest on: they wait for nobody.
-        for peer in sorted(peers, key=lambda peer: (calls(peer), peer), reverse=True):
+        for peer in self._in_turn(transfer.peers - self.to.keys()):
             self._connect(peer)
         if transfer.unsent:
             transfer.track.sending.append(transfer)
         for peer, coming in transfer.coming.items():
             self.to[peer].expect(coming, transfer.early)
 
+    def _in_turn(self, peers: Iterable[int]) -> list[int]:
+        """Calls first, from the highest on: they wait for nobody."""
+        calls = self._meeting.calls
+        return sorted(peers, key=lambda peer: (calls(peer), peer), reverse=True)
+
     def _connect(self, peer: int) -> None:
-        meet = self._meeting.call if self._meeting.calls(peer) else self._meeting.answer
+        (connection,) = self._meet(peer, range(1))
+        link = self.to[peer] = Link(peer, connection)
+        self._numbers[link.streams[0].number] = link, link.streams[0]
+        link.suit(self.far)
+        self._widen(peer)
+
+    def _widen(self, peer: int) -> None:
+        """Have as many connections to a rank as there are to be."""
+        link = self.to[peer]
+        more = 1 if link.streams[0].is_unix else self._streams
+        for connection in self._meet(peer, range(len(link.streams), more)):
+            stream = link.add(connection)
+            self._numbers[stream.number] = link, stream
+
+    def _meet(self, peer: int, numbers: Sequence[int]) -> list[socket.socket]:
+        """Call a rank, or be called, for connections with such numbers."""
+        lanes = [self._lane + len(LANES) * number for number in numbers]
+        meeting = self._meeting
         try:
-            link = Link(peer, meet(peer, self._lane))
+            if not meeting.calls(peer):
+                return [meeting.answer(peer, lane) for lane in lanes]
+            if len(lanes) < 2:
+                return [meeting.call(peer, lane) for lane in lanes]
+            # A call takes a round trip.
+            with ThreadPoolExecutor(len(lanes)) as pool:
+                return [*pool.map(lambda lane: meeting.call(peer, lane), lanes)]
         except OSError as error:
             raise LostError(peer, error) from None
-        link.suit(self.far)
-        self.to[peer] = self._numbers[link.number] = link
 
     def _wait(self, transfer: Transfer) -> None:
         """Wait until something can be sent or read, and read it.
@@ -254,13 +277,13 @@ class Links:
         A transfer is driven, and a link that it waits for is to move within the
         time-out: what others send for later items is no sign of that.
         """
-        for number, link in self._numbers.items():
-            events = select.POLLOUT if link in self.blocked else 0
-            if link.coming:
-                link.await_more()
+        for number, (link, stream) in self._numbers.items():
+            events = select.POLLOUT if stream.full else 0
+            if link.coming and not stream.waits:
+                link.await_more(stream)
                 events |= select.POLLIN
-            if events != link.events:
-                link.events = events
+            if events != stream.events:
+                stream.events = events
                 if events:
                     self._poll.register(number, events)
                 else:  # also of one that is closed nobody wants to know
@@ -279,11 +302,12 @@ class Links:
             if not ready:
                 return
         for number in ready or self._numbers:
-            self._numbers[number].read()
+            link, stream = self._numbers[number]
+            link.read(stream)
 
     def _is_due(self, transfer: Transfer, number: int) -> bool:
         """Whether a transfer waits for the rank behind a socket."""
-        link = self._numbers.get(number)
+        link, _ = self._numbers.get(number, (None, None))
         if link is None or link.peer not in transfer.peers:  # None: the bell
             return False
         coming = transfer.coming.get(link.peer)

@@ -34,7 +34,8 @@ from gradtide.transport.addresses import VARIABLE, chosen, from_here, loops
 from gradtide.transport.doors import Door, Presence
 from gradtide.transport.strangers import Strangers
 
-HELLO = struct.Struct("!32sII")  # the word of who is called, who calls, and the lane
+# The word of who is called, who calls, and for which lane or one more connection of it.
+HELLO = struct.Struct("!32sII")
 BACKLOG = 512  # calls that wait to be answered
 SLICE = 0.25  # seconds that one lane listens for all of them
 CALL = 20.0  # seconds for a call

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtide.transport.link import CHUNK, Arrival, Memory
+from gradtide.transport.link import Arrival
 from gradtide.transport.links import Peers, Transfer, memory_of
+from gradtide.transport.stream import CHUNK, Memory
 
 PIECES = 4  # of a part, at the least: more => what arrives waits less
 SMALLEST = 1 << 16  # bytes: every piece wakes the thread

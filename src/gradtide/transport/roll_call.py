@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -37,6 +35,7 @@ from gradtide.core.torch_internals.distributed import default_store
 from gradtide.core.transport import CommunicationError
 from gradtide.transport.addresses import VARIABLE, chosen, loops
 from gradtide.transport.answering import Answering, SilentError, is_hosted
+from gradtide.transport.descriptors import short_of
 from gradtide.transport.doors import Door, refuses
 from gradtide.transport.fault import (
     AGENT,
@@ -50,8 +49,8 @@ from gradtide.transport.fault import (
     part_of,
 )
 from gradtide.transport.hosts import Whereabouts, whereabouts
-from gradtide.transport.links import LANES
 from gradtide.transport.opening import Meeting
+from gradtide.transport.several import wrong
 
 T = TypeVar("T")
 
@@ -60,9 +59,6 @@ GRACE = 1.5  # seconds for those who are about to come, if one never will
 LONG_GRACE = 6.0  # the same where several may be meant: one may wait, and say for whom
 PATIENCE = 0.3  # seconds before a rank looks whether others live
 KNOCK = 1.0  # seconds before it looks whether the store does; then twice as many
-OPEN = Path("/proc/self/fd")
-SPARE = 16  # descriptors beside those of connections: stores, doors, Gloo's own
-ROOM = 1 << 16  # descriptors that a process asks for: see `short_of`
 # How often the same ranks were called in a job, by its default group: all count alike.
 _calls: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -138,7 +134,7 @@ class RollCall:
 
     def _answer(self) -> list[Whereabouts]:
         here = whereabouts()
-        problem = self._meeting.problem or short_of(self._size)
+        problem = self._meeting.problem or short_of(self._size) or wrong()
         word = Word(here, self._meeting.door, self._kind, problem)
         self._store.set(f"here/{self._rank}", word.write())
         self._sum = self._begin_sum()
@@ -356,37 +352,6 @@ def _failed(work: Any) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def short_of(size: int) -> str:
-    """What to say if this process may not open what a replica of `size` ranks takes.
-
-    The limit is raised as far as the system lets a process raise its own, also for
-    strangers who call at Gloo's port: it keeps a descriptor for each who says anything,
-    and ends the process when there are no more.
-    """
-    if sys.platform == "win32" or not OPEN.exists():
-        return ""
-    import resource
-
-    needed = (len(LANES) + 2) * (size - 1) + SPARE
-    taken = len(os.listdir(OPEN))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(taken + needed, ROOM)
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    if soft == resource.RLIM_INFINITY or taken + needed <= soft:
-        return ""
-    return (
-        f"a replica of {size} ranks takes up to {needed} file descriptors, and of "
-        f"{soft} that a process may open {taken} are taken: start it after "
-        f"`ulimit -n {max(4096, 4 * soft)}`, or call sync.remove() where a replica has "
-        "done its work"
-    )
 
 
 def refuse_blind(places: Sequence[Whereabouts], doors: Sequence[Door]) -> None:

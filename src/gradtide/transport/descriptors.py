@@ -1,0 +1,56 @@
+"""How many files a process may have open: each connection is one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from gradtide.transport.links import LANES
+
+OPEN = Path("/proc/self/fd")
+SPARE = 16  # descriptors beside those of connections: stores, doors, Gloo's own
+ROOM = 1 << 16  # descriptors that a process asks for: see `short_of`
+
+
+def short_of(size: int) -> str:
+    """What to say if this process may not open what a replica of `size` ranks takes.
+
+    The limit is raised as far as the system lets a process raise its own, also for
+    strangers who call at Gloo's port: it keeps a descriptor for each who says anything,
+    and ends the process when there are no more.
+    """
+    if sys.platform == "win32" or not OPEN.exists():
+        return ""
+    import resource
+
+    needed = (len(LANES) + 2) * (size - 1) + SPARE
+    taken = len(os.listdir(OPEN))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(taken + needed, ROOM)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    if soft == resource.RLIM_INFINITY or taken + needed <= soft:
+        return ""
+    return (
+        f"a replica of {size} ranks takes up to {needed} file descriptors, and of "
+        f"{soft} that a process may open {taken} are taken: start it after "
+        f"`ulimit -n {max(4096, 4 * soft)}`, or call sync.remove() where a replica has "
+        "done its work"
+    )
+
+
+def left() -> int:
+    """How many more this process may open."""
+    if sys.platform == "win32" or not OPEN.exists():
+        return ROOM
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(os.listdir(OPEN))
+    return ROOM if soft == resource.RLIM_INFINITY else max(soft - taken, 0)
