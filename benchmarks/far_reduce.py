@@ -4,8 +4,9 @@ r"""One all-reduce between far ranks: gradtide's, Gloo's and DDP's, side by side
         python -m benchmarks.far_reduce --rate 200mbit --out out/far_reduce.json
 
 The limit is what a link needs for its bytes: 2 (P - 1) / P of the buffer. The first
-round of each is left out, in which connections learn their way. With `--cubic` as on a
-host that does not allow BBR: all connections are governed by CUBIC, Linux' own choice.
+round of each is left out, in which connections learn their way. With `--stock` as on a
+host that does not allow BBR; Gloo's connections are governed by the system's own choice,
+which is told, in either case.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from gradtide.transport.connect import connect
 from gradtide.transport.several import wish
 
 MEGABYTE = 250_000  # elements
-GOVERNOR = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of this network alone
+GOVERNOR = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def mean(x: torch.Tensor) -> Flow:
@@ -62,12 +63,6 @@ def contestants(megabytes: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def allow_cubic_alone() -> None:
-    """Have new connections be governed by CUBIC, also if a program asks for BBR."""
-    GOVERNOR.write_text("cubic")
-    stream.CONGESTION = 0  # is no option: the system refuses
-
-
 def main() -> None:
     """Measure, and print what rank 0 has seen."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -76,11 +71,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="names, separated by semicolons")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--cubic", action="store_true", help="BBR is not allowed")
+    parser.add_argument("--stock", action="store_true", help="BBR is not allowed")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.cubic:
-        allow_cubic_alone()
+    if args.stock:
+        stream.CONGESTION = 0  # is no option: the system refuses
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     size = dist.get_world_size()
     nbytes = args.megabytes * MEGABYTE * 4
