@@ -4,9 +4,9 @@ r"""One all-reduce between far ranks: gradtide's, Gloo's and DDP's, side by side
         python -m benchmarks.far_reduce --rate 200mbit --out out/far_reduce.json
 
 The limit is what a link needs for its bytes: 2 (P - 1) / P of the buffer. The first
-round of each is left out, in which connections learn their way. With `--stock` as on a
-host that does not allow BBR; Gloo's connections are governed by the system's own choice,
-which is told, in either case.
+round of each is left out, in which connections learn their way. With `--stock` as where
+BBR is not allowed; what governs Gloo's connections is the choice of the system, and
+told.
 """
 
 from __future__ import annotations

@@ -72,6 +72,31 @@ def test_what_comes_early_is_kept_until_it_is_asked_for() -> None:
         assert into.equal(y)
 
 
+def test_one_of_several_connections_that_ends_is_no_loss() -> None:
+    """A rank has sent all and ends: what is left comes on the others."""
+    x, into = torch.arange(5000.0), torch.zeros(5000)
+    with pair(several=3) as (here, there):
+        Leaving(x, (1, 1, 0)).go(here)
+        owner = ask(there, into, (1, 1, 0))
+        ends = [stream.connection for stream in here.streams]
+        first, *others = there.streams
+        ends[0].close()
+        for _ in range(3):
+            there.read(first)
+        assert first.ended
+        assert owner.unread
+        for stream in others:
+            there.read(stream)
+        assert not owner.unread
+        assert into.equal(x)
+        ask(there, into, (2, 1, 0))
+        for end in ends:
+            end.close()
+        there.read(others[0])
+        with pytest.raises(LostError, match="closed by peer"):
+            there.read(others[1])
+
+
 def test_what_nobody_has_asked_for_stays_where_it_is_if_nothing_is_behind_it() -> None:
     x, into = torch.arange(10.0), torch.zeros(10)
     with pair() as (here, there):

@@ -220,6 +220,9 @@ class Link:
             if not stream.due and not self._begin_frame(stream):
                 return
             count = stream.receive()
+            # What is still to come may be on its way on another one.
+            if stream.ended and all(each.ended for each in self.streams):
+                raise LostError(self.peer, "Connection closed by peer")
             if not count or self._take(stream, count):
                 return
 

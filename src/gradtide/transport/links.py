@@ -279,7 +279,7 @@ class Links:
         """
         for number, (link, stream) in self._numbers.items():
             events = select.POLLOUT if stream.full else 0
-            if link.coming and not stream.waits:
+            if link.coming and not (stream.waits or stream.ended):
                 link.await_more(stream)
                 events |= select.POLLIN
             if events != stream.events:

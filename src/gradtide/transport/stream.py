@@ -64,6 +64,7 @@ class Stream:
         left: Bytes of the frame that is being read; 0: it is a mark.
         due: What is read next; none of it left: a mark is here.
         waits: What is next was sent after something that has yet to come.
+        ended: The other end has closed it, behind all that it had to send.
     """
 
     def __init__(self, peer: int, connection: socket.socket, mark: int) -> None:
@@ -73,7 +74,7 @@ class Stream:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection, self.number = connection, connection.fileno()
         self.events = 0
-        self.full = self.waits = False
+        self.full = self.waits = self.ended = False
         self.mark = self.due = memoryview(bytearray(mark))
         self.left = 0
         self._peer = peer
@@ -142,8 +143,7 @@ class Stream:
             return 0
         except OSError as error:
             raise LostError(self._peer, error) from None
-        if not count:
-            raise LostError(self._peer, "Connection closed by peer")
+        self.ended = not count
         return count
 
     def await_more(self, behind: int) -> None:
