@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradtide.core.grouped import grouped
-from gradtide.doctor.checks import alone, reached, slow, together
+from gradtide.doctor.checks import alone, reached, slow, together, ungoverned
 from gradtide.doctor.facts import Facts, facts, hosts, parted
 from gradtide.doctor.pairs import Heard
 
@@ -24,6 +24,7 @@ GOOD = replace(
     threads=1,
     files=65536,
     shared=1 << 33,
+    governed=True,
     gpus=0,
     backend="gloo",
     variables={},
@@ -162,3 +163,17 @@ def test_a_slow_link_stands_out() -> None:
 def test_who_has_what_in_words() -> None:
     found = grouped(ranks("abaaaa"), lambda each: each.host)
     assert parted(found) == "a on ranks 0, 2-5; b on rank 1"
+
+
+def test_far_hosts_without_bbr_are_told_how_to_have_it() -> None:
+    trips = {(0, 1): 0.04, (1, 0): 0.03}
+    everybody = ranks("ab", {1: {"governed": False}})
+    (found,) = ungoverned(everybody, hosts(everybody), trips)
+    assert found.level == "warning"
+    assert "40 ms" in found.words
+    assert "rank 1 may not have BBR" in found.words
+    assert "tcp_allowed_congestion_control" in found.words
+    near = dict.fromkeys(trips, 0.001)
+    assert ungoverned(everybody, hosts(everybody), near) == []
+    assert ungoverned(ranks("ab"), hosts(everybody), trips) == []
+    assert ungoverned(everybody, hosts(everybody), {}) == []

@@ -14,6 +14,7 @@ from gradtide.core.grouped import grouped
 from gradtide.doctor.facts import SHARED, Facts, Host, hosts, parted, ranks_of
 from gradtide.doctor.pairs import Heard
 from gradtide.transport.addresses import VARIABLE, loops, outward
+from gradtide.transport.distance import FAR
 from gradtide.transport.links import LANES
 
 STRICT = ("gradtide", "torch")  # these must be alike; of Python, the minor version
@@ -244,6 +245,28 @@ def reached(
         words = f"the clock of {there[number]} is {off:+.1f} s off that of host 0"
         found.append(warning(f"{words}: training does not mind, but logs and TLS do"))
     return found
+
+
+def ungoverned(
+    everybody: Sequence[Facts],
+    there: Sequence[Host],
+    round_trips: Mapping[tuple[int, int], float],
+) -> list[Finding]:
+    """Far hosts whose ranks may not have BBR; round trips by numbers of hosts."""
+    without = [own for own in everybody if not own.governed]
+    pair = max(round_trips, key=lambda pair: round_trips[pair], default=(0, 0))
+    if not without or round_trips.get(pair, 0.0) <= 2 * FAR:
+        return []
+    one, other = (str(there[number]) for number in pair)
+    return [
+        warning(
+            f"from {one} to {other} and back takes {1e3 * round_trips[pair]:.0f} ms, "
+            f"and rank {without[0].rank} may not have BBR: a packet that is lost slows "
+            "its connection for long, so that there are several to each rank. Better, "
+            "on every host: modprobe tcp_bbr, and sysctl -w "
+            'net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
+        )
+    ]
 
 
 def slow(

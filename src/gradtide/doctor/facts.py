@@ -18,6 +18,7 @@ from gradtide.lab.record import versions
 from gradtide.planner.measure import machine
 from gradtide.transport.addresses import chosen, interfaces, public
 from gradtide.transport.hosts import host_name, network
+from gradtide.transport.stream import governed
 
 SHARED = "/dev/shm"
 # What decides how the ranks of a job talk; it has to be the same for all.
@@ -52,6 +53,7 @@ class Facts:
     omp: str  # OMP_NUM_THREADS
     files: int | None  # that this process may open; None: not known, or no limit
     shared: int | None  # bytes of shared memory, by which loaders pass batches on
+    governed: bool  # it may have its connections be governed by BBR
     gpus: int
     backend: str  # that init_process_group() would take
     variables: dict[str, str]
@@ -79,6 +81,7 @@ def facts(place: Place | None) -> Facts:
         omp=os.environ.get("OMP_NUM_THREADS", ""),
         files=_files(),
         shared=_shared(),
+        governed=governed(),
         gpus=gpus,
         backend="nccl" if gpus and dist.is_nccl_available() else "gloo",
         variables={name: os.environ[name] for name in ALIKE if name in os.environ},

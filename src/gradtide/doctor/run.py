@@ -171,6 +171,8 @@ class Examined:
                     found.round_trips[pair] = told.round_trip
                     if pair[1] == 0 != pair[0]:
                         found.clocks[pair[0]] = -told.clock
+        far = between(found.round_trips)
+        found.findings += checks.ungoverned(found.everybody, found.hosts, far)
 
     def _transferred(self) -> None:
         """In turn, each host sends to the next but so many; and within each host."""
