@@ -14,6 +14,7 @@ from gradtide.core.ops import AllReduce, Flow, Group, Swap
 from gradtide.core.payload import Payload
 from gradtide.planner.clock.transport import VirtualTransport
 from gradtide.planner.network import Device, Line, Link, Network, Rate
+from gradtide.transport.links import FAR_TRACKS
 
 N = 10**6  # elements of a bucket
 SECOND = Network(2, 1, Link.of(0.0, 1 / (4.0 * N)))  # a swap of N takes one second
@@ -81,6 +82,8 @@ def test_a_work_item_begins_while_the_one_before_waits() -> None:
         ((2, 1), 8.0),  # a is answered at 4, and again at 8; b was at 5
         ((1, 2), 9.0),
         ((1, 1, 1), 6.0),
+        ((2, 2, 2), 10.0),  # each goes on when it is answered, at 4, 5 and 6
+        ((2, 1, 1, 1, 1), 9.0),  # what a sends from 4 to 5 goes before e's
     ],
 )
 def test_a_far_wire_is_free_while_messages_are_on_their_way(
@@ -90,11 +93,32 @@ def test_a_far_wire_is_free_while_messages_are_on_their_way(
     engine = engine_of(transport)
     items = [
         launch(engine, name, Asking(transport, 0.0, n))
-        for name, n in zip("abc", times, strict=False)
+        for name, n in zip("abcde", times, strict=False)
     ]
     for item in items:
         engine.finish(item)
     assert transport.clock() == ends
+
+
+def test_of_items_between_far_hosts_only_some_are_under_way() -> None:
+    transport = VirtualTransport(SECOND.delayed(40.0))
+    engine = engine_of(transport)
+    asking = Asking(transport, 0.0, 1)
+    items = [launch(engine, str(i), asking) for i in range(FAR_TRACKS + 1)]
+    for item in items:
+        engine.finish(item)
+    # The first is answered at 21, and the last begins then.
+    assert transport.clock() == 42.0
+
+
+def test_the_thread_of_far_ranks_does_one_thing_at_a_time() -> None:
+    transport = VirtualTransport(SECOND.delayed(6.0))
+    engine = engine_of(transport)
+    items = [launch(engine, name, Working(transport, 0.5, 2.0)) for name in "ab"]
+    for item in items:
+        engine.finish(item)
+    # a is answered at 4.5, and works until 6.5; b is answered at 5.5, and waits.
+    assert transport.clock() == 8.5
 
 
 def test_of_a_far_wire_the_earlier_item_has_what_it_needs() -> None:

@@ -107,7 +107,7 @@ def finish(bench: Bench, network: Network, budget: float) -> Network:
     quick = seconds / 8 / max(network.inter.ring.beta, 1e-12)
     nbytes = max(min(quick, BUSY_BYTES[1]), BUSY_BYTES[0])
     processors = bench.first(partial(_shared, bench.everyone(machine)))
-    spread, occupancy = turns(bench, processors)
+    spread, occupancy = turns(bench, processors, network.delay)
     return replace(
         network,
         device=workbench(bench, SHARES[1] * budget),

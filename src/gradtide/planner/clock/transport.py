@@ -12,9 +12,10 @@ request sends has left: rings and direct messages near their end, swaps at any t
 Gloo's broadcast only when it starts.
 
 [Note: Far links] Where hosts are far apart a message is on its way for long after its
-last byte has left, and meanwhile the wire is free for what others send. Then an item
-begins while those before it wait, whatever they send later: of all that may leave the
-earliest item's goes first. (Real items are six at most at once; here, any number.)
+last byte has left, and meanwhile the wire is free for what others send. There an item
+begins as soon as the one before it waits, if no more than a few are under way, and goes
+on as soon as its answer is here: of all that may leave, and of all that the thread has
+to do, what is the earliest item's comes first, and others have what that leaves.
 
 [Note: Lanes] What items do inside hosts before and after runs on a time of its own
 each, in the order of submission, as in the lanes of the real queue. It shares its link
@@ -23,6 +24,8 @@ with nothing that is between hosts.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -34,6 +37,7 @@ from gradtide.planner.clock import cost
 from gradtide.planner.clock.intervals import Interval, gap, held_up, stretched, union
 from gradtide.planner.clock.symbolic_requests import shaped
 from gradtide.planner.network import Network
+from gradtide.transport.links import FAR_TRACKS
 from gradtide.transport.ring import carried
 
 MOST = 1 << 62  # bytes: any number
@@ -43,15 +47,12 @@ MOST = 1 << 62  # bytes: any number
 class Window:
     """A wait of an item: from when the next may begin, and when the answer is here.
 
-    `last` is the latest moment at which the queue looks for the next item, and `free`
-    when all that was asked has left; until then the wire was busy for `sent` seconds.
+    `last` is the latest moment at which the queue looks for the next item.
     """
 
     opens: float
     last: float
     ends: float
-    free: float
-    sent: float
 
 
 @dataclass
@@ -128,7 +129,12 @@ class VirtualTransport:
         self._until = 0.0  # then it goes on to something else than computing
         self._at: float | None = None  # the queue's time, while it is the queue's turn
         self._wire = 0.0  # busy until then
-        self._sent = 0.0  # seconds for which it has been busy, between hosts
+        self._far = network.distance.far
+        # When far wires and the queue's thread are busy, see [Note: Far links].
+        self._leaving: list[Interval] = []
+        self._own: list[Interval] = []
+        self._under_way: deque[WorkItem] = deque(maxlen=FAR_TRACKS)
+        self._next = 0.0  # then another item may begin, where hosts are far
         self._inner: list[Interval] = []  # when those inside hosts are; recent ones
         self._lanes = {"before": 0.0, "after": 0.0}  # busy until then
         self._last = WorkItem(self)
@@ -138,7 +144,6 @@ class VirtualTransport:
         self.beside: list[Interval] = []  # when a third thread works; recent ones
         self._worked: list[Interval] = []  # when its processor worked; recent ones
         self._worked_for = 0.0  # seconds since the last request
-        self._early: float | None = None  # when the item began, before its first wait
 
     # - What a transport does ----------------------------------------------------------
 
@@ -148,7 +153,7 @@ class VirtualTransport:
             ready = self._beside("before", job.before, ready)
         if job.settled:
             ready = max(ready, self._lanes["after"])
-        item = self._work(job, ready)
+        item = (self._work_among if self._far else self._work)(job, ready)
         if job.after is not None:
             item.ends = self._beside("after", job.after, item.worked)
         return item
@@ -172,18 +177,16 @@ class VirtualTransport:
         if window is not None:
             start, _ = self.busy.pop()
             self._at = max(now, window.opens)
-            wire, self._wire = self._wire, window.free
-            sent = self._sent - window.sent  # by the item before, after this
+            wire, self._wire = self._wire, window.ends
             # What the item before works at its end comes after this.
             worked, self._worked_for = self._worked_for, 0.0
             job.begin()
             self._worked_for += worked
-            self._yield_to(window, before, wire, sent)
+            self._yield_to(window, before, wire)
         else:
             self._at = start = max(now, before.worked)
             job.begin()
-        begun, self._at = self._at, max(self._at, before.worked)
-        self._early = begun if self.network.distance.far else None
+        self._at = max(self._at, before.worked)
         self._windows = []
         job.work()
         self._last = WorkItem(self, self._at, self._at)
@@ -191,17 +194,27 @@ class VirtualTransport:
         self._at = None
         return self._last
 
-    def _yield_to(
-        self, window: Window, before: WorkItem, wire: float, sent: float
-    ) -> None:
+    def _work_among(self, job: Job, now: float) -> WorkItem:
+        """The same where hosts are far, among other items: see [Note: Far links]."""
+        first = self._under_way[0] if len(self._under_way) == FAR_TRACKS else None
+        start = max(now, self._next, 0.0 if first is None else first.worked)
+        self._at, self._windows = start, []
+        job.begin()
+        job.work()
+        item, self._at = WorkItem(self, self._at, self._at), None
+        self._under_way.append(item)
+        self._next = self._windows[0].opens if self._windows else item.worked
+        recent = [i for i in self.busy[-FAR_TRACKS:] if i[1] >= start]
+        del self.busy[len(self.busy) - len(recent) :]
+        self.busy += union([*recent, (start, item.worked)])
+        return item
+
+    def _yield_to(self, window: Window, before: WorkItem, wire: float) -> None:
         """The item that was waiting goes on later for the one that has begun."""
         assert self._at is not None
         if window is self._windows[-1]:
             before.put_off(self._at)
             self._wire = max(wire, self._wire)
-        elif self.network.distance.far:  # see [Note: Far links]
-            before.put_off(before.worked + max(self._at - window.ends, 0.0))
-            self._wire = max(wire, self._wire + sent)
         else:
             late = max(self._at, self._wire) - window.ends
             before.put_off(before.worked + late)
@@ -244,7 +257,7 @@ class VirtualTransport:
         if ends is None:
             start = max(now, self._wire)
             ends = self._travel(pending)
-            self._windows.append(Window(start, start, ends, ends, self._sent))
+            self._windows.append(Window(start, start, ends))
         elif ends > now:
             self._windows.append(self._window(pending, ends))
         self.wait_until(ends)
@@ -288,6 +301,9 @@ class VirtualTransport:
         if seconds:
             now, shared = self.clock(), [(self.now, self._until)]
             self._at = stretched(now, seconds, shared, self.network.sharing)
+            if self._far:
+                self._own = self._recent(self._own)
+                self._at = _take(self._own, now, self._at - now)
             self._worked.append((now, self._at))
 
     def charge(self, seconds: float) -> None:
@@ -311,10 +327,9 @@ class VirtualTransport:
 
     def computed(self, start: float, seconds: float) -> float:
         """When the training thread ends what it begins to compute at `start`."""
-        # Time only goes on.
-        self.inside = [i for i in self.inside if i[1] > self.now]
-        self._worked = [i for i in self._worked if i[1] > self.now]
-        self.beside = [i for i in self.beside if i[1] > self.now]
+        self.inside = self._recent(self.inside)
+        self._worked = self._recent(self._worked)
+        self.beside = self._recent(self.beside)
         busy = [i for i in self.busy if i[1] > start]
         if self.inside or self.beside:
             busy = union([*busy, *self.inside, *self.beside])
@@ -322,6 +337,10 @@ class VirtualTransport:
         return held_up(
             start, seconds, busy, network.interference, taken, network.sharing
         )
+
+    def _recent(self, intervals: list[Interval]) -> list[Interval]:
+        """Those that may still matter: time only goes on."""
+        return [each for each in intervals if each[1] > self.now]
 
     def _travel(self, pending: Pending) -> float:
         """Put a request behind what is on the wire; when it will have been answered."""
@@ -331,35 +350,35 @@ class VirtualTransport:
         seconds = cost.seconds(pending.op, group, network)
         if pending.circle is self._inside:
             # Lanes take turns: what is submitted later may come earlier.
-            recent = [i for i in self._inner if i[1] > self.now]
+            recent = self._recent(self._inner)
             start = gap(recent, self.clock() + late, seconds)
             self._inner = union([*recent, (start, start + seconds)])
             return start + seconds
-        on_its_way = 0.0
         if weightless is not None:
             on_its_way = cost.seconds(pending.op, group, weightless)
-        ends = max(self.clock() + late, self._wire) + seconds
-        self._wire = ends - on_its_way
-        self._sent += seconds - on_its_way
+            self._leaving = self._recent(self._leaving)
+            start = self.clock() + late
+            return _take(self._leaving, start, seconds - on_its_way) + on_its_way
+        self._wire = ends = max(self.clock() + late, self._wire) + seconds
         return ends
 
     def _window(self, pending: Pending, ends: float) -> Window:
         start, op, size = self.clock(), pending.op, pending.circle.group.size
-        if self._early is not None:
-            start, self._early = self._early, None
-        left = min(self._wire, ends), self._sent
-        if (
-            self.network.distance.far
-            or isinstance(op, ops.Swap)
-            or self._is_small(op, size)
-        ):
-            return Window(start, ends, ends, *left)
+        if self._far or isinstance(op, ops.Swap) or self._is_small(op, size):
+            return Window(start, ends, ends)
         hops = (1 + isinstance(op, ops.Mean | ops.AllReduce)) * (size - 1)
         tail = (ends - start) / hops
-        return Window(ends - tail, ends, ends, ends, self._sent)
+        return Window(ends - tail, ends, ends)
 
     def _is_small(self, op: Op, size: int) -> bool:
         """Whether it is a sum of which everybody is sent all."""
         if not isinstance(op, ops.AllReduce) or size > self.network.one_hop_ranks:
             return False
         return op.tensor.nbytes <= self.network.small_bytes
+
+
+def _take(busy: list[Interval], start: float, seconds: float) -> float:
+    """When what may begin at `start` ends, beside what comes first; adds it to that."""
+    ends = stretched(start, seconds, busy, math.inf)
+    busy[:] = union([*busy, (start, ends)])
+    return ends

@@ -98,11 +98,12 @@ def sharing(bench: Bench, budget: float) -> float:
     return min(max(_slowed(bench, half, another), 1.0), 2.0)
 
 
-def turns(bench: Bench, processors: float) -> tuple[float, float]:
+def turns(bench: Bench, processors: float, delay: float) -> tuple[float, float]:
     """Work and requests in turn, when ranks have so many processors for themselves.
 
     By which share of the work a request is answered later when all ranks come from it;
-    and for which share of the time they keep the processors busy, if they have too few.
+    and for which share of the time they keep the processors busy, if they have too few:
+    of the time in which no answer is on its way, `delay` seconds for each.
     """
     bench.tell("requests, after work and one behind the other")
     size = bench.group.size
@@ -117,7 +118,9 @@ def turns(bench: Bench, processors: float) -> tuple[float, float]:
     together = bench.taken(TURNS, work, request)
     worked = (time.process_time() - begin) / TURNS
     worked = bench.middle(lambda: worked)
-    busy = min(worked / together / processors, 1.0) if processors < 1 else 1.0
+    busy, here = 1.0, together - delay
+    if processors < 1 and here > 0:
+        busy = min(worked / here / processors, 1.0)
     spread = (together - asking - working) / working
     return min(max(spread, 0.0), 1.0), max(busy, LEAST_BUSY)
 
