@@ -12,6 +12,7 @@ What is compiled by numba writes the same bytes as torch does here.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -42,15 +43,13 @@ class Indices(NamedTuple):
     @property
     def low(self) -> int:
         """Bits of an index that travel as they are: so many that the rest is least."""
-        return max(((self.span - 1) // max(self.room, 1)).bit_length() - 1, 0)
+        return _layout(self.room, self.span)[0]
 
     @property
     def sizes(self) -> list[int]:
         """Bytes of all low bits, and of the row of bits."""
-        if not self.room:
-            return [0, 0]
-        places = self.room + ((self.span - 1) >> self.low)
-        return [-(-self.room * self.low // 8), -(-places // 8)]
+        _, *sizes = _layout(self.room, self.span)
+        return sizes
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +94,16 @@ class Indices(NamedTuple):
         """The low bits and the row of bits, as arrays of numpy."""
         both, (low, _) = message.numpy(), self.sizes
         return both[:low], both[low:]
+
+
+@lru_cache(1 << 14)
+def _layout(room: int, span: int) -> tuple[int, int, int]:
+    """Low bits of an index, and bytes of all of them and of the row of bits."""
+    low = max(((span - 1) // max(room, 1)).bit_length() - 1, 0)
+    if not room:
+        return low, 0, 0
+    places = room + ((span - 1) >> low)
+    return low, -(-room * low // 8), -(-places // 8)
 
 
 def prepare(device: torch.device) -> None:

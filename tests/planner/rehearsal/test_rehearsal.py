@@ -142,6 +142,7 @@ def test_selection_and_entries_are_counted() -> None:
     assert played(CLTk(0.9), 64, 2).acts[0].work.scanned == 0  # travels densely
 
 
+@pytest.mark.timeout(400)  # of 256 ranks, where many others run
 @pytest.mark.parametrize("size", [4, 64, 256])
 def test_who_delivers_nothing_of_its_own_has_selected(size: int) -> None:
     """Of many ranks of `oktopk`, some have nothing among the largest of a region."""
