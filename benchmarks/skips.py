@@ -30,7 +30,7 @@ EXACT = ("wfbp", "dear")
 SCHEMES = (
     *EXACT,
     "dear(wire='bf16')",
-    "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')",
+    "topka2a(0.02, schedule='local', warmup=60, wire='e3m0')",
     "exdyna(0.01, schedule='local', warmup=240, wire='e3m0')",
     "exdyna(0.01, warmup=160)",
     "Scheme(Dense(), schedule=Schedule('step', every=4))",

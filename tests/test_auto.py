@@ -377,7 +377,7 @@ SEEN = (Seen(trace("fast", 0.1), ""), Seen(SLOW, ""))
 ADAM = (SEEN[0], Seen(replace(SLOW, steps="adam"), ""))
 UNTRIED = (replace(ADAM[0], alone="it cannot be tried out"), ADAM[1])
 SPARSE = "exdyna(0.01, warmup=160)"
-STEPWISE = "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')"
+STEPWISE = "topka2a(0.02, schedule='local', warmup=60, wire='e3m0')"
 TIMES = {"dear": 0.8, "wfbp(wire='bf16')": 0.75, SPARSE: 0.25, STEPWISE: 0.3}
 
 
@@ -449,7 +449,7 @@ def test_no_warm_up_follows_as_many_exact_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(decision, "rank", ranked(TIMES))
-    for steps, expected in ((239, STEPWISE), (240, STEPWISE.replace("240", "0"))):
+    for steps, expected in ((59, STEPWISE), (60, STEPWISE.replace("60", "0"))):
         now = Present(parse("wfbp"), steps, chosen=True)
         text, _ = decision.plan(Auto(lossy=True), ADAM, Network.ideal(4, 2, 1e9), now)
         assert parse(text) == parse(expected)

@@ -184,7 +184,7 @@ class Case(NamedTuple):
     besides: str = ""
 
 
-TOPKA2A = "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')"
+TOPKA2A = "topka2a(0.02, schedule='local', warmup=60, wire='e3m0')"
 CASES = [
     *(Case(row.recipe) for row in RECOMMENDED if row.recipe != "auto"),
     Case("dear", "clipping by norm"),

@@ -20,7 +20,7 @@ from gradtide.scheme.recommended import candidates
 from gradtide.simulate import report as simulated
 from gradtide.simulate.grid import replayed, run
 
-LONG = "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')"
+LONG = "topka2a(0.02, schedule='local', warmup=60, wire='e3m0')"
 
 
 @pytest.fixture

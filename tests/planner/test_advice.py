@@ -153,7 +153,7 @@ def test_what_ranks_wait_for_is_never_more_than_there_is() -> None:
 
 LADDER = {row.recipe: row for row in RECOMMENDED}
 FIRST, SECOND, SGD = (
-    "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')",
+    "topka2a(0.02, schedule='local', warmup=60, wire='e3m0')",
     "exdyna(0.01, schedule='local', warmup=240, wire='e3m0')",
     "exdyna(0.01, warmup=160)",
 )

@@ -74,7 +74,7 @@ def test_a_record_is_read_beside_its_exact_contestant(tmp_path: Path) -> None:
     courses["ddp(wire='bf16')"] = course(1.0)
     found = read(record(tmp_path / "record.json", **courses))
     assert list(found) == [sparse]
-    own = find(found, parse("topka2a(0.02, schedule='local', warmup=240, wire='e3m0')"))
+    own = find(found, parse("topka2a(0.02, schedule='local', warmup=60, wire='e3m0')"))
     assert own == found[sparse]
     assert find(found, parse("topka2a(0.01, schedule='local', wire='e3m0')")) is None
 

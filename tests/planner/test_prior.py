@@ -19,7 +19,7 @@ from gradtide.scheme import parse
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RECORD = BENCHMARKS / "records/prior_202611.json"
-TOPKA2A = "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')"
+TOPKA2A = "topka2a(0.02, schedule='local', warmup=60, wire='e3m0')"
 EXDYNA = "exdyna(0.01, schedule='local', warmup=240, wire='e3m0')"
 # By the short names of the record.
 KNOWN = {

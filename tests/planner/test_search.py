@@ -116,7 +116,7 @@ def test_steps_of_a_warm_up_exchange_gradients_also_before_rounds() -> None:
     [
         "wfbp",
         "dear(wire='bf16')",
-        "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')",
+        "topka2a(0.02, schedule='local', warmup=60, wire='e3m0')",
         "Scheme(OkTopk(), BySize(25.0))",
     ],
 )

@@ -79,11 +79,11 @@ RECOMMENDED = (
         "a second buffer for gradients",
     ),
     Recommendation(
-        "topka2a(0.02, schedule='local', warmup=240, wire='e3m0')",
+        "topka2a(0.02, schedule='local', warmup=60, wire='e3m0')",
         "half the bytes are too many: begin with this one; it has the lowest losses "
         "of all that send fewer",
         "an eighth in the warm-up, then about 2.2 %",
-        _FROM_SCRATCH,
+        "Adam; training from scratch, 60 steps of it as warm-up",
         "adam",
         short=True,
     ),
