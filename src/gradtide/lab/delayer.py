@@ -32,14 +32,15 @@ _REQUEST = struct.Struct("=IHHIIBBH")  # length, kind, flags, ..., family, 0, qu
 _VERDICT = struct.Struct("=HH")
 _ROOM = 1 << 16
 _BUFFER = 64 << 20
-# What passes before it hears of a packet, and until one goes on that it has let go.
-_HEARING = 1.5e-4
+# What passes before it hears of a packet, and until one goes on that it has let go: on
+# a quick machine. A way takes longer than asked on a slow one, and nowhere less.
+_HEARING = 2e-5
 # Seconds after which it looks by itself whether a packet has come: under load a packet
 # in several hundred was only seen when the next one came.
 _LOOK = 0.005
 # Who is due within this time goes with those that are: fewer calls, and no later than
 # a timer would be.
-_SLACK = 5e-5
+_SLACK = 2e-5
 
 
 class Held:
