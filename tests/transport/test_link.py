@@ -97,6 +97,40 @@ def test_one_of_several_connections_that_ends_is_no_loss() -> None:
             there.read(others[1])
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_a_rank_is_lost_where_connections_wait_for_what_never_comes(
+    order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed before the first frame left, and many were ahead of that."""
+    monkeypatch.setattr(streams, "AHEAD", 20_000)
+    x = torch.arange(100_000.0)
+    with pair(several=3) as (here, there):
+        here._sent, here.streams[0].full = 1, True
+        owner = Outstanding((1, 1, 0), x.nbytes, 0)
+        here.send(memory_of(x), x.nbytes, owner, more=False)
+        ask(there, torch.zeros(100_000), (1, 1, 0))
+        for stream in there.streams:
+            there.read(stream)
+        assert [stream.waits for stream in there.streams] == [False, True, True]
+        for stream in here.streams:
+            stream.connection.close()
+        with pytest.raises(LostError, match="closed by peer"):
+            for i in order:
+                there.read(there.streams[i])
+
+
+@pytest.mark.parametrize("count", [1, MARK.size, MARK.size + 1])
+def test_a_connection_that_ends_within_a_frame_is_a_loss(count: int) -> None:
+    with pair(several=3) as (here, there):
+        ask(there, torch.zeros(5), (1, 1, 0))
+        frame = MARK.pack(0, 1, 1, 0, 20, 20) + bytes(20)
+        here.connection.sendall(frame[:count])
+        here.connection.close()
+        with pytest.raises(LostError, match="closed by peer"):
+            for _ in range(5):
+                there.read()
+
+
 def test_what_nobody_has_asked_for_stays_where_it_is_if_nothing_is_behind_it() -> None:
     x, into = torch.arange(10.0), torch.zeros(10)
     with pair() as (here, there):

@@ -33,6 +33,7 @@ from typing import NamedTuple, TypeAlias
 
 from gradtide.transport.stream import (
     CHUNK,
+    CLOSED,
     HELD,
     NONE,
     LostError,
@@ -217,12 +218,11 @@ class Link:
         """
         stream = stream or self.streams[0]
         while self.coming:
-            if not stream.due and not self._begin_frame(stream):
-                return
-            count = stream.receive()
-            # What is still to come may be on its way on another one.
-            if stream.ended and all(each.ended for each in self.streams):
-                raise LostError(self.peer, "Connection closed by peer")
+            begun = bool(stream.due) or self._begin_frame(stream)
+            count = stream.receive() if begun else 0
+            # What is next may come on another one, if that does not wait for it, too.
+            if not count and all(each.ended or each.waits for each in self.streams):
+                raise LostError(self.peer, CLOSED)
             if not count or self._take(stream, count):
                 return
 

@@ -33,6 +33,7 @@ HELD = 1 << 21  # bytes that a socket holds for its reader, see [Note: Wakes]
 UNSENT = 1 << 19  # bytes that have yet to leave sockets, see [Note: Windows]
 MORE = getattr(socket, "MSG_MORE", 0)
 LATE = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+CLOSED = "Connection closed by peer"
 CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
 
 Memory: TypeAlias = memoryview
@@ -144,6 +145,8 @@ class Stream:
         except OSError as error:
             raise LostError(self._peer, error) from None
         self.ended = not count
+        if self.ended and (self.left or len(due) < len(self.mark)):
+            raise LostError(self._peer, CLOSED)  # the rest never comes
         return count
 
     def await_more(self, behind: int) -> None:
