@@ -28,7 +28,7 @@ from gradtide.core.ops import (
     Mean,
     ReduceScatter,
 )
-from gradtide.core.transport import Job
+from gradtide.core.transport import CommunicationError, Job
 from gradtide.planner.measure import measure
 from gradtide.planner.network import Network
 from gradtide.transport import connect, gloo, several
@@ -141,6 +141,27 @@ def _wrong_number() -> str:
     if dist.get_rank() == 1:
         os.environ[CONNECTIONS] = "many"
     with pytest.raises(ValueError, match="rank 1 cannot connect") as caught:
+        connect(None, torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_connections_that_cannot_be_made_are_told_on_every_rank() -> None:
+    for rank, told in enumerate(run_ranks(2, _no_more_connections)):
+        assert f"rank {rank}: connecting failed" in told
+        assert f"rank {1 - rank}" in told
+
+
+def _no_more_connections() -> str:
+    be_several()
+    call = Meeting.call
+
+    def first_alone(own: Meeting, peer: int, lane: int) -> socket.socket:
+        if lane:
+            raise OSError("Too many open files")
+        return call(own, peer, lane)
+
+    Meeting.call = first_alone  # type: ignore[method-assign]
+    with pytest.raises(CommunicationError) as caught:
         connect(None, torch.device("cpu"))
     return str(caught.value)
 

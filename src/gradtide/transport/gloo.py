@@ -88,7 +88,14 @@ class GlooTransport:
         told = self.gather_objects((own, wish(size)), "meeting")
         distance = distance_of(own for own, _ in told)
         self.streams = agreed((Wish(*wish) for _, wish in told), distance.far)
-        self.suit(distance)
+
+        def suit() -> None:
+            try:
+                self.suit(distance)
+            except RuntimeError as error:  # a rank is lost meanwhile
+                raise self.blame("connecting", error) from error
+
+        self.submit(Job(lambda: None, suit, name="meeting")).join()
         self.payload_bytes = 0
 
     def suit(self, distance: Distance) -> None:
