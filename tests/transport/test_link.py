@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -55,6 +55,11 @@ def ask(link: Link, into: Tensor, asked: Asked, early: bool = False) -> Outstand
     owner = Outstanding(asked, 0, 1)
     link.expect(Coming(link.peer, arrival(into), owner), early)
     return owner
+
+
+def read_all(link: Link, order: Iterable[int]) -> None:
+    for i in order:
+        link.read(link.streams[i])
 
 
 def test_what_comes_early_is_kept_until_it_is_asked_for() -> None:
@@ -115,8 +120,7 @@ def test_a_rank_is_lost_where_connections_wait_for_what_never_comes(
         for stream in here.streams:
             stream.connection.close()
         with pytest.raises(LostError, match="closed by peer"):
-            for i in order:
-                there.read(there.streams[i])
+            read_all(there, order)
 
 
 @pytest.mark.parametrize("count", [1, MARK.size, MARK.size + 1])
@@ -127,8 +131,7 @@ def test_a_connection_that_ends_within_a_frame_is_a_loss(count: int) -> None:
         here.connection.sendall(frame[:count])
         here.connection.close()
         with pytest.raises(LostError, match="closed by peer"):
-            for _ in range(5):
-                there.read()
+            read_all(there, [0] * 5)
 
 
 def test_what_nobody_has_asked_for_stays_where_it_is_if_nothing_is_behind_it() -> None:
