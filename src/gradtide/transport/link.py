@@ -121,7 +121,6 @@ class Link:
         self.peer = peer
         self.streams = [Stream(peer, connection, MARK.size)]
         self.coming: dict[int, deque[Coming]] = {}  # by items; no deque is empty
-        self._far = False
         self._frame = HELD
         self._next = 0  # of the streams, which gets the next frame if it is not full
         self._sent = self._turn = 0  # frames that have left, and that have come in turn
@@ -137,15 +136,14 @@ class Link:
         return self.streams[0].connection
 
     def add(self, connection: socket.socket) -> Stream:
-        """Have one more connection, on which nothing has been sent."""
+        """Have one more connection, before the next `suit`."""
         stream = Stream(self.peer, connection, MARK.size)
         self.streams.append(stream)
-        self.suit(self._far)
         return stream
 
     def suit(self, far: bool) -> None:
         """Suit a rank that is far away, or one that is near."""
-        self._far, self._frame = far, FRAMES[far]
+        self._frame = FRAMES[far]
         for stream in self.streams:
             stream.suit(far, len(self.streams))
 

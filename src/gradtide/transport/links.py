@@ -160,8 +160,6 @@ class Links:
         one to a rank that is reached without a network.
         """
         self.far, self._streams = far, streams
-        for link in self.to.values():
-            link.suit(far)
         for peer in self._in_turn(self.to.keys()):
             self._widen(peer)
         if far:
@@ -245,16 +243,16 @@ class Links:
         (connection,) = self._meet(peer, range(1))
         link = self.to[peer] = Link(peer, connection)
         self._numbers[link.streams[0].number] = link, link.streams[0]
-        link.suit(self.far)
         self._widen(peer)
 
     def _widen(self, peer: int) -> None:
-        """Have as many connections to a rank as there are to be."""
+        """Have as many connections to a rank as there are to be, and suit them."""
         link = self.to[peer]
         more = 1 if link.streams[0].is_unix else self._streams
         for connection in self._meet(peer, range(len(link.streams), more)):
             stream = link.add(connection)
             self._numbers[stream.number] = link, stream
+        link.suit(self.far)
 
     def _meet(self, peer: int, numbers: Sequence[int]) -> list[socket.socket]:
         """Call a rank, or be called, for connections with such numbers."""
