@@ -10,11 +10,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tasks import TASKS
+from tasks import TASKS, build
+from torch.optim import Optimizer
 
+import gradtide
 from gradtide.lab.record import commit, machine, versions
 
 FACTORS = (0.5, 1.0, 2.0)  # times the task's usual rate
+
+
+def trained(
+    task: str,
+    scheme: str,
+    rate: float,
+    steps: int,
+    seed: int = 0,
+    after: Callable[[int, Optimizer], None] = lambda step, optimizer: None,
+) -> float:
+    """The loss at the end of a training; `after` is called after each step."""
+    work = build(task, dist.get_rank(), seed, rate, steps)
+    assert work.evaluate is not None
+    assert work.scheduler is not None
+    model, optimizer = work.model, work.optimizer
+    scheduler = work.scheduler(optimizer)
+    sync = gradtide.replicate(model, optimizer, scheme)
+    for step in range(steps):
+        work.loss(model, work.batch(step)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        after(step, optimizer)
+    sync.end_round()
+    sync.flush()
+    loss = work.evaluate(model)["loss"]
+    sync.remove()
+    return loss
 
 
 def contest(

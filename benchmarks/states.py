@@ -17,11 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from contest import contest
-from tasks import TASKS, build
+from contest import contest, trained
+from tasks import TASKS
 from torch.optim import Optimizer
-
-import gradtide
 
 # Rounds after which the first momentum is averaged, and the second; 0: never.
 WAYS = {"own": (0, 0), "each round": (1, 1), "after 3 and 6 rounds": (3, 6)}
@@ -39,28 +37,17 @@ def average(optimizer: Optimizer, names: tuple[str, ...]) -> None:
 
 
 def train(task: str, way: str, rate: float, args: argparse.Namespace) -> float:
-    work = build(task, dist.get_rank(), 0, rate, args.steps)
-    assert work.evaluate is not None
-    assert work.scheduler is not None
-    model, optimizer = work.model, work.optimizer
-    scheduler = work.scheduler(optimizer)
     dense = args.steps * 2 // 5
-    scheme = f"diloco(every={args.every}, warmup={dense})"
-    sync = gradtide.replicate(model, optimizer, scheme)
-    for step in range(args.steps):
-        work.loss(model, work.batch(step)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+
+    def after(step: int, optimizer: Optimizer) -> None:
         rounds, inside = divmod(step + 1 - dense, args.every)
         if rounds > 0 and not inside:
             for names, period in zip(MOMENTA, WAYS[way], strict=True):
                 if period and rounds % period == 0:
                     average(optimizer, names)
-    sync.end_round()
-    loss = work.evaluate(model)["loss"]
-    sync.remove()
-    return loss
+
+    scheme = f"diloco(every={args.every}, warmup={dense})"
+    return trained(task, scheme, rate, args.steps, after=after)
 
 
 def main() -> None:

@@ -13,31 +13,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch.distributed as dist
-from contest import contest
-from tasks import TASKS, build
-
-import gradtide
+from contest import contest, trained
+from tasks import TASKS
 
 RECIPE = "topka2a(0.02, schedule='local', warmup={}, wire='e3m0')"
-
-
-def train(task: str, scheme: str, rate: float, args: argparse.Namespace) -> float:
-    work = build(task, dist.get_rank(), args.seed, rate, args.steps)
-    assert work.evaluate is not None
-    assert work.scheduler is not None
-    model, optimizer = work.model, work.optimizer
-    scheduler = work.scheduler(optimizer)
-    sync = gradtide.replicate(model, optimizer, scheme)
-    for step in range(args.steps):
-        work.loss(model, work.batch(step)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    sync.flush()
-    loss = work.evaluate(model)["loss"]
-    sync.remove()
-    return loss
 
 
 def main() -> None:
@@ -53,7 +32,7 @@ def main() -> None:
     ways = ["wfbp", *(args.recipe.format(length) for length in lengths)]
 
     def run(task: str, way: str, rate: float) -> float:
-        return train(task, way, rate, args)
+        return trained(task, way, rate, args.steps, args.seed)
 
     contest("warmups.py", ways, run, args, steps=args.steps, seed=args.seed)
 

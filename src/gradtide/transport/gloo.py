@@ -106,9 +106,7 @@ class GlooTransport:
         self.distance = distance
         if distance.far:
             self._queue.suit_delay(_here, self._links[0].wake, FAR_TRACKS)
-        for lane, links in enumerate(self._links):
-            if not lane:  # the others are inside hosts
-                links.suit(distance.far, self.streams)
+        self._links[0].suit(distance.far, self.streams)  # the others are inside hosts
 
     @property
     def delay(self) -> float:
