@@ -45,6 +45,7 @@ ELSEWHERE = {
     "collectives/owners": "collectives/test_owned_means",
     "collectives/partitions": "collectives/test_partitioned",
     "core/fields": "test_scheme",
+    "core/grace": "transport/test_grace",
     "core/grouped": "doctor/test_checks",
     "core/ops": "test_transport",
     "core/outer": "runtime/exchange/test_rounds",

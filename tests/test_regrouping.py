@@ -22,7 +22,7 @@ from tests.lighthouse import run
 class Alone:
     """Counts one rank; `fresh` has it meet anew at the next step."""
 
-    name = "a"
+    name, grace = "a", None
 
     def __init__(self) -> None:
         self._store, self._where = generations.open_store()

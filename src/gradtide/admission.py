@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,6 +22,9 @@ from gradtide.runtime.layout.placement import Placement
 from gradtide.scheme import Scheme, undecided
 from gradtide.transport import Mesh, ProcessGroup, members
 from gradtide.transport.shards import is_sharded
+
+if TYPE_CHECKING:
+    from gradtide.core.grace import Grace
 
 
 def admit(
@@ -97,13 +102,27 @@ def admit_another(
     ahead.prepare(dict(averaged(model)).values(), scheme)
 
 
+def refuse_grace(scheme: Scheme, grace: Grace | None) -> None:
+    """Raise ValueError for a scheme without rounds, where slow ranks have a grace."""
+    if grace is not None and undecided(scheme) is None:
+        refuse(
+            {
+                f"Lighthouse(grace={grace.seconds}) with {scheme!r}, which has no "
+                "rounds that a slow rank could end sooner: leave grace out, or use "
+                "rounds, such as 'diloco'": not scheme.schedule.rounds
+            }
+        )
+
+
 def refuse_elastic(
     model: nn.Module,
     optimizer: Optimizer | None,
     scheme: Scheme,
     process_group: object,
+    grace: Grace | None = None,
 ) -> None:
     """Raise ValueError for what cannot be trained by ranks that come and go."""
+    refuse_grace(scheme, grace)
     sharded = any(is_sharded(p) for _, p in averaged(model))
     refuse(
         {

@@ -26,6 +26,7 @@ from gradtide.core.engine import Engine
 from gradtide.core.membership import Member, Roster, Standing
 from gradtide.core.transport import CommunicationError
 from gradtide.transport import generations
+from gradtide.transport.grace import StoreGrace
 
 LOG = logging.getLogger("gradtide")
 
@@ -55,6 +56,10 @@ class Batches:
     out, and the steps of an epoch stay as many, whatever ranks are lost or come. The
     samples of a step that is lost are dealt out again. Where the number of ranks does
     not divide a batch, some have one sample more; every rank counts alike in the mean.
+
+    Where a slow rank leaves steps of a round out (`Lighthouse(grace=...)`), nobody
+    reads its samples of those: about `left_out_steps` (`Replica.metrics`) times `size`
+    over the number of ranks. The next epoch has all again.
 
     Iterate over it for good: each item is this rank's samples, a list of their numbers,
     of the step that comes next. Where ranks meet anew, they do so before that.
@@ -132,6 +137,15 @@ class Lighthouse:
             order of their names. None stands for a new one.
         timeout: Seconds for which a rank of the group is waited for that lives and does
             not come; also the timeout of the process group.
+        grace: In rounds, seconds for which ranks that have come to the end of a round
+            wait for slower ones, before they ask these to end theirs: above 0 and below
+            `timeout`, and the same on every rank. A rank that is asked ends its round
+            with the step that is under way, and goes on with the others. What its steps
+            did counts as ever, in the same mean: after 3 steps of 10 it adds what these
+            3 did, with the weight (`Replica.weight`) of a rank that has done all. It
+            does not make up for the others, whose number of steps it goes on from. So
+            the others wait for `grace` and a step of the slowest rank at most, and
+            something for the word to travel. None, the default, waits for all steps.
         patience: Seconds for which too few ranks, or a lighthouse that does not answer,
             are waited for, before training ends with an error.
 
@@ -146,6 +160,7 @@ class Lighthouse:
         *,
         name: str | None = None,
         timeout: float = 300.0,
+        grace: float | None = None,
         patience: float = 1800.0,
     ) -> None:
         if not address.startswith(("http://", "https://")):
@@ -153,6 +168,12 @@ class Lighthouse:
         for what, seconds in (("timeout", timeout), ("patience", patience)):
             if not seconds > 0:
                 raise ValueError(f"{what}={seconds!r}: a number of seconds above 0")
+        if grace is not None and not 0 < grace < timeout:
+            raise ValueError(
+                f"grace={grace!r}: a number of seconds above 0 and below timeout="
+                f"{timeout!r}, when a rank is taken for lost"
+            )
+        self.grace = None if grace is None else StoreGrace(float(grace))
         self.address, self.name = address, name or uuid.uuid4().hex
         self._timeout, self._patience = float(timeout), float(patience)
         self._store: Any = None
@@ -190,12 +211,18 @@ class Lighthouse:
         names = [member.name for member in roster.members]
         stores = [member.store for member in roster.members]
         how = names.index(self.name), self._timeout
+        if self.grace is not None:
+            self.grace.rest()
         generations.form(roster.number, stores, *how)
+        if self.grace is not None:
+            self.grace.begin(roster.number, stores[0])
 
     def close(self) -> None:
         """Take part no more."""
         self._closed.set()
         atexit.unregister(self.close)
+        if self.grace is not None:
+            self.grace.close()
         if self._alive is not None and self._alive.is_alive():
             self._alive.join(2 * BEAT)
 

@@ -257,7 +257,9 @@ class Loop:
         together if one is lost in the last step. Without `elastic` it does nothing.
 
         Returns:
-            The number of steps taken.
+            The number of steps taken. A rank that was asked to end its round sooner
+                (`Lighthouse(grace=...)`) goes on with the number of the others, so that
+                it leaves numbers out. That at which a round ends it never does.
 
         Raises:
             CommunicationError: Too few ranks are there, for too long.

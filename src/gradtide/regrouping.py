@@ -60,6 +60,7 @@ class Regrouping:
         self._progress = -1  # as in `Standing`
         self.generation = 0
         self.lost_steps = self.lost_ranks = 0
+        self.shortened_rounds = self.left_out_steps = 0
 
     def numbers(self) -> dict[str, float]:
         """What `Replica.metrics` says of ranks."""
@@ -68,6 +69,8 @@ class Regrouping:
             "generation": self.generation,
             "lost_ranks": self.lost_ranks,
             "lost_steps": self.lost_steps,
+            "shortened_rounds": self.shortened_rounds,
+            "left_out_steps": self.left_out_steps,
         }
 
     def begin(self) -> None:
@@ -106,6 +109,22 @@ class Regrouping:
                 return None
 
         return guarded
+
+    def shortened(self, training: Training, steps: int) -> None:
+        """Others wait for this rank, which has left `steps` steps of a round out."""
+        # One that is always slow is told of once for all to see.
+        level = logging.INFO if self.shortened_rounds else logging.WARNING
+        self.shortened_rounds += 1
+        self.left_out_steps += steps
+        LOG.log(
+            level,
+            "rank %d is slower than others, which have waited for the grace: it leaves "
+            "out %d of the %d steps of its round, and goes on with step %d",
+            self._session.engine.group.rank,
+            steps,
+            training.step.schedule.every,
+            training.num_steps + 1,
+        )
 
     def stepped(self, training: Training, silent: bool) -> None:
         """A step is over, in which something was exchanged unless it was `silent`."""
@@ -177,6 +196,12 @@ class Regrouping:
         session.connect()
         if late[rank]:
             self._progress = -1  # until it has all of it
+            if own.whole and own.begun and (done := own.numbers[-1]):
+                LOG.warning(
+                    "others have gone on without this rank: what it did in the last %d "
+                    "steps, since its round began, is lost",
+                    done,
+                )
         how = roster.source, late, most < 0
         optimizer = session.known_optimizer
         own = regroup.share(session.engine, session.model, optimizer, own, *how)

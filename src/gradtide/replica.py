@@ -321,6 +321,9 @@ class Replica(Loop):
           many ranks train now; the number of groups that they have formed so far; and
           how many ranks, and how many of this rank's steps, were lost. With a lost rank
           its residual is lost.
+        - `shortened_rounds`, `left_out_steps`: Only with `elastic`: how many rounds
+          this rank has ended sooner, as others waited (`Lighthouse(grace=...)`), and
+          how many steps it has left out for that. They are counted in `step`.
         - `waiting_norm`: That of the part of it that waits for parameters which no rank
           trained in the last step: frozen ones, say. It is there with `residual_norm`.
 

@@ -20,6 +20,7 @@ from gradtide.admission import (
     admit_another,
     admit_optimizer,
     refuse_elastic,
+    refuse_grace,
 )
 from gradtide.core.engine import Engine
 from gradtide.core.levels import levels_of
@@ -111,6 +112,7 @@ class Session:
         # What stands for an optimizer that is not known never makes a step.
         self.optimizer = SGD(params) if optimizer is None else optimizer
         self.regrouping: Regrouping | None = None
+        self._grace = None if elastic is None else elastic.grace
         if elastic is None:
             self.connect()
             synchronize(self.engine, alike)  # tensors that become rank 0's
@@ -120,7 +122,8 @@ class Session:
         else:
             from gradtide.regrouping import Regrouping
 
-            refuse_elastic(model, optimizer, as_scheme(scheme), process_group)
+            chosen = as_scheme(scheme)
+            refuse_elastic(model, optimizer, chosen, process_group, self._grace)
             self.regrouping = Regrouping(self, elastic)
             self.regrouping.begin()
         found = params if self._unknown else []
@@ -164,7 +167,7 @@ class Session:
         """
         how = self._buffering, self._check_every
         admit(self.model, optimizer, scheme, self.process_group, *how, own)
-        return describe(self.model, scheme, how[1], how[0])
+        return describe(self.model, scheme, *how, self._grace)
 
     def train(self) -> Training:
         """Begin to train, when parameters are alike on all ranks."""
@@ -174,7 +177,8 @@ class Session:
         if self._buffering == "mean":
             self._shared_buffers.average()
         before = getattr(self, "notices", None)  # of ranks that were others
-        self.notices = Notices(self._shared_buffers, self.engine.group.size)
+        size = self.engine.group.size
+        self.notices = Notices(self._shared_buffers, size, self._grace)
         if before is not None:
             self.notices.follow(before)
         self._scales = Scales(self.engine, self._grad_scaler)
@@ -218,7 +222,7 @@ class Session:
         setup = Setup(model, optimizer, now, *known, self.notices)
         self.trained = Training(setup)
         if self.regrouping is not None:
-            self.trained.survive(self.regrouping.surviving)
+            self.trained.survive(self.regrouping)
         self.hooks = Hooks(
             self.trained,
             self._buffering == "broadcast",
@@ -354,6 +358,7 @@ class Session:
         def prepare() -> tuple[Scheme, Signature]:
             chosen = with_levels(as_scheme(scheme), self.engine.transport.hosts)
             before = self.scheme, self.training.placement
+            refuse_grace(chosen, self._grace)
             admit_another(self.model, self.known_optimizer, chosen, *before)
             return chosen, {"scheme": repr(chosen)}
 

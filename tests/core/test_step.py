@@ -365,6 +365,89 @@ def test_what_is_late_is_applied_before_it_leaves_again() -> None:
     assert one_step(step, driver) == ["receive g0", "apply g0", "launch g0"]
 
 
+def test_steps_that_are_left_out_end_where_something_leaves() -> None:
+    step, driver = rounds(Schedule("step", every=8, fragments=2), 2)
+    one_step(step, driver)
+    assert step.begin()
+    assert step.silent
+    assert step.leave_out(4) == 2
+    assert not step.silent
+    step.end(arrived=True)
+    step.step()
+    step.stepped()
+    assert "launch g0" in driver.take()
+    assert step.position == 4
+    assert step.leave_out(8) == 3
+    assert step.leave_out(8) == 0
+    one_step(step, driver)
+    assert step.position == 0
+
+
+def test_no_step_is_left_out_after_which_something_leaves() -> None:
+    step, _ = rounds(Schedule("step", every=12, fragments=3), 3)
+    assert step.leave_out(12) == 3
+    assert step.leave_out(12) == 0
+
+
+def test_others_may_wait_before_something_leaves() -> None:
+    step, driver = rounds(Schedule("step", every=8), 1)
+    assert step.leave_out(5) == 4
+    assert step.silent
+    one_step(step, driver)
+    assert step.position == 5
+    assert step.leave_out(3) == 0
+
+
+def test_in_a_warm_up_no_step_is_left_out() -> None:
+    step, driver = rounds(Schedule("step", every=8), 1)
+    driver.eager = True
+    assert step.leave_out(8) == 0
+    assert step.position == 0
+
+
+@pytest.mark.parametrize("mix", [None, 0.5])
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_left_out_exchanges_are_those_of_a_rank_that_is_not_slow(
+    seed: int, mix: float | None
+) -> None:
+    """What leaves, and what comes in, has one order on all ranks."""
+    draw = random.Random(seed)
+    fragments = draw.choice([1, 2, 3])
+    every = fragments * draw.randint(2, 5)
+    delay = draw.randrange(0 if mix is None else 1, every)
+    schedule = Schedule("step", every=every, delay=delay, fragments=fragments, mix=mix)
+    fast, own = rounds(schedule, 3)
+    slow, other = rounds(schedule, 3)
+    left, expected = list[str](), list[str]()
+    while len(left) < 40:
+        assert slow.begin()
+        if draw.random() < 0.4:
+            slow.leave_out(draw.randint(1, every))
+        slow.end(arrived=True)
+        slow.step()
+        slow.stepped()
+        left += [line for line in other.take() if line.startswith("launch")]
+    while len(expected) < len(left):
+        one = one_step(fast, own)
+        expected += [line for line in one if line.startswith("launch")]
+    assert left == expected
+
+
+def test_what_comes_in_late_does_so_before_it_leaves_again() -> None:
+    step, driver = rounds(Schedule("step", every=8, delay=3), 1)
+    for _ in range(8):
+        log = one_step(step, driver)
+    assert log == ["launch g0"]
+    one_step(step, driver)
+    assert step.leave_out(8) == 6
+    assert one_step(step, driver) == ["receive g0", "apply g0", "launch g0"]
+    step, driver = rounds(Schedule("step", every=8, delay=3, fragments=2), 2)
+    for _ in range(5):
+        one_step(step, driver)
+    assert step.leave_out(8) == 2
+    assert one_step(step, driver) == ["receive g0", "apply g0", "launch g1"]
+
+
 def test_a_round_may_end_before_its_time() -> None:
     step, driver = rounds(Schedule("step", every=4, delay=1, fragments=2), 2)
     for _ in range(2):

@@ -669,6 +669,32 @@ def test_equal_weights_of_any_size_are_the_unit(unit: float) -> None:
     assert {(rank.gain, rank.factor, rank.share) for rank in ranks} == {(1, 1, 1)}
 
 
+@pytest.mark.parametrize("weights", [(None, None), (3.0, 5.0)])
+def test_steps_that_are_left_out_make_a_rank_count_no_less(
+    weights: tuple[float | None, float | None],
+) -> None:
+    ranks = [Weights(2), Weights(2)]
+    for rank, weight, steps in zip(ranks, weights, (7, 2), strict=True):
+        for _ in range(steps):
+            if weight is not None:
+                rank.give(weight)
+            rank.begin()
+            rank.ended()
+            rank.stepped(eager=False)
+        if weight is not None:
+            rank.give(weight)
+        rank.begin()
+    ranks[1].skip()  # as the last step of a round it is one all the same
+    ranks[1].leave_out(5)
+    ranks[1].begin()
+    for rank in ranks:
+        rank.leave([0], 8)
+    told(ranks)
+    plain = weights[0] is None
+    expected = [1.0, 1.0] if plain else [2 * w / 8 for w in (3.0, 5.0)]
+    assert [rank.share for rank in ranks] == expected
+
+
 def test_shares_are_those_of_the_sum() -> None:
     ranks = [Weights(3) for _ in range(3)]
     weights = (1e-6, 1e12, 0.3)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from gradtide.core.grace import Grace
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -63,9 +65,13 @@ class Membership(Protocol):
 
     Attributes:
         name: This rank's own, which no other has.
+        grace: For how long ranks wait in rounds for slower ones; None stands for ever.
     """
 
     name: str
+
+    @property
+    def grace(self) -> Grace | None: ...
 
     def ask(self, standing: Standing) -> None:
         """Have the ranks counted, for the next step; returns at once."""

@@ -130,6 +130,18 @@ class Schedule:
         fragment, rest = divmod(position, self.every // self.fragments)
         return None if rest else fragment - 1
 
+    def next_leaving(self, position: int) -> int:
+        """Return the position at which a fragment leaves next.
+
+        Args:
+            position: How many steps of the round are over, below `every`.
+
+        Returns:
+            The number of the step in its round after which the next fragment leaves.
+        """
+        apart = self.every // self.fragments
+        return (position // apart + 1) * apart
+
     def late(self, fragment: int, position: int) -> bool:
         """Return whether a fragment that is under way is to be applied by now.
 

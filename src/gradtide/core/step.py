@@ -304,6 +304,20 @@ class Step:
         self.position += silent
         return silent
 
+    def leave_out(self, target: int) -> int:
+        """Go on, in a step under way, as if it were that with the number `target`.
+
+        That is of the round, from 1 on. No step is left out after which something
+        leaves; what was to come in on the way comes in as this step ends. Returns how
+        many steps are left out.
+        """
+        if self._driver.eager:
+            return 0
+        last = min(target, self.schedule.next_leaving(self.position))
+        left_out = max(last - 1 - self.position, 0)
+        self.position += left_out
+        return left_out
+
     def close(self) -> None:
         """End a round before its time: all ranks together, after any step."""
         if self._driver.eager or not self.schedule.rounds:

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gradtide.runtime import weights
 from gradtide.runtime.buffers import SharedBuffers
+
+if TYPE_CHECKING:
+    from gradtide.core.grace import Grace
 
 OWN = 6  # numbers in a message
 COUNT = OWN + weights.COUNT
@@ -71,14 +74,17 @@ class Notices:
         decide: Whether it wants all to decide anew.
         saves: Who saves its states, if somebody does.
         weights: How much each rank counts.
+        grace: By whom ranks that others wait for are asked to end their round, if so.
         last: What was heard in the last message that this rank has learned of.
         settled: What all ranks had heard when the backward of this step began.
     """
 
     saves: Saves | None
 
-    def __init__(self, buffers: SharedBuffers, size: int = 1) -> None:
-        self.weights = weights.Weights(size)
+    def __init__(
+        self, buffers: SharedBuffers, size: int = 1, grace: Grace | None = None
+    ) -> None:
+        self.weights, self.grace = weights.Weights(size), grace
         self.stop, self.decide, self.saves = False, False, None
         self.last = self.settled = Heard()
         self._buffers, self._begun = buffers, 0

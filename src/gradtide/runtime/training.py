@@ -6,10 +6,10 @@ when, and `actions` what that does to gradients and parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -34,6 +34,18 @@ BROKEN_OFF = (
     "different gradients: end the run, or call sync.remove() on every rank and "
     "replicate() again"
 )
+
+
+class Ranks(Protocol):
+    """The ranks that train, where they come and go."""
+
+    def surviving(
+        self, training: Training, call: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """A call that ends a step, and not the run, if its exchange fails."""
+
+    def shortened(self, training: Training, steps: int) -> None:
+        """This rank, for which others wait, leaves `steps` steps of a round out."""
 
 
 class Training:
@@ -69,7 +81,8 @@ class Training:
         self.step, self.updates = self.actions.step, self.actions.updates
         self.gradient_info = self.actions.gradient_info
         self.preconditioning = self.actions.preconditioning
-        self.weights = setup.notices.weights
+        self.weights, self._grace = setup.notices.weights, setup.notices.grace
+        self._shortened: Callable[[int], None] = lambda _: None
         self.forwarded = False  # a forward has begun whose backward is to exchange
         self._idle = False  # this rank's own step is to take nothing
         self.unexchanged = Unexchanged(self.placement)
@@ -121,7 +134,8 @@ class Training:
 
     def note_skipped(self) -> None:
         """Count a step that nobody has made of the last backward's gradients."""
-        if self._untaken and not self.step.open and not self._accumulating():
+        over = self._untaken and not self.step.open
+        if over and not _accumulating(self.placement.places):
             self.num_skipped += 1
             self._untaken = False
             if self.step.skipped():
@@ -172,6 +186,8 @@ class Training:
             self.unexchanged.kept.clear()
             if not (self.weights.own or self.actions.eager):
                 self._give_nothing()
+            if self._grace is not None and not self._untaken:
+                self._shorten(self._grace.asked)
         if arrived and not self.step.silent:
             self.actions.members.end()
         self.end(arrived)
@@ -183,6 +199,18 @@ class Training:
             self.weights.ended()
         # What a step's closure evaluates is taken by that step.
         self._untaken = (self._untaken or arrived) and not self._stepping
+
+    def _shorten(self, asked: int | None) -> None:
+        """Have a round end, or come closer to its end, where others wait for this rank.
+
+        In the first backward of a step, for all that follow are exchanged with theirs.
+        """
+        left_out = 0 if asked is None else self.step.leave_out(asked)
+        if left_out:
+            self.num_steps += left_out
+            self.weights.leave_out(left_out)
+            self._shortened(left_out)
+            self.agree()
 
     def end(self, arrived: bool) -> None:
         """A backward is over, on all ranks that have begun it."""
@@ -302,11 +330,10 @@ class Training:
             self.actions.exchange.before_update(fresh=False)
             self._leave()
 
-    def survive(
-        self, surviving: Callable[[Training, Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
+    def survive(self, ranks: Ranks) -> None:
         """End a step, and not the run, where an exchange fails."""
-        self.surviving = partial(surviving, self)
+        self.surviving = partial(ranks.surviving, self)
+        self._shortened = partial(ranks.shortened, self)
         self.gradient_info.surviving = self.surviving
 
     @torch.no_grad()
@@ -443,18 +470,19 @@ class Training:
             return "between backward and step()"
         return None
 
-    def _accumulating(self) -> bool:
-        """Whether gradients are there to which those of a backward are added.
 
-        Of one that is not here it is told without having it.
-        """
-        for grad in (p.grad for p in self.placement.places):
-            if isinstance(grad, DeferredGrad) and grad.value is None:
-                if not grad.zeroed:
-                    return True
-            elif grad is not None and local(grad).any():
+def _accumulating(params: Iterable[nn.Parameter]) -> bool:
+    """Whether gradients are there to which those of a backward are added.
+
+    Of one that is not here it is told without having it.
+    """
+    for grad in (p.grad for p in params):
+        if isinstance(grad, DeferredGrad) and grad.value is None:
+            if not grad.zeroed:
                 return True
-        return False
+        elif grad is not None and local(grad).any():
+            return True
+    return False
 
 
 def _plainly(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,6 +69,7 @@ class Weights:
         self._gave = False  # ever
         self._skips = self._taken = False  # by a backward that is over
         self._last = 1.0  # of the last backward that is over
+        self._usual = 1.0  # of the last one that was not 0
         self._told, self._mean = SCALE, 1.0
         self._mixed = False
         # Of steps that no message has told of: whether some had a weight, or none.
@@ -205,6 +206,7 @@ class Weights:
     def ended(self) -> None:
         """A backward is over."""
         self._last, self._taken = self.own, True
+        self._usual = self._last or self._usual
 
     def stepped(self, eager: bool) -> None:
         """A step is over, of gradients if it was `eager`; the next has none yet."""
@@ -218,6 +220,13 @@ class Weights:
         self._last = 1.0
         if self._taken:
             self._given, self._skips, self._taken = None, False, False
+
+    def leave_out(self, steps: int) -> None:
+        """Count steps that this rank leaves out of a round as those that it makes.
+
+        So what it has done is not made smaller for being the work of fewer steps.
+        """
+        self._sum += steps * (self.own or self._usual)
 
     # - What ranks do in several steps -------------------------------------------------
 

@@ -16,7 +16,7 @@ at which that was due.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -117,7 +117,8 @@ class RoundExchange:
         more += [slot.arrived or self._is_changed(slot) for slot in slots]
         own = [*flags, *more, *self._words(leave)]
         message = AllReduce(torch.tensor(own, dtype=torch.int32, device="cpu"))
-        told = iter(self._engine.ask("finite", message)().tolist())
+        with self._wait_for_others():
+            told = iter(self._engine.ask("finite", message)().tolist())
         counts = [*islice(told, len(flags))]
         *notices, gone = islice(told, COUNT + 1)
         self.consensus.hear(slots, [*islice(told, len(slots))])
@@ -128,6 +129,19 @@ class RoundExchange:
             alike = {slot.param for bucket in leave for slot in bucket.slots}
             self.consensus.compare("as a fragment leaves", APART, alike)
         return counts
+
+    def _wait_for_others(self) -> AbstractContextManager[None]:
+        """Where this rank may come to wait for slower ones; see `core.grace`."""
+        buckets, grace = self._placement.buckets, self._notices.grace
+        if grace is None:
+            return nullcontext()
+        flights = [b.flight for b in buckets if b.stage is Stage.SENT and b.flight]
+
+        def idle() -> bool:  # and not for means that are on their way
+            return all(map(self._engine.here, flights))
+
+        here = self._step.position + (not self._closing)
+        return grace.waiting(here, idle)
 
     def _astray(self) -> str | None:
         """A parameter that has become infinite or NaN."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from gradtide.runtime.layout.parameters import (
 from gradtide.runtime.optimizer.deferred_step import Divides, holds
 from gradtide.scheme import Scheme, undecided
 from gradtide.transport import Transport, shards
+
+if TYPE_CHECKING:
+    from gradtide.core.grace import Grace
 
 Signature: TypeAlias = Mapping[str, Any]
 T = TypeVar("T")
@@ -420,11 +423,15 @@ def check_ranks_agree(
 
 
 def describe(
-    model: nn.Module, scheme: object, check_every: int, buffers: str
+    model: nn.Module,
+    scheme: object,
+    buffers: str,
+    check_every: int,
+    grace: Grace | None = None,
 ) -> Signature:
     """A rank's signature: its scheme, then every parameter and buffer."""
     named = {"scheme": repr(scheme), "check_every": str(check_every)}
-    named["buffers"] = buffers
+    named |= {"buffers": buffers, "grace": str(grace and grace.seconds)}
     for name, p in shared_parameters(model):
         frozen = "" if p.requires_grad else " frozen"
         named[f"parameter {name}"] = shards.described(p) + frozen
