@@ -69,7 +69,7 @@ def measure_link(bench: Bench, like: Network, budget: float) -> tuple[Link, list
     The ranks are laid out on hosts as `like` says; `like.intra` is None where what
     travels within a host is free.
     """
-    everything = bench.prepared(lambda: kinds(bench, like.intra is not None))
+    everything = bench.prepared(lambda: kinds(bench, like))
     wanted = [kind for kind in everything if kind.needed or budget >= HURRIED]
     points: dict[Kind, list[Point]] = {}
     end = bench.first(bench.now) + budget
@@ -80,7 +80,7 @@ def measure_link(bench: Bench, like: Network, budget: float) -> tuple[Link, list
             points[kind] = sweep(bench, kind, max(left * share, 0.0), like)
     # Two machines may round alike numbers differently.
     rows = bench.first(lambda: _rows(points, like.rate))
-    return link(rows), rows
+    return link(rows, like.distance.far), rows
 
 
 def _rows(points: Mapping[Kind, Sequence[Point]], rate: float | None) -> list[Row]:
@@ -92,13 +92,23 @@ def _rows(points: Mapping[Kind, Sequence[Point]], rate: float | None) -> list[Ro
         found = replace(fit(kept), processor=Line(worked.alpha, worked.beta))
         rows[field] = Row(field, found, tuple(kept), tuple(dropped))
     beside = [tuple(points[kind]) for kind in points if not kind.field]
-    return [*rows.values(), *(Row("", rows["ring"].fit, own) for own in beside)]
+    like = rows.get("ring", rows["direct"])
+    return [*rows.values(), *(Row("", like.fit, own) for own in beside)]
 
 
-def link(rows: Sequence[Row]) -> Link:
-    """The rates of the rows; trees that were not timed are made of swaps."""
+def link(rows: Sequence[Row], far: bool = False) -> Link:
+    """The rates of the rows; trees that were not timed are made of swaps.
+
+    Among `far` ranks rings start as swaps do: those that are short travel directly, and
+    of the time of a long one a start is too little to be told. If they were not timed,
+    they carry as direct messages do.
+    """
     rates = {row.field: row.fit for row in rows}
-    return Link(**{f.name: rates.get(f.name, rates["swap"]) for f in fields(Link)})
+    swap = rates["swap"]
+    if far:
+        ring = rates.get("ring", rates["direct"])
+        rates["ring"] = replace(ring, alpha=swap.alpha)
+    return Link(**{f.name: rates.get(f.name, swap) for f in fields(Link)})
 
 
 def finish(bench: Bench, network: Network, budget: float) -> Network:

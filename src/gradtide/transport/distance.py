@@ -46,7 +46,11 @@ class Distance(NamedTuple):
         By delay, and not for what is small in any case; `nbytes` are those of all
         parts.
         """
-        return (size - 1) * self.hop - self.most > nbytes * CONTENTION
+        return nbytes < self.most_direct(size)
+
+    def most_direct(self, size: int) -> float:
+        """Bytes of all parts from which a ring of `size` ranks takes less time."""
+        return ((size - 1) * self.hop - self.most) / CONTENTION
 
 
 def distance_of(told: Iterable[tuple[float, float]]) -> Distance:

@@ -54,6 +54,13 @@ def test_outliers_pull_little_and_are_seen_in_the_residual() -> None:
     assert found.residual > 0.2
 
 
+def test_one_late_answer_is_no_start() -> None:
+    """Among sizes that are mostly carried, one request took twice as long."""
+    some = [p for p in points(1e-3, 1e-7) if p.nbytes >= 1e6]
+    some[0] = Point(some[0].name, some[0].nbytes, 7, 1e6, 2 * some[0].seconds)
+    assert fit(some).alpha == pytest.approx(1e-3, rel=0.1)
+
+
 def test_nothing_is_negative() -> None:
     """Times that grow faster than bytes would need a negative start-up."""
     some = [Point("x", int(n), 1, n, 1e-9 * n * n) for n in (10.0, 20.0, 30.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_a_link_too_slow_for_the_time_is_asked_little(
 
 
 def _named(bench: Bench, name: str) -> Kind:
-    return next(kind for kind in kinds(bench) if kind.name == name)
+    return next(k for k in kinds(bench, Network(SIZE, 1, FREE)) if k.name == name)
 
 
 def test_half_of_the_time_is_for_the_largest_size(
@@ -151,3 +152,54 @@ def test_half_of_the_time_is_for_the_largest_size(
     assert 3.0 < sum(largest) < 6.0
     kept, _ = beyond_burst(found, 50e6)
     assert fit(kept).beta == pytest.approx(1.6e-7, rel=0.02)
+
+
+class Far(Shaped):
+    """The same, where messages are on their way for long after they have left.
+
+    A request that finds the link idle has less of it than one that waits in line.
+    """
+
+    IDLE = 1.2  # times as long
+
+    def __init__(self, rate: float, like: Network) -> None:
+        super().__init__(rate, 0.0)
+        self.like, self.left = like, 0.0
+
+    def submit(self, job: Job) -> Any:
+        job.begin()  # which asks `issue`
+        answered = self.answered
+        return SimpleNamespace(join=lambda: self.until(answered))
+
+    def until(self, moment: float) -> None:
+        self.time = max(self.time, moment)
+
+    def issue(self, op: Op) -> Op:
+        name = type(op).__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        charged = replace(self.like, inter=Link.of(0.0, self.beta))
+        leaves = seconds(op, self.group, charged)
+        if self.left <= self.time:
+            leaves *= self.IDLE
+        self.left = max(self.left, self.time) + leaves
+        self.answered = self.left + seconds(op, self.group, self.like)
+        return op
+
+
+@pytest.mark.parametrize("budget", [5.0, 60.0])
+@pytest.mark.parametrize("rate", [50e6, 1e9])
+def test_far_links_are_measured_as_training_uses_them(
+    rate: float, budget: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several requests on their way; and a ring starts as its messages do."""
+    like = Network(SIZE, 1, FREE, rate=rate).delayed(0.04)
+    transport = Far(rate, like)
+    clock = SimpleNamespace(perf_counter=lambda: transport.time)
+    monkeypatch.setattr(benches, "time", clock)
+    link, rows = measure_link(_bench(transport), like, budget)
+    assert link.direct.beta == pytest.approx(8 / rate, rel=0.05)
+    assert link.direct.alpha * (SIZE - 1) == pytest.approx(0.02, rel=0.1)
+    assert link.ring.beta == pytest.approx(8 / rate, rel=0.05)
+    assert link.ring.alpha == pytest.approx(0.02, rel=0.1)
+    assert ("ring" in {row.field for row in rows}) == (budget > 10)
+    assert transport.time < 1.5 * budget

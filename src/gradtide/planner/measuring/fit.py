@@ -58,11 +58,20 @@ def fit(points: Sequence[Point]) -> Rate:
     ones = np.ones(len(points))
     beta = _huber(relative, ones, columns[:, 1] / most)[1]
     left = ones - beta * relative[:, 1]
-    starting = left > HALF if (left > HALF).any() else left == left
+    starting = _mostly(left, columns)
+    if not starting.any():
+        starting = left == left
     rest = np.column_stack([relative[:, 0], 0 * ones])
     alpha = _huber(rest[starting], left[starting], ones[starting])[0]
     errors = relative @ np.array([alpha, beta]) - 1
     return Rate(float(alpha), float(beta), float(np.sqrt(np.mean(errors**2))))
+
+
+def _mostly(left: Array, columns: Array) -> NDArray[np.bool_]:
+    """Of which points more than half is a start, by the median of those alike."""
+    _, alike = np.unique(columns, axis=0, return_inverse=True)
+    alike = alike.reshape(-1)
+    return np.array([np.median(left[alike == own]) > HALF for own in alike])
 
 
 def _huber(columns: Array, target: Array, weights: Array) -> Array:

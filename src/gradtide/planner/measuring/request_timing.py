@@ -11,6 +11,12 @@ has saved up between two is what it was idle for.
 everybody at once whatever their size, into memory that it keeps. Where such a link is
 measured, its direct messages are timed so: an all-to-all answers in fresh pages, and
 those take as long as the bytes do.
+
+[Note: Far ranks] A message to a far rank is on its way for long after its bytes have
+left, and training has other items on the link meanwhile. So requests whose bytes take
+many times as long as that are all asked at once, and what counts is from one answer to
+the next: their bytes, and no start. What is small is timed one by one, as it says what
+a start takes. A ring is timed at sizes that travel in one.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ STEP = 3.0  # from one size to the next that is timed, at the least
 LEAST = 1.5  # a second size is so much larger, whatever it takes
 SIZES = 6  # at the most
 MOST = 6  # timed requests of one size
+WAYS = 10.0  # ways of a message, from which requests are asked at once
 
 Make = Callable[[Tensor, int], Op]  # of memory, and of the number of the request
 
@@ -55,13 +62,17 @@ class Kind:
     apart: bool = False  # waits until all ranks have their answer to the one before
 
 
-def kinds(bench: Bench, inside: bool = False) -> list[Kind]:
-    """What is timed, in this order; needed is one for each way of travelling.
+def kinds(bench: Bench, like: Network) -> list[Kind]:
+    """What is timed on such a network, in this order.
 
-    `inside` says that the ranks share a host, see [Note: One hop inside].
+    Needed is one for each way of travelling; a ring is not among far ranks, where one
+    that is long enough takes long.
     """
     rank, size = bench.group
-    ring = round(1.25 * HOP * size)  # beyond what goes in one hop
+    far = like.distance
+    # beyond what goes in one hop
+    ring = round(1.25 * max(HOP * size, far.most_direct(size)))
+    tree = round(1.25 * HOP)
     pair = size - 1 - rank  # on another host, at least for rank 0
 
     def exchange(x: Tensor, _: int) -> Op:
@@ -81,18 +92,19 @@ def kinds(bench: Bench, inside: bool = False) -> list[Kind]:
         return lambda x, _: ops.Among(make(x, 0), range(size), inside=True)
 
     direct = [Kind("AllToAll", "direct", 1 << 12, exchange, 3.0, True)]
-    if inside and bench.device.type == "cpu":
+    # Those that share a host, see [Note: One hop inside].
+    if like.intra is not None and bench.device.type == "cpu":
         direct = [
             Kind("Reduce in one hop", "direct", 1 << 12, within(reduce), 3.0, True),
             Kind("Gather in one hop", "direct", 1 << 12, within(gather), 2.0),
         ]
     return [
-        Kind("ReduceScatter", "ring", ring, reduce, 3.0, True),
+        Kind("ReduceScatter", "ring", ring, reduce, 3.0, not far.far),
         *direct,
         Kind("Swap", "swap", 1 << 12, lambda x, _: ops.Swap(x, pair), 1.0, True),
         Kind("AllGather", "ring", ring, gather, 2.0),
         # A root that sends on and on would hide the tree.
-        Kind("Broadcast", "broadcast", ring // size, broadcast, 2.0, apart=True),
+        Kind("Broadcast", "broadcast", tree, broadcast, 2.0, apart=True),
         # Not fitted: beside the ring that stands for it.
         Kind("AllReduce", "", ring, lambda x, _: ops.AllReduce(x)),
     ]
@@ -125,7 +137,10 @@ def sweep(bench: Bench, kind: Kind, budget: float, network: Network) -> list[Poi
         each = taken * size / largest
         count = max(1, min(MOST, int(budget / 2 / each) - 1))
         bench.tell(f"{kind.name} of {size / 1e6:.3g} MB, {count} x {each * 1e3:.0f} ms")
-        points += _timed(bench, kind, size, count, budget > 3 * each, network)
+        ahead = budget > 3 * each
+        long = network.distance.far and each > WAYS * network.delay
+        together = ahead and long and not kind.apart
+        points += _timed(bench, kind, size, count, ahead, network, together)
     return points
 
 
@@ -154,12 +169,19 @@ def _ladder(smallest: float, largest: float) -> list[float]:
 
 
 def _timed(
-    bench: Bench, kind: Kind, nbytes: float, count: int, ahead: bool, network: Network
+    bench: Bench,
+    kind: Kind,
+    nbytes: float,
+    count: int,
+    ahead: bool,
+    network: Network,
+    together: bool = False,
 ) -> list[Point]:
     """So many requests: the medians over ranks.
 
     Of processors, whose parts differ, the means over ranks and requests. `ahead`: one
-    more goes before, which is not timed.
+    more goes before, which is not timed. `together`: all are asked at once, and what
+    counts is the mean, see [Note: Far ranks].
     """
 
     def make() -> list[Op]:
@@ -168,19 +190,25 @@ def _timed(
 
     asked = bench.prepared(make)
     found, end, worked = list[float](), bench.now(), 0.0
-    for op in asked:
+    answers = [bench.ask(op) for op in asked] if together else []
+    for i, op in enumerate(asked):
         begin = end
         if kind.apart:
             bench.everyone(lambda: None)
             begin = bench.now()
         busy = time.process_time()
-        bench.ask(op)()
+        answer = answers[i] if together else bench.ask(op)
+        answer()
         end = bench.now()
         found.append(end - begin)
         worked += time.process_time() - busy
-    everyone = bench.everyone(lambda: (found[ahead:], worked / len(asked)))
+    timed = found[ahead:]
+    if together:
+        timed = [mean(timed)] * count
+    everyone = bench.everyone(lambda: (timed, worked / len(asked)))
     middle = [median(each) for each in zip(*(f for f, _ in everyone), strict=True)]
     processor = bench.first(lambda: mean(worked for _, worked in everyone))
     # Of a pair of swaps, or of a tree, each rank has its part; rank 0's is typical.
-    shaped = bench.first(partial(shape, asked[0], bench, network))
-    return [Point(kind.name, round(nbytes), *shaped, s, processor) for s in middle]
+    starts, carried = bench.first(partial(shape, asked[0], bench, network))
+    charged = 0.0 if together else starts, carried
+    return [Point(kind.name, round(nbytes), *charged, s, processor) for s in middle]
