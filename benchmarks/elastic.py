@@ -8,7 +8,9 @@ Beside each run there is one that nobody disturbs. Counted are ranks that ended 
 another reason, the longest stall of a rank that lived, steps that are lost, whether all
 ranks end with the same parameters, the loss on held-out data, and goodput: steps a
 second, as a share of those of the undisturbed run. `torchft` is torchft's own Manager,
-which averages the gradients of one flat tensor, with the same kills.
+which averages the gradients of one flat tensor, with the same kills. `restarts` is what
+torchrun does: at once when a rank is killed all others are, too, and as many new
+processes load torch, and go on from the last save, of every `SAVES` steps.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,6 +40,7 @@ import typer
 from torch import Tensor, nn
 
 import gradtide
+from gradtide.checkpoint import Checkpointer
 from gradtide.elastic import Lighthouse
 from gradtide.lab.record import origin
 from gradtide.lab.spec import split_schemes
@@ -47,7 +51,7 @@ from gradtide.runtime.exchange import steps as exchanged  # noqa: F401
 from gradtide.scheme import as_scheme
 
 c10d: Any = dist  # whose stores are not exported for mypy
-RANKS, EVERY, PAUSE = 4, 50, 0.02
+RANKS, EVERY, PAUSE, SAVES = 4, 50, 0.02, 10
 HEARTBEAT = 1.0  # seconds after which the lighthouse takes a silent rank for lost
 STALL = 5.0  # seconds that a loss may take beyond that
 SCHEMES = (
@@ -55,6 +59,8 @@ SCHEMES = (
     "exdyna(0.05, schedule='local', warmup=60, wire='e3m0')",
     "diloco(every=10)",
 )
+OTHERS = "torchft", "restarts"
+CASES: tuple[tuple[bool, int | None], ...] = (False, None), (True, 20), (True, None)
 torch.set_num_threads(1)
 
 
@@ -155,6 +161,33 @@ def theirs(name: str, address: str, scheme: str, total: int, tell: Any) -> None:
     tell(("end", digest(model), held_out(model), lost))
 
 
+def again(name: str, folder: str, scheme: str, total: int, tell: Any) -> None:
+    """A rank that trains by `wfbp` from the last save on; its name has its number."""
+    round_, rank = divmod(int(name.removeprefix("rank")), RANKS)
+    store = c10d.FileStore(f"{folder}/store{round_}", RANKS)
+    limit = timedelta(seconds=30)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=limit
+    )
+    model, optimizer = build(0)
+    sync = gradtide.replicate(model, optimizer, "wfbp")
+    generator = torch.Generator().manual_seed(hash(name) % 2**31)
+    saved = Checkpointer(
+        f"{folder}/saved", sync, model=model, optimizer=optimizer, every=SAVES
+    )
+    saved.resume()
+    while saved.steps < total:
+        x, y = batch(generator)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saved.step()
+        time.sleep(PAUSE)
+        tell(("step", saved.steps))
+    saved.close()
+    tell(("end", digest(model), held_out(model), 0))
+
+
 def run(
     name: str, address: str, scheme: str, total: int, pipe: Any, quiet: bool
 ) -> None:
@@ -168,7 +201,7 @@ def run(
             level=logging.INFO, format=f"%(asctime)s {name} %(message)s"
         )
     try:
-        work = theirs if scheme == "torchft" else ours
+        work = {"torchft": theirs, "restarts": again}.get(scheme, ours)
         work(name, address, scheme, total, pipe.send)
         time.sleep(1)  # others may still have to hear of the end
     except BaseException as error:
@@ -212,15 +245,19 @@ def trial(
     scheme: str, total: int, kills: bool, back: int | None, seed: int, quiet: bool
 ) -> dict[str, Any]:
     """One run; a rank that was killed is `back` so many steps later."""
-    draw, fork = random.Random(seed), mp.get_context("fork")
+    draw = random.Random(seed)
+    processes: Any = mp.get_context("spawn" if scheme == "restarts" else "fork")
     house, address = lighthouse()
+    folder = tempfile.TemporaryDirectory()
+    if scheme == "restarts":
+        address = folder.name
     ranks, number = dict[str, Rank](), iter(range(10**6))
 
     def start() -> None:
         name = f"rank{next(number):04d}"
-        own, others = fork.Pipe(duplex=False)
+        own, others = processes.Pipe(duplex=False)
         args = name, address, scheme, total, others, quiet
-        process = fork.Process(target=run, args=args, daemon=True)
+        process = processes.Process(target=run, args=args, daemon=True)
         process.start()
         others.close()
         ranks[name] = Rank(process, own)
@@ -261,7 +298,13 @@ def trial(
                 os.kill(victim.process.pid, signal.SIGKILL)
                 victim.killed = True
                 killed += 1
-                if back is not None:
+                if scheme == "restarts":
+                    for other in alive:
+                        other.process.kill()
+                        other.killed = True
+                    for _ in range(RANKS):
+                        start()
+                elif back is not None:
                     returns.append(seen + back)
         while returns and seen >= returns[0]:
             returns.pop(0)
@@ -270,6 +313,7 @@ def trial(
     for rank in ranks.values():
         rank.process.kill()
     house.kill()
+    folder.cleanup()
     lived = [r for r in ranks.values() if not r.killed]
     good = [r.ended for r in lived if r.ended[:1] == ("end",)]
     wrong = [str(r.ended or "hung") for r in lived if r.ended[:1] != ("end",)]
@@ -289,7 +333,7 @@ def trial(
 
 def main(
     schemes: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(
-        (*SCHEMES, "torchft")
+        (*SCHEMES, "torchft", "restarts")
     ),
     steps: Annotated[int, typer.Option(help="Of each run.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the kills.")] = 0,
@@ -301,11 +345,12 @@ def main(
     about["command"] = f"python {shlex.join(sys.argv)}"
     names = list(split_schemes(schemes))
     for name in names:  # before the fork, so that no run is about loading and compiling
-        if name != "torchft":
+        if name not in OTHERS:
             prepare([torch.zeros(1)], as_scheme(name))
     for name in names:
         undisturbed: dict[str, Any] = {}
-        for kills, back in ((False, None), (True, 20), (True, None)):
+        # With restarts no run goes on with fewer.
+        for kills, back in CASES[: 2 if name == "restarts" else 3]:
             one = trial(name, steps, kills, back, seed, not loud)
             undisturbed = undisturbed or one
             one["goodput"] = round(

@@ -25,7 +25,7 @@ from gradtide.transport.fault import AGENT, GONE
 
 MEETING = timedelta(seconds=20)  # for ranks to come, and for a store to answer
 PATIENCE = 0.5  # seconds before a rank looks whether those live that have not come
-TURN = 0.02  # seconds between two looks
+TURN = 0.001, 0.02  # seconds between two looks, at first and at most
 _formed = WeakSet[Any]()  # default groups of here
 # For good: where a forked process (a DataLoader's worker) collected one as garbage, it
 # would wait for a thread that it does not have.
@@ -94,7 +94,7 @@ def _gather(store: PrefixStore, addresses: Sequence[str], rank: int) -> None:
     """Wait until all have come; CommunicationError if one never will."""
     store.set(f"here/{rank}", "")
     awaited, begin = list(range(len(addresses))), time.monotonic()
-    knock = begin + PATIENCE
+    knock, (pause, longest) = begin + PATIENCE, TURN
     while awaited := [other for other in awaited if not store.check([f"here/{other}"])]:
         now = time.monotonic()
         if now > knock:
@@ -110,7 +110,8 @@ def _gather(store: PrefixStore, addresses: Sequence[str], rank: int) -> None:
                 f"rank {rank}: rank {', '.join(map(str, awaited))} did not come to the "
                 f"new group in {MEETING.total_seconds():g} s"
             )
-        time.sleep(TURN)
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
 
 
 def is_gone(address: str) -> bool:

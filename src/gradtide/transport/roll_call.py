@@ -54,7 +54,7 @@ from gradtide.transport.several import wrong
 
 T = TypeVar("T")
 
-TURN = 0.02  # seconds between two looks
+SOON, TURN = 0.001, 0.02  # seconds between two looks, at first and at most
 GRACE = 1.5  # seconds for those who are about to come, if one never will
 LONG_GRACE = 6.0  # the same where several may be meant: one may wait, and say for whom
 PATIENCE = 0.3  # seconds before a rank looks whether others live
@@ -254,7 +254,7 @@ class RollCall:
 
     def _gather(self, here: Whereabouts) -> list[Word]:
         """What all ranks say."""
-        begin, told = time.monotonic(), self._told
+        begin, told, pause = time.monotonic(), self._told, SOON
         while True:
             for rank in range(self._size):
                 key = f"here/{rank}"
@@ -270,7 +270,8 @@ class RollCall:
             if waited > self._seconds:
                 names = ", ".join(map(str, self._missing()))
                 self._fail(f"rank {names} did not come in {self._seconds:g} s")
-            time.sleep(TURN)
+            time.sleep(pause)
+            pause = min(2 * pause, TURN)
 
     def _doors(self, told: Mapping[int, Word], here: Whereabouts) -> list[Door]:
         """Those of all ranks, as far as they are known, as this rank may use them."""
