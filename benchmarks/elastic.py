@@ -211,12 +211,12 @@ def run(
         os._exit(0)
 
 
-def lighthouse() -> tuple[subprocess.Popen[str], str]:
-    """A lighthouse, in a process of its own, and its address."""
+def lighthouse(least: int = 1) -> tuple[subprocess.Popen[str], str]:
+    """A lighthouse of so many ranks at least, a process of its own; its address."""
     beat = int(1e3 * HEARTBEAT)
     program = (
         "import sys; from torchft.coordination import LighthouseServer\n"
-        f"house = LighthouseServer('[::]:0', 1, 30000, 20, {beat})\n"
+        f"house = LighthouseServer('[::]:0', {least}, 30000, 20, {beat})\n"
         "print(house.address(), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program]
