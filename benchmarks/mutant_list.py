@@ -125,6 +125,14 @@ def adjust_lr(lr, *_):  # type: ignore
         "Muon's learning rate is not adjusted to a matrix's shape",
         ("optim/test_muon.py",),
     ),
+    Mutant(
+        "core-leaves-out-what-leaves",
+        "core/step.py",
+        "        last = min(target, self.schedule.next_leaving(self.position))\n",
+        "        last = target\n",
+        "a slow rank leaves out a step after which others exchange something",
+        ("core/test_step.py",),
+    ),
     # - collectives --------------------------------------------------------------------
     Mutant(
         "dense-round-off-counts-once",
@@ -361,7 +369,39 @@ def adjust_lr(lr, *_):  # type: ignore
         "a norm of shards is that of the first one",
         ("test_sharded.py",),
     ),
+    Mutant(
+        "transport-asked-for-any-exchange",
+        "transport/grace.py",
+        "        if now is None or now.heard[0] != now.exchange:\n",
+        "        if now is None or now.heard[0] < 0:\n",
+        "a word that comes late shortens a slow rank's next round",
+        ("transport/test_grace.py",),
+    ),
+    Mutant(
+        "transport-asks-while-means-travel",
+        "transport/grace.py",
+        "            if not wait.idle():\n",
+        "            if False:\n",
+        "a link that is slow has ranks leave steps out",
+        ("transport/test_grace.py",),
+    ),
     # - runtime ------------------------------------------------------------------------
+    Mutant(
+        "runtime-shortened-in-a-later-backward",
+        "runtime/training.py",
+        "            if self._grace is not None and not self._untaken:\n",
+        "            if self._grace is not None:\n",
+        "in a step of several backwards a slow rank sends flags less often than others",
+        ("test_regrouping.py",),
+    ),
+    Mutant(
+        "runtime-steps-left-out-weigh-nothing",
+        "runtime/weights.py",
+        "        self._sum += steps * (self.own or self._usual)\n",
+        "        return\n",
+        "what a slow rank did in a round is made smaller",
+        ("runtime/test_weights.py",),
+    ),
     Mutant(
         "steps-gain",
         "runtime/exchange/steps.py",

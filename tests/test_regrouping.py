@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from tests.lighthouse import run
 class Alone:
     """Counts one rank; `fresh` has it meet anew at the next step."""
 
-    name, grace = "a", None
+    name = "a"
+    grace: Any = None
 
     def __init__(self) -> None:
         self._store, self._where = generations.open_store()
@@ -47,11 +49,14 @@ class Alone:
     def close(self) -> None: ...
 
 
-def trained(scheme: str) -> tuple[nn.Module, Any, Any, Alone, Callable[[], None]]:
+def trained(
+    scheme: str, grace: Any = None
+) -> tuple[nn.Module, Any, Any, Alone, Callable[[], None]]:
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     members = Alone()
+    members.grace = grace
     sync = gradtide.replicate(model, optimizer, scheme, elastic=members)
 
     def step() -> None:
@@ -203,6 +208,42 @@ def test_what_does_not_go_with_ranks_that_come_and_go_is_refused() -> None:
     (found,) = run(_refused, "a").values()
     assert "ranks that come and go" in found[0]
     assert "process group" in found[1]
+
+
+class Asks:
+    """Others wait for this rank, and nobody sends a word."""
+
+    seconds = 5.0
+    asked: int | None = None
+
+    def waiting(self, *_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _asked(name: str, tell: Any) -> list[Any]:
+    model, _, sync, members, step = trained("local_sgd(every=8)", grace := Asks())
+    found = []
+    for asked in (None, None, 6, None, 8, None, 8, 8):
+        grace.asked = asked
+        step()
+        found.append(sync.meet())
+    grace.asked = None
+    model(torch.ones(2, 6)).sum().backward()
+    grace.asked = 8  # it has begun to tell: others would tell once more than it
+    step()
+    found.append(sync.meet())
+    told = sync.metrics()
+    numbers = [told[key] for key in ("shortened_rounds", "left_out_steps", "step")]
+    with pytest.raises(ValueError, match="no rounds"):
+        sync.adopt("topk(0.2, schedule='local')")
+    return [found, numbers, len(members.asked)]
+
+
+def test_who_is_asked_goes_on_with_the_number_of_the_others() -> None:
+    (found,) = run(_asked, "a").values()
+    assert found[0] == [1, 2, 6, 7, 8, 9, 16, 24, 25]
+    assert found[1] == [3, 3 + 6 + 7, 25]
+    assert found[2] == 4  # as it begins, and after each round
 
 
 def _initialised(name: str, tell: Any) -> str:
