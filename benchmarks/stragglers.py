@@ -10,11 +10,12 @@ what `Network.slowest` says.
 
     python benchmarks/stragglers.py grace --out benchmarks/records/grace_202611.json
 
-Four ranks train the model of `elastic.py` in rounds of ten steps of 20 ms, and one of
-them needs four times as long for a step. With a grace the others do not wait for all of
-its steps. Counted are rounds a second, the longest step of a rank that is not slow, and
-the loss on held-out data when as many seconds are over, and as many rounds. Beside it
-stand the same run without a slow rank, and one of the three others alone.
+Four ranks train the model of `elastic.py` in rounds of ten steps of 20 ms (`--every`),
+and one of them needs four times as long for a step. With a grace the others do not wait
+for all of its steps. Counted are rounds a second, the longest step of a rank that is
+not slow, and the loss on held-out data when as many seconds are over, and as many
+rounds. Beside it stand the same run without a slow rank, and one of the three others
+alone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ RANKS, WAIT, STEPS, ROUNDS = 4, 0.06, 200, 3
 SCHEMES = ("wfbp", "topka2a(0.1, schedule='local')", "diloco(every=10)")
 SHARES = (0.0, 0.1, 0.3)
 
-EVERY, STEP, TIMES, SLOW = 10, 0.02, 4, "d"  # of the runs with a grace
+STEP, TIMES, SLOW = 0.02, 4, "d"  # of the runs with a grace
 # What is told of a run, the ranks, the slow one, and the grace.
 RUNS: tuple[tuple[str, str, str, float | None], ...] = (
     ("no rank is slow", "abcd", "", None),
@@ -142,10 +143,10 @@ def main(
 
 def rank(name: str, address: str, how: tuple[Any, ...], seconds: float) -> Any:
     """Train for so many seconds; what came of it, on the first rank of every round."""
-    ranks, slow, grace, seed = how
+    every, ranks, slow, grace, seed = how
     model, optimizer = elastic.build(seed)
     members = Lighthouse(address, name=name, timeout=30, patience=60, grace=grace)
-    scheme = f"diloco(every={EVERY})"
+    scheme = f"diloco(every={every})"
     sync = gradtide.replicate(model, optimizer, scheme, elastic=members)
     generator = torch.Generator().manual_seed(100 * seed + ord(name))
     pause = STEP * (TIMES if name == slow else 1)
@@ -160,7 +161,7 @@ def rank(name: str, address: str, how: tuple[Any, ...], seconds: float) -> Any:
         optimizer.step()
         optimizer.zero_grad()
         longest = max(longest, time.monotonic() - begin)
-        if name == ranks[0] and sync.metrics()["step"] % EVERY == 0:
+        if name == ranks[0] and sync.metrics()["step"] % every == 0:
             with sync.shared_parameters():
                 rounds.append((time.monotonic() - began, elastic.held_out(model)))
             if rounds[-1][0] > seconds:
@@ -190,10 +191,10 @@ def process(name: str, address: str, how: Any, seconds: float, pipe: Any) -> Non
 
 def trial(how: tuple[Any, ...], seconds: float) -> dict[str, Any]:
     """What each rank has to tell of one run; RuntimeError if one fails or hangs."""
-    fork, (house, address) = mp.get_context("fork"), elastic.lighthouse(len(how[0]))
+    fork, (house, address) = mp.get_context("fork"), elastic.lighthouse(len(how[1]))
     found, processes, open_ = dict[str, Any](), [], dict[Any, str]()
     try:
-        for name in how[0]:
+        for name in how[1]:
             own, others = fork.Pipe(duplex=False)
             args = name, address, how, seconds, others
             processes.append(fork.Process(target=process, args=args, daemon=True))
@@ -239,15 +240,17 @@ def summed_up(
 @app.command("grace")
 def graces(
     out: Annotated[Path, typer.Option(help="Where the record is written.")],
+    every: Annotated[int, typer.Option(help="Steps of a round.")] = 10,
     seconds: Annotated[float, typer.Option(help="Of each run.")] = 40.0,
     seeds: Annotated[int, typer.Option(help="Runs of each kind.")] = 3,
 ) -> None:
     """Train with a slow rank, and write the record."""
-    record: dict[str, Any] = {**origin(sys.argv, "torchft"), "seconds": seconds}
+    record: dict[str, Any] = {**origin(sys.argv, "torchft"), "every": every}
+    record |= {"seconds": seconds, "rows": []}
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):  # in turn, where the machine may be busy for a while
         for name, ranks, slow, grace in RUNS:
-            one = trial((ranks, slow, grace, seed), seconds)
+            one = trial((every, ranks, slow, grace, seed), seconds)
             found.setdefault(name, []).append(one)
             print(name, len(one[ranks[0]]["rounds"]), flush=True)
     kinds = {name: (ranks, slow) for name, ranks, slow, _ in RUNS}
