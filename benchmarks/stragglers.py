@@ -24,6 +24,7 @@ import json
 import multiprocessing as mp
 import os
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -247,11 +248,14 @@ def graces(
     """Train with a slow rank, and write the record."""
     record: dict[str, Any] = {**origin(sys.argv, "torchft"), "every": every}
     record |= {"seconds": seconds, "rows": []}
+    record["command"] = f"python {shlex.join(sys.argv)}"
+    loads = [os.getloadavg()[0]]
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):  # in turn, where the machine may be busy for a while
         for name, ranks, slow, grace in RUNS:
             one = trial((every, ranks, slow, grace, seed), seconds)
             found.setdefault(name, []).append(one)
+            loads.append(os.getloadavg()[0])
             print(name, len(one[ranks[0]]["rounds"]), flush=True)
     kinds = {name: (ranks, slow) for name, ranks, slow, _ in RUNS}
     lengths = {
@@ -259,6 +263,8 @@ def graces(
         for name, runs in found.items()
         for run in runs
     }
+    # Of the machine, on which others may run.
+    record["load"] = {"least": round(min(loads), 1), "most": round(max(loads), 1)}
     record["rows"] = [
         {"run": name, **summed_up(*kinds[name], runs, seconds, min(lengths))}
         for name, runs in found.items()
