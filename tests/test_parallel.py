@@ -187,6 +187,32 @@ def test_another_optimizer_takes_over() -> None:
     assert run_ranks(2, work) == [(True, True)] * 2
 
 
+@pytest.mark.parametrize(
+    "scheme", ["exdyna(0.05, schedule='local', warmup=6)", "diloco(every=3)"]
+)
+def test_another_optimizer_takes_over_where_steps_are_exchanged(scheme: Any) -> None:
+    """Its first step takes means, from parameters that all ranks have alike.
+
+    So does that of the former one, whose state was each rank's own, if it comes back.
+    """
+
+    def work() -> Any:
+        model = DistributedDataParallel(network(), scheme=scheme)
+        first = torch.optim.AdamW(model.parameters(), lr=0.01)
+        second = torch.optim.AdamW(model.parameters(), lr=0.01)
+        found = []
+        for round_, optimizer in enumerate((first, second, first)):
+            steps(model, optimizer, range(8 * round_, 8 * round_ + 1))
+            found.append(bits(model))
+            steps(model, optimizer, range(8 * round_ + 1, 8 * round_ + 8))
+        model.replica.end_round()
+        return *found, bits(model), model.replica.optimizer is first
+
+    one, other = run_ranks(2, work)
+    assert one == other
+    assert one[-1]
+
+
 def test_who_is_found() -> None:
     p, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
 

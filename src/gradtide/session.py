@@ -299,6 +299,9 @@ class Session:
             self.training.gather()
             self.apply_pending()
             self._agree_on(optimizer)
+            if not self.training.actions.eager:  # gradients are the rank's own
+                self._change(None)
+                self.training.exchange_now()
         return self.hooks.stepping(args, kwargs)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
@@ -318,15 +321,16 @@ class Session:
 
         check_ranks_agree(self.engine.transport, prepare)
 
-    def _change(self, optimizer: Optimizer) -> None:
-        """Go on with another optimizer, when nothing is on its way."""
+    def _change(self, optimizer: Optimizer | None) -> None:
+        """Go on with another optimizer, or none yet, when nothing is on its way."""
         before = self.training
         self.detach()
-        self._unknown = False
         self._begin_anew(before, optimizer)
 
-    def _begin_anew(self, before: Training, optimizer: Optimizer) -> None:
-        self._train_with(optimizer)
+    def _begin_anew(self, before: Training, optimizer: Optimizer | None) -> None:
+        self._unknown = optimizer is None
+        params = [p for _, p in averaged(self.model)]
+        self._train_with(optimizer or SGD(params))
         self.training.follow(before)
         if self._comm_hook:
             self._exchange_by_hook(*self._comm_hook)
@@ -337,10 +341,8 @@ class Session:
         `before` is the training so far, which is detached.
         """
         self._shared_buffers.renew(self._buffering == "broadcast")
-        params = [p for _, p in averaged(self.model)]
-        self._unknown = optimizer is None
-        self._begin_anew(before, optimizer or SGD(params))
-        self._finder.follow(params)
+        self._begin_anew(before, optimizer)
+        self._finder.follow(p for _, p in averaged(self.model))
 
     @property
     def heard(self) -> Heard:
@@ -475,8 +477,6 @@ class Session:
         self.meet()
         self.training.gather()
         self.apply_pending(end_round)
-        if self.training.actions.chosen.apart:
-            own_state.note(self.optimizer)
         self.detach()
         self._finder.rest()
         self._shared_buffers.rest()
@@ -487,6 +487,8 @@ class Session:
 
     def detach(self) -> None:
         """Take the hooks from module and optimizer, when nothing is on its way."""
+        if self.training.actions.chosen.apart:
+            own_state.note(self.optimizer)
         if self.auto is not None:
             self.auto.remove()
         if self.kfac is not None:
