@@ -10,6 +10,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -171,6 +172,27 @@ def test_optimizers_that_hold_a_part() -> None:
         assert equal
         assert "0.bias requires a gradient but is not in the optimizer" in message
         assert "use 'wfbp'" in message
+        assert "gradtide.optim.Several([...])" in message
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_optimizers_of_two_kinds_are_refused(told: bool) -> None:
+    """By name on every rank, before or after they are found."""
+
+    def work() -> Any:
+        net = network()
+        kind = (torch.optim.SGD, torch.optim.Adam)[dist.get_rank()]
+        optimizer = kind(net.parameters(), lr=0.1)
+        if told:
+            wrap = partial(DistributedDataParallel, net, optimizer=optimizer)
+            return refusal(ValueError, wrap)
+        model = DistributedDataParallel(net, scheme="diloco(every=2)")
+        model(batch(0)).square().mean().backward()
+        return refusal(ValueError, optimizer.step)
+
+    for message in run_ranks(2, work):
+        assert "the optimizer differs between ranks: rank 0 has SGD" in message
+        assert "rank 1 has Adam; build the same model and optimizer" in message
 
 
 def test_another_optimizer_takes_over() -> None:

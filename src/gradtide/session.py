@@ -35,6 +35,7 @@ from gradtide.runtime.guards.validation import (
     Signature,
     check_ranks_agree,
     describe,
+    describe_optimizer,
 )
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.layout.broadcast import synchronize
@@ -167,7 +168,7 @@ class Session:
         """
         how = self._buffering, self._check_every
         admit(self.model, optimizer, scheme, self.process_group, *how, own)
-        return describe(self.model, scheme, *how, self._grace)
+        return describe(self.model, scheme, *how, self._grace, optimizer)
 
     def train(self) -> Training:
         """Begin to train, when parameters are alike on all ranks."""
@@ -317,7 +318,7 @@ class Session:
 
         def prepare() -> tuple[None, Signature]:
             admit_optimizer(self.model, optimizer, self.scheme)
-            return None, {}
+            return None, describe_optimizer(optimizer)
 
         check_ranks_agree(self.engine.transport, prepare)
 
@@ -329,8 +330,7 @@ class Session:
 
     def _begin_anew(self, before: Training, optimizer: Optimizer | None) -> None:
         self._unknown = optimizer is None
-        params = [p for _, p in averaged(self.model)]
-        self._train_with(optimizer or SGD(params))
+        self._train_with(optimizer or SGD([p for _, p in averaged(self.model)]))
         self.training.follow(before)
         if self._comm_hook:
             self._exchange_by_hook(*self._comm_hook)

@@ -32,9 +32,10 @@ from gradtide.scheme import Scheme
 from gradtide.transport.shards import local
 
 OUTSIDE = (
-    "it was changed outside step() by what each rank has alone, as some optimizers do. "
-    "Where steps are exchanged, only step() may; use a schedule that exchanges "
-    "gradients, such as 'wfbp'"
+    "it was changed outside step() by what each rank has alone: by hand, by a state "
+    "that was loaded, or by the optimizer, as some do; or ranks' first steps had other "
+    "hyper-parameters. Where steps are exchanged, only step() may; make the change on "
+    "every rank, or use a schedule that exchanges gradients, such as 'wfbp'"
 )
 
 

@@ -203,7 +203,8 @@ def validate_optimizer(model: nn.Module, optimizer: Optimizer, scheme: Scheme) -
         ),
         f"{lost} requires a gradient but is not in the optimizer, so "
         "a deferred update, or an exchange of steps, would lose it: add it to a "
-        "group, freeze it, or use 'wfbp'": lost is not None and not ordinary,
+        "group, freeze it, pass gradtide.optim.Several([...]) if several optimizers "
+        "share the model, or use 'wfbp'": lost is not None and not ordinary,
         # As schedule-free ones.
         f"{kind}.eval() moves parameters outside step(), on every rank by what it "
         f"remembers alone: {remedy}": (
@@ -379,7 +380,8 @@ def _refuse_ddp(*_: object) -> None:
 def check_ranks_agree(
     transport: Transport,
     prepare: Callable[[], tuple[T, Signature]],
-    remedy: str = "build the same model with the same scheme on every rank",
+    remedy: str = "build the same model and optimizer, with the same scheme, on every "
+    "rank",
 ) -> T:
     """Run `prepare` on every rank and compare what the ranks say of themselves.
 
@@ -428,13 +430,21 @@ def describe(
     buffers: str,
     check_every: int,
     grace: Grace | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Signature:
     """A rank's signature: its scheme, then every parameter and buffer."""
     named = {"scheme": repr(scheme), "check_every": str(check_every)}
     named |= {"buffers": buffers, "grace": str(grace and grace.seconds)}
+    named |= describe_optimizer(optimizer)
     for name, p in shared_parameters(model):
         frozen = "" if p.requires_grad else " frozen"
         named[f"parameter {name}"] = shards.described(p) + frozen
     for name, buffer in shared_buffers(model):
         named[f"buffer {name}"] = shards.described(buffer)
     return named
+
+
+def describe_optimizer(optimizer: Optimizer | None) -> Signature:
+    """A rank's signature of its optimizer: its class, or that there is none."""
+    kind = "none" if optimizer is None else type(optimizer).__name__
+    return {"the optimizer": kind}
