@@ -77,6 +77,7 @@ def train(
     }
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     "scheme", [DILOCO, STREAMING, *(pytest.param(s, marks=SLOWLY) for s in OTHERS)]
 )
@@ -349,6 +350,7 @@ def deal(name: str, tell: Tell, address: str) -> dict[str, Any]:
     return {"read": read, "left_out_steps": sync.metrics()["left_out_steps"]}
 
 
+@pytest.mark.waits
 def test_samples_of_steps_that_are_left_out_are_read_by_nobody() -> None:
     with lighthouse(2) as address:
         found = run(deal, "ab", address)
