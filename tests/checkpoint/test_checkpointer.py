@@ -625,6 +625,22 @@ def test_a_full_disk_is_told_on_all_ranks_and_all_may_train_on(
     assert again == [15] * 3
 
 
+def test_a_folder_in_which_nothing_can_be_saved_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
+    """On every rank, also where one alone has such a folder."""
+    (tmp_path / "file").touch()
+
+    def work() -> str:
+        place = "file/folder" if dist.get_rank() else "folder"
+        with pytest.raises(ValueError, match="nothing can be saved") as raised:
+            Run(tmp_path / place, "wfbp")
+        return str(raised.value)
+
+    for message in run_ranks(2, work):
+        assert "Not a directory" in message
+
+
 def test_what_fails_last_is_told_by_close(tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

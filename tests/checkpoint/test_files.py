@@ -11,6 +11,7 @@ import runpy
 import sys
 import zipfile
 from collections.abc import Callable
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,33 @@ def test_what_fails_while_it_is_written_leaves_what_was_there(tmp_path: Path) ->
         folder.write("a.pt", {"x": torch.ones(99), "y": Full()}, {})
     assert folder.names() == ["a.pt"]
     assert folder.about("a.pt") == ABOUT
+
+
+@pytest.mark.parametrize("room", [0, 5000, 9000])
+def test_a_full_disk_is_called_so(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own words are those of where it was in the file."""
+
+    class Disk(io.BytesIO):
+        def write(self, data: Any, /) -> int:
+            if self.tell() + len(data) > room:
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
+            return super().write(data)
+
+    folder = Folder(tmp_path)
+    monkeypatch.setattr(folder, "_open", lambda *_: Disk())
+    words = r"No space left on device: '.*a\.pt'"
+    with pytest.raises(OSError, match=words):
+        folder.write("a.pt", {"x": torch.ones(1000), "y": torch.ones(1000)}, ABOUT)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file/inside"):
+        Folder(tmp_path / "file" / "inside").make()
+    Folder(tmp_path / "new" / "folder").make()
+    assert (tmp_path / "new" / "folder").is_dir()
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(

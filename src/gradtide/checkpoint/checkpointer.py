@@ -120,6 +120,11 @@ class Checkpointer:
             if (every is not None and not _counts(every)) or not _counts(keep):
                 told = f"every={every!r}, keep={keep!r}"
                 raise ValueError(f"{told}: whole numbers, from 1 on")
+            if every is not None:
+                try:
+                    self._folder.make()
+                except OSError as error:
+                    raise ValueError(f"nothing can be saved: {error}") from error
             subject = Subject(model, optimizer, Items(items))
             subject.validate()
             there = not listing(self._folder).empty

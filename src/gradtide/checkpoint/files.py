@@ -20,6 +20,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from errno import EACCES
 from typing import Any, Protocol, TypeAlias
 from zlib import crc32
 
@@ -55,10 +56,19 @@ class Folder:
         """Where a file is; for messages, too."""
         return f"{self.root}/{name}" if name else str(self.root)
 
+    def make(self) -> None:
+        """Have the folder, if it is local; OSError if nothing can be written in it."""
+        if not self._is_local:
+            return
+        os.makedirs(self.root, exist_ok=True)
+        if not os.access(self.root, os.W_OK | os.X_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES), self.root)
+
     def write(self, name: str, state: object, about: Mapping[str, Any]) -> None:
         """Write a file; one that is there stays whole until the new one is.
 
-        Raises OSError, or whatever torch raises for what it cannot save.
+        Raises OSError, with the file's name, or what torch raises for what it cannot
+        save.
         """
         path = self.path(name)
         parent = self.files._parent(path)
@@ -75,8 +85,10 @@ class Folder:
                     _sync(folder)
             else:
                 self.files.mv(f"{path}{NEW}", path)
-        except BaseException:
+        except BaseException as error:
             self.remove(f"{name}{NEW}")
+            if isinstance(error, OSError) and error.errno and error.filename is None:
+                error.filename = path
             raise
 
     def about(self, name: str) -> About:
@@ -136,7 +148,12 @@ class Folder:
 def write(file: Writable, state: object, about: Mapping[str, Any]) -> None:
     """Write a state, and what is said about it."""
     summed: Any = _Summed(file)
-    torch.save(_mapped(state, _as_tensor), summed)
+    try:
+        torch.save(_mapped(state, _as_tensor), summed)
+    except RuntimeError:
+        if summed.error is not None:  # torch tells of where it was in the file
+            raise summed.error from None
+        raise
     line = json.dumps(dict(about)).encode()
     end = summed.length, len(line), summed.total, crc32(line), MARK
     file.write(line + END.pack(*end))
@@ -233,16 +250,21 @@ def is_sealed(data: bytes) -> bool:
 
 
 class _Summed:
-    """A file that counts what is written into it."""
+    """A file that counts what is written into it, and keeps why it cannot be."""
 
     def __init__(self, file: Writable) -> None:
         self._file, self.length, self.total = file, 0, 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         piece = memoryview(data).cast("B")
         self.total = crc32(piece, self.total)
         self.length += len(piece)
-        self._file.write(piece)
+        try:
+            self._file.write(piece)
+        except OSError as error:
+            self.error = error
+            raise
         return len(piece)
 
     def flush(self) -> None: ...
