@@ -68,7 +68,7 @@ def test_what_a_row_says_of_bytes_is_what_is_sent(row: object) -> None:
     assert row in RECOMMENDED
     row = next(each for each in RECOMMENDED if each == row)
     words = row.sends.rpartition("about ")[2] if "about" in row.sends else row.sends
-    shares = {"as much as DDP": 1.0, "half": 0.5, "a quarter": 0.25}
+    shares = {"as much as DDP": 1.0, "half": 0.5, "a quarter": 0.25, "an eighth": 0.125}
     if words.endswith(" %"):
         shares[words] = float(words.removesuffix(" %")) / 100
     if words not in shares:

@@ -73,10 +73,15 @@ RECOMMENDED = (
     Recommendation(
         "wfbp(wire='int8')",
         "half the bytes are too many, and there is no time to warm up, as in "
-        "fine-tuning: what rounding takes off is sent later. `wire='e3m0'` sends half "
-        "of that",
+        "fine-tuning: what rounding takes off is sent later",
         "a quarter",
         "a second buffer for gradients",
+    ),
+    Recommendation(
+        "wfbp(wire='e3m0')",
+        "the same, and a quarter is too many",
+        "an eighth",
+        "a second buffer for gradients, and a look at the loss",
     ),
     Recommendation(
         "topka2a(0.02, schedule='local', warmup=60, wire='e3m0')",
@@ -118,13 +123,6 @@ RECOMMENDED = (
         f"{_FROM_SCRATCH}, and a look at the loss: what it costs in steps differs more "
         "from model to model than with all others",
         "adam",
-    ),
-    Recommendation(
-        "powersgd(4)",
-        "your model is made of large matrices",
-        "what thin factors of them have",
-        "your own look at the loss: it is not measured here",
-        left_out="its loss is not measured here",
     ),
     Recommendation(
         "pad_kfac(factor_every=10, inverse_every=100)",
