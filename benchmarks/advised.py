@@ -1,0 +1,127 @@
+"""Does `advise` choose what is the first to the loss, on tasks that it never saw?
+
+    python benchmarks/advised.py --out benchmarks/records/advised_202611.json
+
+`benchmarks/advised/` has training scripts as people write them, with torch's DDP, of
+tasks that no other measurement of this repository has. Of each, DDP trains `STEPS`
+steps on this machine: where it ends, and half a per cent more, is the target. Then for
+each rate `gradtide advise` is asked, and `gradtide race` has its choice and others
+train the script over emulated links. What counts is the time to the target from the
+first loss that is printed; it is there where a loss and the next are below it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradtide.lab.race.script import LOSS
+from gradtide.lab.record import origin
+
+HERE, HOSTS, STEPS, NEAR = Path(__file__).parent, "4", 300, 1.005
+BEHIND = 1.05  # times the first one's time: the bar
+SCRIPTS = "denoise", "field"
+EXDYNA = "exdyna(0.01, schedule='local', warmup=240, wire='e3m0')"
+# By rate, of links in the lab: who races beside the choice, and for how many seconds.
+RACES = {
+    "20mbit": ((EXDYNA, "wfbp(wire='e3m0')", "wfbp(wire='int8')"), 60),
+    "200mbit": (
+        ("ddp", "wfbp(wire='bf16')", "wfbp(wire='e3m0')", EXDYNA, "diloco(warmup=240)"),
+        40,
+    ),
+}
+GRADTIDE = sys.executable, "-m", "gradtide"
+
+
+def told(*command: str) -> str:
+    """What a command prints; its own errors go to this program's."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
+
+
+def target(script: str) -> float:
+    """A loss, in which DDP ends on this machine, and a little more."""
+    run = "-m", "torch.distributed.run", "--nproc-per-node", HOSTS
+    losses = re.findall(
+        LOSS, told(sys.executable, *run, script, "--steps", str(STEPS)), re.IGNORECASE
+    )
+    return NEAR * (float(losses[-1]) + float(losses[-2])) / 2
+
+
+def advised(script: str, rate: str, folder: Path) -> dict[str, Any]:
+    """The plan that `advise` makes for a script."""
+    out = folder / "plan.json"
+    where = "--hosts", HOSTS, "--rate", rate, "--steps", str(STEPS), "--json", str(out)
+    one = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"
+    print(told(*GRADTIDE, "advise", *where, "--", *one, script).splitlines()[0])
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def first_below(course: dict[str, list[float]], loss: float) -> float | None:
+    """Seconds until a loss and the next are below; None if that never was."""
+    both = zip(course["seconds"], pairwise(course["loss"]), strict=False)
+    return next((at for at, pair in both if max(pair) <= loss), None)
+
+
+def raced(
+    script: str, rate: str, schemes: list[str], seconds: int, folder: Path
+) -> dict[str, dict[str, list[float]]]:
+    """Where each contestant was when."""
+    out = folder / "race"
+    how = "--every", "1", "--seconds", str(seconds), "--out", str(out)
+    where = "--hosts", HOSTS, "--rate", rate, "--schemes", ",".join(schemes)
+    told(*GRADTIDE, "race", *where, *how, "--", script)
+    record = json.loads((out / "record.json").read_text())
+    return {each["scheme"]: each["course"] for each in record["results"]}
+
+
+def main(
+    scripts: Annotated[str, typer.Option(help="With commas between.")] = ",".join(
+        SCRIPTS
+    ),
+    rates: Annotated[str, typer.Option(help="With commas between.")] = ",".join(RACES),
+    out: Annotated[Path | None, typer.Option(help="The record to write.")] = None,
+) -> None:
+    """Ask, race, and say how far the choice is behind the first."""
+    results, about = list[dict[str, Any]](), origin(sys.argv)
+    for name in scripts.split(","):
+        script = str((HERE / "advised" / f"{name}.py").relative_to(Path.cwd()))
+        loss = target(script)
+        for rate in rates.split(","):
+            others, seconds = RACES[rate]
+            with tempfile.TemporaryDirectory() as where:
+                folder = Path(where)
+                choice = advised(script, rate, folder)["recommended"]
+                schemes = list(dict.fromkeys((choice, *others)))
+                found = raced(script, rate, schemes, seconds, folder)
+            times = {each: first_below(seen, loss) for each, seen in found.items()}
+            there = [time for time in times.values() if time is not None]
+            own = times[choice]
+            behind = own / min(there) if own is not None else None
+            results.append(
+                {
+                    "script": name,
+                    "rate": rate,
+                    "target": round(loss, 5),
+                    "choice": choice,
+                    "seconds to the target": times,
+                    "behind the first": behind and round(behind, 3),
+                    "met": behind is not None and behind <= BEHIND,
+                }
+            )
+            print(json.dumps(results[-1]), flush=True)
+            if out is not None:
+                out.write_text(json.dumps({**about, "results": results}, indent=2))
+
+
+if __name__ == "__main__":
+    typer.run(main)
