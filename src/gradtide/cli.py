@@ -364,6 +364,7 @@ def plan(
     rate: Rate = None,
     up: options.Up = None,
     delay: options.Delay = None,
+    loss: options.Loss = None,
     internet: options.FromFile = None,
     stragglers: options.Stragglers = None,
     device: options.Processor = None,
@@ -382,7 +383,7 @@ def plan(
     with options.told():
         if trace is None:
             raise ValueError(f"say what is trained, and where.\n{PLANNED}")
-        far = options.Far(up, delay, internet=internet)
+        far = options.Far(up, delay, loss=loss, internet=internet)
         place = Place(ranks, ranks_per_host, rate, far, stragglers, hosts)
         weighed = Weighed(margin, steps, pilot)
         planning = Planning.asked(network, place, device, schemes, weighed, json)
@@ -409,6 +410,7 @@ def advise(
     rate: Rate = None,
     up: options.Up = None,
     delay: options.Delay = None,
+    loss: options.Loss = None,
     internet: options.FromFile = None,
     stragglers: options.Stragglers = None,
     device: options.Processor = None,
@@ -449,7 +451,7 @@ def advise(
         command = run.checked(program)
         if timed < 1 or not 0 < seconds < math.inf:
             raise ValueError(f"--timed {timed} --seconds {seconds}: more than 0")
-        far = options.Far(up, delay, internet=internet)
+        far = options.Far(up, delay, loss=loss, internet=internet)
         place = Place(ranks, ranks_per_host, rate, far, stragglers, hosts)
         weighed = Weighed(margin, steps, pilot)
         planning = Planning.asked(network, place, device, schemes, weighed, json)

@@ -112,8 +112,8 @@ class Planning:
         measured = None if network is None else load(network)
         per_host = place.ranks_per_host
         own = place.size(measured), per_host or 1, place.rate
-        ranks, bits, more = options.planned(*own, place.far)
-        there = imagine(measured, ranks, per_host, bits, more)
+        ranks, bits, *between = options.planned(*own, place.far)
+        there = imagine(measured, ranks, per_host, bits, *between)
         if place.stragglers is not None:
             share = parse_share("--stragglers", place.stragglers)
             there = replace(there, stragglers=share)

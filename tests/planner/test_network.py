@@ -27,6 +27,10 @@ from gradtide.planner.virtual import simulate
 from gradtide.scheme import parse
 from gradtide.transport import gloo
 
+_TRACE = StepTrace(
+    "one", (Unit("w", 1000, 4, 0.05, 0.1, 0.01),), 0.01, loss=0.04
+)  # of a single layer
+
 
 def measured() -> Network:
     inter = Link(
@@ -173,6 +177,36 @@ def test_where_hosts_are_far_a_ring_is_left_as_training_leaves_it() -> None:
         assert seconds(mean, group, far) == pytest.approx(expected, rel=0.02)
 
 
+def test_what_is_lost_is_late_by_a_round_trip() -> None:
+    """If it is among the last packets: of a long message one nearly always is."""
+    whole, group = Network.ideal(4, 1, 2e8).delayed(0.04), Group(0, 4)
+    lossy = whole.lossy(0.01)
+    assert lossy.resent(100) == pytest.approx(0.04 * 0.01 * 100 / 1448, rel=0.01)
+    assert 0.0399 < lossy.resent(1e8) < 0.04
+    swap = ops.Swap(torch.empty(1 << 24, device="meta"), 1)
+    bytes_, late = 8 * 4 * (1 << 24) / 2e8, lossy.resent(1 << 26)
+    assert seconds(swap, group, lossy) == pytest.approx(
+        0.02005 + bytes_ / 0.99 + late, rel=1e-6
+    )
+    slower = [
+        seconds(op, group, lossy) / seconds(op, group, whole)
+        for op in (
+            ops.Mean(torch.empty(1 << 14, device="meta")),
+            ops.Mean(torch.empty(1 << 21, device="meta")),
+            ops.Mean(torch.empty(1 << 24, device="meta")),
+        )
+    ]
+    assert slower[1] > slower[2] > 1.01, "of a long one it is a smaller share"
+    assert whole.resent(1e8) == 0 == Network.ideal(4, 1, 2e8).lossy(0.01).resent(1e8)
+    assert imagine(None, 4, 1, 2e8, 0.04, 0.01) == lossy
+    large = replace(_TRACE, units=(replace(_TRACE.units[0], numel=1_000_000),))
+    steps = [simulate(large, parse("wfbp"), n) for n in (whole, lossy)]
+    assert steps[1].step > steps[0].step + 0.04
+    assert steps[1].processor == steps[0].processor
+    with pytest.raises(ValueError, match="loss"):
+        whole.lossy(1.0)
+
+
 @pytest.mark.parametrize(("hosts", "largest"), [(2, 0.564), (4, 1.029), (16, 1.766)])
 def test_ranks_wait_for_the_last_of_them(hosts: int, largest: float) -> None:
     """By the expected largest of so many normal numbers, as tables have it."""
@@ -186,8 +220,7 @@ def test_ranks_wait_for_the_last_of_them(hosts: int, largest: float) -> None:
 def test_steps_that_vary_cost_rounds_less() -> None:
     still = Network.ideal(4, 1, 1e12, alpha=0.0)
     vary = replace(still, stragglers=0.3)
-    unit = Unit("w", 1000, 4, 0.05, 0.1, 0.01)
-    trace = StepTrace("one", (unit,), 0.01, loss=0.04)
+    trace = _TRACE
     for text, factor in (
         ("wfbp", vary.slowest()),
         ("diloco(every=9)", vary.slowest(9)),

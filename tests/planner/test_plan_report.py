@@ -148,6 +148,8 @@ def test_a_link_is_as_slow_as_its_slower_way(tmp_path: Path) -> None:
     assert found[0].output == slow.output != found[1].output
     vary = call(tmp_path, rate="50mbit", stragglers="20%")
     assert "8 hosts x 1 ranks, whose steps vary by 20 %" in vary.output
+    lost = call(tmp_path, rate="50mbit", delay="40ms", loss="0.1%")
+    assert "with links that lose 0.1 % of packets" in lost.output
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,9 @@ def test_a_link_is_as_slow_as_its_slower_way(tmp_path: Path) -> None:
         ({"up": "none"}, "a link has a limit"),
         ({"up": "20mbit", "rate": None}, "say --rate"),
         ({"stragglers": "often"}, "is no share"),
+        ({"loss": "some"}, "is no share"),
+        ({"loss": "100%"}, "nothing arrives"),
+        ({"loss": "1%", "internet": "transatlantic", "rate": None}, "leave out"),
         ({"ranks": "1"}, "nobody to average with"),
         ({"ranks": "9", "ranks_per_host": "2"}, "choose a multiple"),
         ({"schemes": "nonsense"}, "nonsense"),

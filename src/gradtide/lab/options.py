@@ -221,8 +221,10 @@ def planned(
     ranks_per_host: int,
     rate: str | None,
     far: Far,
-) -> tuple[int | None, float | None, float]:
-    """For a planner: ranks, bits/s of the slowest link, and the longest round trip.
+) -> tuple[int | None, float | None, float, float]:
+    """For a planner: ranks, and of links the least rate, longest way and most loss.
+
+    Those are bits/s, seconds of a round trip, and a share of packets.
 
     All ranks send as much as they receive, so a link is as slow as its slower way.
     Raises ValueError for what has no plan.
@@ -236,16 +238,23 @@ def planned(
             if bits is None:
                 raise ValueError(f"--up {up}: say --rate, too, of what hosts receive")
             bits = min(bits, limited(up, f"--up {up}: a link has a limit"))
-        return ranks, bits, parse_time("--delay", far.delay or "0ms")
+        delay = parse_time("--delay", far.delay or "0ms")
+        loss = parse_share("--loss", far.loss or "0%")
+        if loss == 1:
+            raise ValueError(f"--loss {far.loss}: nothing arrives, and takes for ever")
+        return ranks, bits, delay, loss
     given = {"--rate": rate, "--up": up, "--ranks": ranks, "--delay": far.delay}
+    given["--loss"] = far.loss
     if twice := [name for name, value in given.items() if value is not None]:
         raise ValueError(
             f"--internet {internet} says what links are like: leave out "
             + " and ".join(twice)
         )
     found = read(internet)
-    longest = max((path.delay for path in found.paths().values()), default=0.0)
-    return len(found.links) * ranks_per_host, found.slowest, longest
+    paths = found.paths().values()
+    longest = max((path.delay for path in paths), default=0.0)
+    most = max((path.loss for path in paths), default=0.0)
+    return len(found.links) * ranks_per_host, found.slowest, longest, most
 
 
 def _from_file(

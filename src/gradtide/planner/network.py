@@ -24,6 +24,7 @@ from gradtide.transport.distance import Distance
 from gradtide.transport.gloo import FEW, HOP, SMALL
 
 DOCUMENT = Document("network", "gradtide network profile")
+PACKET = 1448  # bytes of a message in each, on Ethernet
 MOST = 4096  # ranks: more take longer to simulate than to wait for
 # What a file has to say of a device; the rest may be of later versions.
 FIRST = ("take_in", "select", "scatter", "sort", "optimizer")
@@ -35,6 +36,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "spread": (lambda x: 0 <= x <= 1, "a share, from 0 to 1"),
     "occupancy": (lambda x: 0 < x <= 1, "a share, above 0 to 1"),
     "delay": (lambda x: 0 <= x < math.inf, "seconds, 0 or more"),
+    "loss": (lambda x: 0 <= x < 1, "a share, from 0 to below 1"),
     "stragglers": (lambda x: 0 <= x < math.inf, "a share of a step, 0 or more"),
     "rate": (lambda x: x is None or 0 < x < math.inf, "bits/s, above 0, or None"),
 }
@@ -113,6 +115,7 @@ class Network:
     occupancy: float = 1.0
     rate: float | None = None  # bits/s: nominal, of `inter`
     delay: float = 0.0  # seconds one way: of what a message takes to another host
+    loss: float = 0.0  # share of packets between hosts that are sent again
     stragglers: float = 0.0  # by how much steps vary among ranks, see `slowest`
     # As gradtide's transport over Gloo has them: parts of so many bytes and less, among
     # so many ranks (0: never), travel directly, and so do all-reduces that are small.
@@ -140,6 +143,8 @@ class Network:
         told = f"{self.hosts} hosts x {self.ranks_per_host} ranks"
         if self.stragglers:
             told += f", whose steps vary by {100 * self.stragglers:.3g} %"
+        if self.loss:
+            told += f", with links that lose {100 * self.loss:.3g} % of packets"
         return told
 
     @property
@@ -179,7 +184,7 @@ class Network:
     def charged(self) -> Network:
         """The same network, on which requests take what they cost a processor."""
         intra = self.intra and self.intra.charged()
-        return replace(self, inter=self.inter.charged(), intra=intra)
+        return replace(self, inter=self.inter.charged(), intra=intra, loss=0.0)
 
     @staticmethod
     def ideal(
@@ -239,6 +244,30 @@ class Network:
         inter = replace(inter, direct=together)
         return replace(self, inter=inter, delay=self.delay + way)
 
+    def lossy(self, share: float) -> Network:
+        """What if: links that lose such a share of their packets, which are sent again.
+
+        That holds for connections that do not slow down for it, as with BBR, or for
+        several of them. See `resent` for what is late.
+        """
+        there = replace(self, loss=share)
+        inter = self.inter.stretched(1 / (1 - share))
+        rate = self.rate or 8 / max(self.inter.ring.beta, 1e-15)
+        return replace(there, inter=inter, rate=rate)
+
+    def resent(self, nbytes: float) -> float:
+        """How much later than without loss a message to another host is whole.
+
+        What is lost is known, and here, a round trip after it was sent. That is late if
+        nothing else was left to send meanwhile: if one of the last packets is lost, as
+        many as a link has on their way.
+        """
+        if not (self.loss and self.rate):
+            return 0.0
+        round_trip = 2 * self.delay
+        last = min(nbytes, self.rate / 8 * round_trip) / PACKET
+        return round_trip * float(1 - (1 - self.loss) ** last)
+
     def on(self, processor: Preset) -> Network:
         """What if: ranks with such processors."""
         slowed = processor.slowed
@@ -255,10 +284,12 @@ def imagine(
     ranks_per_host: int | None,
     rate: float | None,
     delay: float = 0.0,
+    loss: float = 0.0,
 ) -> Network:
     """`measured` (None: an ideal one) with other ranks or links; `rate` in bits/s.
 
-    Round trips between hosts take `delay` seconds more.
+    Round trips between hosts take `delay` seconds more, and such a share of packets is
+    lost on the way.
 
     Hosts hold as many ranks as in the measured network (one, if there is none) unless
     `ranks_per_host` says otherwise. Raises ValueError where something has to be said.
@@ -283,7 +314,8 @@ def imagine(
         )
     hosts = ranks // per_host
     there = measured.scaled(hosts=hosts, ranks_per_host=per_host, rate=rate)
-    return there.delayed(delay)
+    there = there.delayed(delay)
+    return there.lossy(loss) if loss else there
 
 
 def load(path: Path) -> Network:

@@ -81,7 +81,8 @@ def ring(sizes: Sequence[float], network: Network) -> float:
     inter, intra = network.inter.ring, (network.intra or FREE).ring
     beta = max(intra.beta if inside else 0.0, inter.beta if between else 0.0)
     nbytes = carried(sum(sizes), max(sizes), min(sizes), len(sizes))
-    return inside * intra.alpha + between * inter.alpha + nbytes * beta
+    late = between * network.resent(max(sizes))
+    return inside * intra.alpha + between * inter.alpha + nbytes * beta + late
 
 
 def direct(sizes: Sequence[float], rank: int, network: Network) -> float:
@@ -95,7 +96,9 @@ def direct(sizes: Sequence[float], rank: int, network: Network) -> float:
     messages_there = len(sizes) - sizes.count(0) - messages_here - (own > 0)
     intra, inter = (network.intra or FREE).direct, network.inter.direct
     starts = messages_here * intra.alpha + messages_there * inter.alpha
-    return starts + max(bytes_here * intra.beta, local * bytes_there * inter.beta)
+    late = network.resent(bytes_there) if bytes_there else 0.0
+    carried = max(bytes_here * intra.beta, local * bytes_there * inter.beta)
+    return starts + carried + late
 
 
 def swap(nbytes: float, rank: int, peer: int, network: Network) -> float:
@@ -105,7 +108,7 @@ def swap(nbytes: float, rank: int, peer: int, network: Network) -> float:
     local = network.ranks_per_host
     if peer // local == rank // local:
         return (network.intra or FREE).swap(nbytes)
-    return network.inter.swap(local * nbytes)
+    return network.inter.swap(local * nbytes) + network.resent(nbytes)
 
 
 def broadcast(nbytes: float, network: Network) -> float:
@@ -113,4 +116,5 @@ def broadcast(nbytes: float, network: Network) -> float:
     there = (network.hosts - 1).bit_length()
     here = (network.ranks_per_host - 1).bit_length()
     inter, intra = network.inter, network.intra or FREE
-    return there * inter.broadcast(nbytes) + here * intra.broadcast(nbytes)
+    each = inter.broadcast(nbytes) + network.resent(nbytes)
+    return there * each + here * intra.broadcast(nbytes)
