@@ -357,7 +357,8 @@ class SetupGuard:
                 raise RuntimeError(
                     f"{name} was added or unfrozen after replicate(), or replaces "
                     "another, so no bucket has it and it would not be averaged: call "
-                    "sync.refresh() on every rank, behind such a change"
+                    "sync.refresh() (of a wrapper, its refresh()) on every rank, "
+                    "behind such a change"
                 )
             if self._known.get(p, p.dtype) is not p.dtype:
                 raise RuntimeError(
