@@ -13,17 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gradtide.core.torch_internals.distributed import TCPStore
 from gradtide.core.transport import CommunicationError
-from gradtide.transport.generations import is_gone
+from gradtide.transport.generations import MEETING, is_gone
 
 LOOKS = 10  # in a grace
 SHORTEST, LONGEST = 0.02, 5.0  # seconds between two looks
-ANSWER = 5.0  # seconds for the store to answer
+ANSWER = 5.0  # seconds for the store to answer, where the thread is to end
 
 
 @dataclass
@@ -143,7 +142,7 @@ class StoreGrace:
                 int(port),
                 is_master=False,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=ANSWER),
+                timeout=MEETING,  # a look-up of a name may take seconds at first
             )
             now.store = PrefixStore(f"grace {now.name}", store)
         return now.store
