@@ -78,6 +78,12 @@ def test_what_is_recommended_is_tried_but_not_what_decides_itself() -> None:
     assert "auto" not in candidates()
 
 
+def test_thousands_of_ranks_are_planned_for() -> None:
+    ranked = rank(trace(), Network.ideal(1024, 1, 1e10), tune=False)
+    assert {choice.name for choice in ranked} == {*DENSE, *candidates()}
+    assert all(choice.prediction.step > 0 for choice in ranked)
+
+
 @pytest.mark.parametrize(("steps", "sgd"), [("adam", False), ("sgd", True)])
 def test_what_is_for_another_optimizer_is_refused(steps: Steps, sgd: bool) -> None:
     ranked = ranked_by(Fake(), replace(trace(), steps=steps), NETWORK, tune=False)

@@ -85,8 +85,8 @@ def test_the_command_writes_a_table_json_and_pictures(tmp_path: Path) -> None:
     [
         (("--ranks", "four"), "commas"),
         (("--ranks", "6", "--ranks-per-host", "4"), "multiples"),
-        (("--ranks", "1"), "2 to 4096"),
-        (("--ranks", "8192"), "2 to 4096"),
+        (("--ranks", "1"), "2 to 131072"),
+        (("--ranks", "131073"), "2 to 131072"),
         (("--network", "fast"), "not a rate"),
         (("--network", "none"), "without a limit"),
         (("--network", "missing.json"), "cannot read"),

@@ -25,7 +25,7 @@ from gradtide.transport.gloo import FEW, HOP, SMALL
 
 DOCUMENT = Document("network", "gradtide network profile")
 PACKET = 1448  # bytes of a message in each, on Ethernet
-MOST = 4096  # ranks: more take longer to simulate than to wait for
+MOST = 1 << 17  # ranks: more take longer to simulate than to wait for
 # What a file has to say of a device; the rest may be of later versions.
 FIRST = ("take_in", "select", "scatter", "sort", "optimizer")
 # Of numbers that are no times: whether one fits, and in words what does.

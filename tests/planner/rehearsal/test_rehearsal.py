@@ -30,9 +30,11 @@ from gradtide.core.ops import (
     Flow,
     Group,
     Mean,
+    Swap,
     payload_bytes,
 )
 from gradtide.core.payload import Collective, Payload, settled
+from gradtide.planner.clock.symbolic_requests import widened
 from gradtide.planner.rehearsal import flows, rehearsal
 from gradtide.planner.rehearsal.rehearsal import Script, script_of, scripts
 
@@ -102,6 +104,34 @@ def test_reflections_stand_for_the_other_ranks(
     alone = played(collective, n, 8)
     assert kinds(alone) == kinds(real)
     assert sent(alone, 8) == pytest.approx(sent(real, 8), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [OkTopk(0.02), PartitionedTopK(0.02, partition=Dynamic()), PartitionedTopK(0.02)],
+    ids=repr,
+)
+def test_few_ranks_stand_for_many(
+    collective: Collective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as much for each: of flows that cannot read what is made up."""
+    size = 48
+    n = size * 1600
+    real = played(collective, n, size)
+    scripts.cache_clear()
+    monkeypatch.setattr(flows, "CROWD", 24)
+    few = played(collective, n, size)
+    assert kinds(few) == kinds(real)
+    assert few != real, "not all of them have run"
+    assert sent(few, size) == pytest.approx(sent(real, size), rel=0.03)
+    for kind in ("moved", "entries", "calls"):
+        assert done(few, kind) == pytest.approx(done(real, kind), rel=0.1), kind
+
+
+def test_trees_get_deeper() -> None:
+    swap = Swap(torch.empty(8, device="meta"), 1)
+    with pytest.raises(ValueError, match="is deeper"):
+        widened(swap, swap, 2.0, 128)
 
 
 @pytest.mark.parametrize("collective", SPARSE, ids=repr)

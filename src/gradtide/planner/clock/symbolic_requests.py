@@ -112,6 +112,28 @@ def _grown(op: Op, ratio: float) -> Op:
     return _built(type(op), x.dtype, round(x.numel() * ratio), grown)
 
 
+def widened(few: Op, more: Op, weight: float, size: int) -> Op:
+    """A sketched request among `size` ranks, from those of few and of more.
+
+    Each rank has as much in all of them. Sizes continue in a straight line, `weight`
+    times the difference beyond the second; shares of ranks are those of the second.
+    Raises ValueError for one whose number depends on how many ranks there are.
+    """
+    if isinstance(more, ops.Swap | ops.Broadcast):
+        raise ValueError(f"{type(more).__name__}: a tree of more ranks is deeper")
+    x, *rest = _taken_apart(more)
+    grown = [
+        tuple(part[i * len(part) // size] for i in range(size))
+        if isinstance(part, tuple)
+        else part
+        for part in rest
+    ]
+    before, *_ = _taken_apart(few)
+    return _built(
+        type(more), x.dtype, _beyond(before.numel(), x.numel(), weight), grown
+    )
+
+
 # - Answers ----------------------------------------------------------------------------
 
 

@@ -4,7 +4,9 @@ Flows whose requests depend on shapes alone run on tensors without memory, other
 random gradients.
 
 [Note: Peers] Up to LOCKSTEP ranks all flows run, as in `gradtide.testing`; beyond, one
-does, and the others' answers are reflections (`symbolic_requests`).
+does, and the others' answers are reflections (`symbolic_requests`). Some flows cannot
+read these: then all run, up to CROWD ranks, and what more ask for is what these do,
+with as much for each rank. Only trees, which get deeper, run on all ranks however many.
 """
 
 from __future__ import annotations
@@ -32,11 +34,17 @@ from gradtide.core.ops import (
     payload_bytes,
 )
 from gradtide.core.payload import Payload, traits
-from gradtide.planner.clock.symbolic_requests import reflected, shaped, sketched
+from gradtide.planner.clock.symbolic_requests import (
+    reflected,
+    shaped,
+    sketched,
+    widened,
+)
 from gradtide.planner.rehearsal.op_counts import Counter, Work
 from gradtide.testing import answer, resume
 
 LOCKSTEP = 8  # ranks up to which all flows run; of more, one with made-up answers
+CROWD = 64  # ranks up to which all flows run where one cannot
 ROOM = 1 << 29  # elements of all ranks' flows together: some GB
 STEPS = 3  # that are rehearsed: the first is unlike the others, which may alternate
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -123,12 +131,47 @@ def by_numbers(
         # Not where a rank can send nothing of what is made up.
         with suppress(RuntimeError, IndexError):
             return [_by_numbers(sharp, n, dtype, size, everybody=False) for n in numels]
+        if size > CROWD:
+            with suppress(ValueError):
+                return [_widened(sharp, n, dtype, size) for n in numels]
         if size * max(numels) > ROOM:
             raise ValueError(
                 f"{sharp!r} cannot be rehearsed among {size} ranks: it takes all of "
                 "them, which do not fit into memory; simulate it among fewer"
             )
     return [_by_numbers(sharp, n, dtype, size, everybody=True) for n in numels]
+
+
+def _widened(
+    collective: Any, numel: int, dtype: torch.dtype, size: int
+) -> tuple[Script, ...]:
+    """In a straight line from what half of CROWD ranks ask for, and CROWD ranks.
+
+    All have as many elements each. Raises ValueError where there is no such line.
+    """
+    own, half = numel // size, CROWD // 2
+    few, more = (
+        _by_numbers(collective, own * count, dtype, count, everybody=True)
+        for count in (half, CROWD)
+    )
+    weight = (size - CROWD) / (CROWD - half)
+    return tuple(
+        _beyond(one, two, weight, size) for one, two in zip(few, more, strict=True)
+    )
+
+
+def _beyond(one: Script, two: Script, weight: float, size: int) -> Script:
+    acts = [
+        Act(
+            b.work.beyond(a.work, weight),
+            tuple(
+                widened(*pair, weight, size)
+                for pair in zip(a.asked, b.asked, strict=True)
+            ),
+        )
+        for a, b in zip(one.acts, two.acts, strict=True)
+    ]
+    return two._replace(acts=tuple(acts), work=two.work.beyond(one.work, weight))
 
 
 @lru_cache(maxsize=512)

@@ -39,6 +39,11 @@ class Work(NamedTuple):
         """So many times the elements, in as many calls."""
         return Work(*(factor * n for n in self))._replace(calls=self.calls)
 
+    def beyond(self, before: Work, weight: float) -> Work:
+        """`weight` times the difference to `before` more of everything."""
+        pairs = zip(before, self, strict=True)
+        return Work(*(max(b + weight * (b - a), 0.0) for a, b in pairs))
+
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered; `read` returns what has come together since."""
