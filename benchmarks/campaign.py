@@ -578,6 +578,8 @@ def long_runs(
     out: Annotated[Path | None, typer.Option(help="The record to write.")] = None,
 ) -> None:
     """Train for long, disturbed now and then, and say what grew or came apart."""
+    options = f"soak --steps {steps} --seed {seed}"
+    known = {} if out is None else about(options, out)  # before it is written
     warm_up()
     found = []
     for scheme in [only] if only else soaks.SCHEMES:
@@ -585,10 +587,9 @@ def long_runs(
         found.append(soaks.soak(scheme, steps, seed, 60 * minutes))
         print(json.dumps(found[-1]), flush=True)
         if out is not None:
-            options = f"soak --steps {steps} --seed {seed}"
             wrong = sum(bool(each["wrong"]) for each in found)
             results = {"trainings": len(found), "wrong": wrong}
-            record = {**about(options, out), "results": results, "trainings": found}
+            record = {**known, "results": results, "trainings": found}
             out.write_text(json.dumps(record, indent=2) + "\n")
     raise typer.Exit(any(each["wrong"] for each in found))
 

@@ -185,10 +185,9 @@ CLAIMS = (
         _crossovers,
     ),
     Claim(
-        "4096 ranks, 8 schemes, 6 rates",
+        "4096 ranks, 15 schemes, 6 rates",
         "simulate_4096_202611.json",
-        "benchmarks/simulate.py --schemes \"wfbp,dear,wfbp(wire='bf16'),topk,oktopk,"
-        'topka2a,micro,cltk"',
+        "benchmarks/simulate.py",
         lambda record: [f"{record['seconds']:.1f} s"],
         _thousands,
         frozenset({"seconds"}),

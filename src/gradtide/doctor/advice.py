@@ -31,8 +31,8 @@ def parse_model(text: str) -> StepTrace:
     params = PARAMETERS.fullmatch(given["params"])
     step = STEP.fullmatch(given["step"])
     if params is None or step is None:
-        wrong = "params" if params is None else "step"
-        raise ValueError(f"--model: {wrong}={given[wrong]!r} is no number: {EXAMPLE}")
+        wrong, kind = ("params", "number") if params is None else ("step", "time")
+        raise ValueError(f"--model: {wrong}={given[wrong]!r} is no {kind}: {EXAMPLE}")
     numel = float(params[1]) * FACTORS[params[2].lower()]
     seconds = float(step[1]) * (1e-3 if step[2] == "ms" else 1.0)
     if not TENSORS <= numel <= LARGEST or not 0 < seconds <= LONGEST:

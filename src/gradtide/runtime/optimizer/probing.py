@@ -100,9 +100,9 @@ def _refusing(optimizer: Optimizer, what: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(
-            f"the steps of {type(optimizer).__name__} cannot be {what}, by what a "
-            f"small copy of it does ({kind}{error}): use a schedule that {remedy}, "
-            "such as 'wfbp'"
+            f"the steps of {type(optimizer).__name__} cannot be {what}: use a schedule "
+            f"that {remedy}, such as 'wfbp' (as a small copy of it steps: "
+            f"{kind}{error})"
         ) from error
 
 
