@@ -579,10 +579,10 @@ def adjust_lr(lr, *_):  # type: ignore
         """\
             self.apply_pending()
             self._agree_on(optimizer)
-        return""",
+            if not self""",
         """\
             self.apply_pending()
-        return""",
+            if not self""",
         "an optimizer that some rank cannot use is begun with",
         ("test_parallel.py",),
     ),
