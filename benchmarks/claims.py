@@ -87,10 +87,11 @@ def _crossovers(record: Record) -> tuple[Any, Any]:
 
 
 def _thousands(record: Record) -> tuple[Any, Any]:
-    """Three schemes at two rates among 4096 ranks."""
+    """Four schemes at two rates among 4096 ranks."""
     rates = (1e8, 1e10)
     now, then = [], []
-    for name in ("wfbp", "topk", "cltk"):
+    exdyna = "exdyna(0.01, schedule='local', warmup=240, wire='e3m0')"
+    for name in ("wfbp", "topk", "cltk", exdyna):
         grid = run(
             read_trace("replay:resnet50"),
             read_network("10gbit", 8),
