@@ -32,10 +32,10 @@ SCRIPTS = "denoise", "field"
 EXDYNA = "exdyna(0.01, schedule='local', warmup=240, wire='e3m0')"
 # By rate, of links in the lab: who races beside the choice, and for how many seconds.
 RACES = {
-    "20mbit": ((EXDYNA, "wfbp(wire='e3m0')", "wfbp(wire='int8')"), 60),
+    "20mbit": ((EXDYNA, "wfbp(wire='e3m0')", "wfbp(wire='int8')"), 50),
     "200mbit": (
         ("ddp", "wfbp(wire='bf16')", "wfbp(wire='e3m0')", EXDYNA, "diloco(warmup=240)"),
-        40,
+        30,
     ),
 }
 GRADTIDE = sys.executable, "-m", "gradtide"
