@@ -8,6 +8,12 @@ steps on this machine: where it ends, and half a per cent more, is the target. T
 each rate `gradtide advise` is asked, and `gradtide race` has its choice and others
 train the script over emulated links. What counts is the time to the target from the
 first loss that is printed; it is there where a loss and the next are below it.
+
+    python benchmarks/advised.py --measured --out benchmarks/records/advised_202611.json
+
+asks again for a record that is there: by a profile of the network, and with as many
+ranks as train. Emulated hosts share this machine's processors, which neither the rate
+of a link nor a single rank can tell.
 """
 
 from __future__ import annotations
@@ -49,21 +55,22 @@ def told(*command: str) -> str:
 
 def target(script: str) -> float:
     """A loss, in which DDP ends on this machine, and a little more."""
-    run = "-m", "torch.distributed.run", "--nproc-per-node", HOSTS
-    losses = re.findall(
-        LOSS, told(sys.executable, *run, script, "--steps", str(STEPS)), re.IGNORECASE
-    )
+    run = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", HOSTS
+    command = *run, script, "--steps", str(STEPS)
+    # Torch aborts a rank now and then as it ends, when all is printed.
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    losses = re.findall(LOSS, done.stdout, re.IGNORECASE)
+    assert f"step {STEPS} " in done.stdout, f"{script} ended with {done.returncode}"
     return NEAR * (float(losses[-1]) + float(losses[-2])) / 2
 
 
-def advised(script: str, rate: str, folder: Path) -> dict[str, Any]:
-    """The plan that `advise` makes for a script."""
+def advised(script: str, ranks: str, folder: Path, *where: str) -> str:
+    """What `advise` says is to be used, when so many ranks were seen."""
     out = folder / "plan.json"
-    where = "--hosts", HOSTS, "--rate", rate, "--steps", str(STEPS), "--json", str(out)
-    one = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"
-    print(told(*GRADTIDE, "advise", *where, "--", *one, script).splitlines()[0])
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    how = *where, "--steps", str(STEPS), "--json", str(out)
+    run = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks
+    print(told(*GRADTIDE, "advise", *how, "--", *run, script).splitlines()[0])
+    return str(json.loads(out.read_text())["recommended"])
 
 
 def first_below(course: dict[str, list[float]], loss: float) -> float | None:
@@ -84,15 +91,60 @@ def raced(
     return {each["scheme"]: each["course"] for each in record["results"]}
 
 
+def verdict(choice: str, times: dict[str, float | None]) -> dict[str, Any]:
+    """How far a choice is behind the first; None if it did not come there, or race."""
+    there = [time for time in times.values() if time is not None]
+    own = times.get(choice)
+    behind = own / min(there) if own is not None else None
+    return {
+        "choice": choice,
+        "behind the first": behind and round(behind, 3),
+        "met": behind is not None and behind <= BEHIND,
+    }
+
+
+def ask_again(out: Path) -> None:
+    """Add to a record what is chosen by the network as it is measured."""
+    record = json.loads(out.read_text())
+    record["measured"] = origin(sys.argv)
+    with tempfile.TemporaryDirectory() as where:
+        folder = Path(where)
+        for row in record["results"]:
+            network = folder / f"{row['rate']}.json"
+            if not network.exists():
+                there = "--hosts", HOSTS, "--rate", row["rate"], "--seconds", "30"
+                told(*GRADTIDE, "profile", "network", *there, "--out", str(network))
+            script = str(
+                (HERE / "advised" / f"{row['script']}.py").relative_to(Path.cwd())
+            )
+            choice = advised(script, HOSTS, folder, "--network", str(network))
+            row["by the measured network"] = verdict(
+                choice, row["seconds to the target"]
+            )
+            print(json.dumps(row), flush=True)
+    out.write_text(json.dumps(record, indent=2))
+
+
 def main(
     scripts: Annotated[str, typer.Option(help="With commas between.")] = ",".join(
         SCRIPTS
     ),
     rates: Annotated[str, typer.Option(help="With commas between.")] = ",".join(RACES),
+    measured: Annotated[
+        bool, typer.Option("--measured", help="Ask again, for a record.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="The record to write.")] = None,
 ) -> None:
     """Ask, race, and say how far the choice is behind the first."""
+    if measured:
+        assert out is not None
+        ask_again(out)
+        return
     results, about = list[dict[str, Any]](), origin(sys.argv)
+    if out is not None and out.exists():  # scripts that were raced before stay
+        record = json.loads(out.read_text())
+        results = [r for r in record["results"] if r["script"] not in scripts]
+        about = {k: v for k, v in record.items() if k != "results"}
     for name in scripts.split(","):
         script = str((HERE / "advised" / f"{name}.py").relative_to(Path.cwd()))
         loss = target(script)
@@ -100,22 +152,17 @@ def main(
             others, seconds = RACES[rate]
             with tempfile.TemporaryDirectory() as where:
                 folder = Path(where)
-                choice = advised(script, rate, folder)["recommended"]
+                choice = advised(script, "1", folder, "--hosts", HOSTS, "--rate", rate)
                 schemes = list(dict.fromkeys((choice, *others)))
                 found = raced(script, rate, schemes, seconds, folder)
             times = {each: first_below(seen, loss) for each, seen in found.items()}
-            there = [time for time in times.values() if time is not None]
-            own = times[choice]
-            behind = own / min(there) if own is not None else None
             results.append(
                 {
                     "script": name,
                     "rate": rate,
                     "target": round(loss, 5),
-                    "choice": choice,
                     "seconds to the target": times,
-                    "behind the first": behind and round(behind, 3),
-                    "met": behind is not None and behind <= BEHIND,
+                    **verdict(choice, times),
                 }
             )
             print(json.dumps(results[-1]), flush=True)

@@ -76,7 +76,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank = dist.get_rank()
-    photos = torch.stack([torch.from_numpy(i) for i in load_sample_images().images])
+    photos = torch.stack([torch.tensor(i) for i in load_sample_images().images])
     photos = photos.permute(0, 3, 1, 2).float() / 64 - 2
     train, rest = photos[..., :500], photos[..., 500:]
     fixed = torch.Generator().manual_seed(1000)

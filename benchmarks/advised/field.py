@@ -49,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank = dist.get_rank()
-    photo = torch.from_numpy(load_sample_images().images[0]).float() / 64 - 2
+    photo = torch.tensor(load_sample_images().images[0]).float() / 64 - 2
     held_out = pixels(photo, 4096, torch.Generator().manual_seed(1000), True)
     model = DistributedDataParallel(Field(), gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
