@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -91,6 +92,11 @@ def raced(
     return {each["scheme"]: each["course"] for each in record["results"]}
 
 
+def asked() -> dict[str, Any]:
+    """What the record says first."""
+    return {**origin(sys.argv), "command": f"python {shlex.join(sys.argv)}"}
+
+
 def verdict(choice: str, times: dict[str, float | None]) -> dict[str, Any]:
     """How far a choice is behind the first; None if it did not come there, or race."""
     there = [time for time in times.values() if time is not None]
@@ -106,7 +112,7 @@ def verdict(choice: str, times: dict[str, float | None]) -> dict[str, Any]:
 def ask_again(out: Path) -> None:
     """Add to a record what is chosen by the network as it is measured."""
     record = json.loads(out.read_text())
-    record["measured"] = origin(sys.argv)
+    record["measured"] = asked()
     with tempfile.TemporaryDirectory() as where:
         folder = Path(where)
         for row in record["results"]:
@@ -140,7 +146,7 @@ def main(
         assert out is not None
         ask_again(out)
         return
-    results, about = list[dict[str, Any]](), origin(sys.argv)
+    results, about = list[dict[str, Any]](), asked()
     if out is not None and out.exists():  # scripts that were raced before stay
         record = json.loads(out.read_text())
         results = [r for r in record["results"] if r["script"] not in scripts]
