@@ -149,7 +149,8 @@ def main(
     results, about = list[dict[str, Any]](), asked()
     if out is not None and out.exists():  # scripts that were raced before stay
         record = json.loads(out.read_text())
-        results = [r for r in record["results"] if r["script"] not in scripts]
+        again = scripts.split(",")
+        results = [r for r in record["results"] if r["script"] not in again]
         about = {k: v for k, v in record.items() if k != "results"}
     for name in scripts.split(","):
         script = str((HERE / "advised" / f"{name}.py").relative_to(Path.cwd()))

@@ -207,6 +207,14 @@ def test_what_is_lost_is_late_by_a_round_trip() -> None:
         whole.lossy(1.0)
 
 
+def test_docs_say_what_a_loss_costs() -> None:
+    """Of 25 MB among four hosts, in docs/plan.md."""
+    whole, group = Network.ideal(4, 1, 2e8).delayed(0.04), Group(0, 4)
+    mean = ops.AllReduce(torch.empty(6_250_000, device="meta"))
+    told = [f"{seconds(mean, group, n):.2f}" for n in (whole.lossy(0.001), whole)]
+    assert told == ["1.74", "1.62"]
+
+
 @pytest.mark.parametrize(("hosts", "largest"), [(2, 0.564), (4, 1.029), (16, 1.766)])
 def test_ranks_wait_for_the_last_of_them(hosts: int, largest: float) -> None:
     """By the expected largest of so many normal numbers, as tables have it."""
