@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -53,6 +54,7 @@ def main(
             "cores": os.cpu_count(),
             "seconds": seconds,
             "cpu_seconds": busy,
+            "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
             "seconds_by_scheme": taken,
             "met": seconds < ALLOWED,
             "cells": cells,
