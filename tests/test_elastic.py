@@ -42,8 +42,8 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def members(address: str, name: str) -> Lighthouse:
-    return Lighthouse(address, name=name, timeout=30, patience=90)
+def members(address: str, name: str, grace: float | None = None) -> Lighthouse:
+    return Lighthouse(address, name=name, timeout=30, patience=90, grace=grace)
 
 
 def digest(model: nn.Module) -> str:
@@ -59,6 +59,26 @@ def step(
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def weighted_step(
+    sync: gradtide.Replica,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+    name: str,
+    skips: bool,
+) -> None:
+    """A step that counts by its batch, or nothing from this rank."""
+    size = {"a": 2, "b": 50, "c": 5, "d": 8}[name]
+    sync.weight(size)
+    if skips:
+        sync.skip()
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        x = torch.randn(size, 8, generator=generator)
+        step(model, optimizer, x, torch.tanh(x[:, :4]))
 
 
 def train(
@@ -219,15 +239,14 @@ def weighted(
     while (now := sync.meet()) < STEPS or sync.metrics()["ranks"] < 3:
         if now >= 9 and name == "b":
             os.kill(os.getpid(), signal.SIGKILL)
-        size = {"a": 2, "b": 50, "c": 5, "d": 8}[name]
-        sync.weight(size)
-        if skips and (now + ord(name)) % 3 == 0:
-            sync.skip()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            x = torch.randn(size, 8, generator=generator)
-            step(model, optimizer, x, torch.tanh(x[:, :4]))
+        weighted_step(
+            sync,
+            model,
+            optimizer,
+            generator,
+            name,
+            skips and (now + ord(name)) % 3 == 0,
+        )
         tell(now)
     sync.end_round()
     sync.flush()

@@ -15,7 +15,7 @@ import torch
 import gradtide
 from gradtide.elastic import Batches, Lighthouse
 from tests.lighthouse import Job, alike, lighthouse, run
-from tests.test_elastic import Tell, build, digest, step
+from tests.test_elastic import Tell, build, digest, members, step, weighted_step
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -29,10 +29,6 @@ OTHERS = [
     "local_sgd(every=8, delay=7)",
 ]
 SLOWLY = pytest.mark.slow  # as tests; elsewhere it is ranks that are slow
-
-
-def members(address: str, name: str, grace: float | None) -> Lighthouse:
-    return Lighthouse(address, name=name, timeout=30, patience=90, grace=grace)
 
 
 def train(
@@ -292,16 +288,15 @@ def lost(
     while (now := sync.meet()) < 40 or sync.metrics()["ranks"] < 3:
         if now >= 20 and name == dies:
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        size = {"a": 2, "b": 50, "c": 5, "d": 8}[name]
-        sync.weight(size)
         time.sleep(SLOW if name == "b" else FAST)
-        if skips and (now + ord(name)) % 3 == 0:
-            sync.skip()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            x = torch.randn(size, 8, generator=generator)
-            step(model, optimizer, x, torch.tanh(x[:, :4]))
+        weighted_step(
+            sync,
+            model,
+            optimizer,
+            generator,
+            name,
+            skips and (now + ord(name)) % 3 == 0,
+        )
         tell(now)
     sync.end_round()
     sync.flush()
