@@ -53,6 +53,30 @@ def test_answers_and_errors_are_those_of_the_store() -> None:
     assert store.get("a") == b"1"
 
 
+class Late(dist.HashStore):
+    """A store that is busy with somebody else for longer than torch waits."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def get(self, key: str) -> bytes:
+        self.times -= 1
+        if self.times >= 0:
+            time.sleep(0.1)
+            raise dist.DistStoreError("wait timeout after 100ms")
+        found: bytes = super().get(key)
+        return found
+
+
+def test_a_busy_store_is_asked_again() -> None:
+    plain = Late(3)
+    plain.set("a", "1")
+    assert asked(plain).get("a") == b"1"
+    with pytest.raises(SilentError):
+        asked(Late(1000), 0.3).get("a")
+
+
 def test_who_has_no_answer_is_told_and_the_next_one_at_once() -> None:
     plain = Stopped()
     store = asked(plain, 0.3)

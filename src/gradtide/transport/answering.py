@@ -9,11 +9,13 @@ without an answer.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 
@@ -42,8 +44,20 @@ class Answering:
         self._ask(self.plain.set, key, value)
 
     def get(self, key: str) -> bytes:
-        found: bytes = self._ask(self.plain.get, key)
-        return found
+        """What is at a key that is there.
+
+        Torch's own timeout is that of a busy store, which looks up the name of somebody
+        who connects, say: it is asked again.
+        """
+        end = time.monotonic() + self._seconds
+        while True:
+            try:
+                found: bytes = self._ask(self.plain.get, key)
+            except dist.DistStoreError:
+                if time.monotonic() >= end:
+                    raise SilentError from None
+            else:
+                return found
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask(self.plain.check, list(keys)))
