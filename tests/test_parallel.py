@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import inspect
 import io
 import pickle
 import sys
@@ -396,6 +397,10 @@ def average(state: Any, buffers: dict[str, Tensor]) -> Any:
     ],
 )
 def test_what_starts_alike_and_when_buffers_follow(options: dict[str, Any]) -> None:
+    unknown = options.keys() - inspect.signature(Torchs).parameters.keys() - {"hook"}
+    if unknown:
+        pytest.skip(f"DDP of torch {torch.__version__} has no {', '.join(unknown)}")
+
     def work() -> Any:
         found = []
         for wrap in (Torchs, DistributedDataParallel):

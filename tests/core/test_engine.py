@@ -168,7 +168,7 @@ def test_a_default_profile_has_ranges_of_exchanges(scheme: str) -> None:
         model = torch.nn.Linear(300, 300)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         sync = gradtide.replicate(model, optimizer, scheme)
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:  # 2.11 warns
             for _ in range(4):
                 model(torch.randn(2, 300)).sum().backward()
                 optimizer.step()
