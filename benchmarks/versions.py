@@ -7,7 +7,7 @@ Each pair has a virtual environment of its own, in a temporary folder. Only buil
 CPUs are installed, unless `--cuda` allows those that bring gigabytes of libraries: on
 PyPI there are no others for Linux, so an index that has them is named in
 PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS. What cannot be had is in the record with the
-reason.
+reason. What a record of the same commit says of other pairs stays in it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def main(
         "machine": machine(),
         "tests": TESTS,
     }
-    rows: list[dict[str, Any]] = []
+    before = json.loads(out.read_text("utf-8")) if out.exists() else {}
+    known = before["pairs"] if before.get("commit") == about["commit"] else []
+    rows = {tuple(row["asked"].values()): row for row in known}
     for python, version in PAIRS:
         if only not in ("", python) or torch not in ("", version):
             continue
@@ -79,11 +81,13 @@ def main(
             found = tested(python, version, cuda, workers)
         except Missing as reason:
             found = {"left_out": str(reason)}
-        rows.append({"asked": {"python": python, "torch": version}, **found})
-        print(json.dumps(rows[-1]), flush=True)
-        record = json.dumps({**about, "pairs": rows}, indent=1)
+        row = {"asked": {"python": python, "torch": version}, **found}
+        rows[python, version] = row
+        print(json.dumps(row), flush=True)
+        ordered = [rows[pair] for pair in PAIRS if pair in rows]
+        record = json.dumps({**about, "pairs": ordered}, indent=1)
         out.write_text(f"{record}\n", "utf-8")
-    raise typer.Exit(any(row.get("failed") for row in rows))
+    raise typer.Exit(any(row.get("failed") for row in rows.values()))
 
 
 def tested(python: str, version: str, cuda: bool, workers: int) -> dict[str, Any]:
