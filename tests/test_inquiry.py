@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gradtide
-from gradtide.transport import inquiry
+from gradtide.core.transport import Progress
+from gradtide.runtime.turns import Turns
+from gradtide.transport import comm_queue, inquiry
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.waits
@@ -201,11 +203,16 @@ def test_a_call_that_one_rank_makes_alone_is_named(
         assert "link" not in each
 
 
-def test_a_step_of_muon_without_a_backward_is_named(tmp_path: Path) -> None:
-    """Each rank waits in another queue than the other one."""
+@pytest.mark.parametrize("patient", [None, 0, 1])
+def test_a_step_of_muon_without_a_backward_is_named(
+    tmp_path: Path, patient: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank waits in another queue; one asks when the other one may have ended."""
     muon = pytest.importorskip("gradtide.optim")
 
     def work(rank: int) -> None:
+        if rank == patient:
+            monkeypatch.setattr(comm_queue, "PATIENCE", LIMIT - 3)
         model = nn.Linear(6, 5, bias=False)
         optimizer = muon.DistributedMuon(model.parameters(), lr=0.01)
         gradtide.replicate(model, optimizer)
@@ -265,6 +272,26 @@ def _wait_for_long() -> tuple[str, int]:
     opt.step()
     sync.remove()
     return "".join(found), len(found)
+
+
+def test_who_has_begun_a_call_and_does_not_wait_yet_says_which() -> None:
+    turns = Turns(Progress())
+
+    def take_turn() -> None:
+        with turns:
+            pass
+
+    with turns:
+        thread = threading.Thread(target=take_turn)
+        thread.start()
+        while True:
+            frame = inquiry.frame_of(thread.ident or 0)
+            if frame is not None and frame.f_code.co_name == "__enter__":
+                break
+        seen = inquiry._seen(frame)
+    thread.join()
+    assert seen == {"doing": "is at work in __enter__()"}
+    assert inquiry._seen(sys._getframe()) == {"doing": "is at work"}
 
 
 def test_what_does_not_arrive_is_told_of_the_network() -> None:

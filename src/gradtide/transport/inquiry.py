@@ -73,7 +73,8 @@ HEARD = PATIENCE + 1.0  # the same, where an exchange failed: who waits has aske
 FOREVER = timedelta(days=1)
 NEVER = 1 << 30  # the tag of a message that nobody sends
 HERE = Path(__file__).parents[1]  # gradtide
-LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (HERE, Path(torch.__file__).parent))
+OURS = f"{HERE}{os.sep}"
+LIBRARIES = OURS, f"{Path(torch.__file__).parent}{os.sep}"
 CALLED = {"_wrapped_call_impl": "forward", "_call_impl": "forward"}
 # These wait for one rank, and not for all of a group.
 MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
@@ -381,7 +382,9 @@ def end(inquiry: Inquiry) -> None:
     error = getattr(sys, "last_value", None)
     if error is None:
         inquiry.finish()
-    how = "" if error is None else f"{type(error).__name__}: {error}"
+    # One that the program has caught is why others wait in vain all the same.
+    why = error or next((q.error for q in QUEUES.values() if q.error), None)
+    how = "" if why is None else f"{type(why).__name__}: {why}"
     inquiry.close("its program has ended", how)
     inquiry.linger()
     inquiry.stop_queue()
@@ -409,7 +412,7 @@ def _seen(frame: FrameType | None) -> dict[str, Any]:
     """What a thread with this innermost frame does, and what has to come for it."""
     if frame is None:
         return {"doing": "the thread that trained has ended", "final": True}
-    outer = None
+    outer, innermost = None, frame
     while frame is not None:
         if frame.f_code is WorkItem.join.__code__:
             item: WorkItem = frame.f_locals["self"]
@@ -419,7 +422,7 @@ def _seen(frame: FrameType | None) -> dict[str, Any]:
             outer = frame
         frame = frame.f_back
     if outer is None or outer.f_code.co_name in MESSAGES:
-        return {"doing": "is at work"}
+        return {"doing": _at_work(innermost)}
     group = outer.f_locals.get("group") or dist.group.WORLD
     try:
         members = tuple(dist.get_process_group_ranks(group))
@@ -427,6 +430,16 @@ def _seen(frame: FrameType | None) -> dict[str, Any]:
         members = ()
     doing = f"is waiting inside torch.distributed.{outer.f_code.co_name}()"
     return {"doing": doing, "members": members}
+
+
+def _at_work(frame: FrameType) -> str:
+    """What a thread does that waits for nothing: of gradtide's calls, in which one."""
+    inner: FrameType | None = frame
+    while inner is not None and inner.f_code.co_filename.startswith(LIBRARIES):
+        if inner.f_code.co_filename.startswith(OURS):
+            return f"is at work in {_call(inner)}"
+        inner = inner.f_back
+    return "is at work"
 
 
 def _call(frame: FrameType) -> str:
