@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -48,40 +49,49 @@ def trained(
 
 
 def contest(
-    program: str,
     ways: Iterable[str],
-    train: Callable[[str, str, float], float],
+    train: Callable[[str, str, float, int], float],
     args: argparse.Namespace,
+    seeds: int = 1,
     **how: Any,
 ) -> None:
     """Train on every rank, and have rank 0 write a record after each task.
 
-    `train(task, way, rate)` returns the loss at the end; `args` has `tasks` and `out`;
-    `how` is said in the record.
+    `train(task, way, rate, seed)` returns the loss at the end; `args` has `tasks`
+    and `out`; `how` is said in the record. The first of `seeds` chooses the rate with
+    which the others train, and `best` is the mean of all.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     record: dict[str, Any] = {
-        "command": f"torchrun --nproc-per-node 4 benchmarks/{program}",
+        "command": " ".join(["torchrun --nproc-per-node 4", *sys.argv]),
         "commit": commit(),
         "versions": versions(),
         "machine": machine(),
         **how,
+        "seeds": seeds,
         "best": {},
         "runs": [],
     }
+
+    def run(task: str, way: str, rate: float, seed: int) -> float:
+        begin = time.perf_counter()
+        loss = train(task, way, rate, seed)
+        row = {"task": task, "way": way, "rate": rate, "seed": seed, "loss": loss}
+        record["runs"].append(row)
+        if dist.get_rank() == 0:
+            print(row, f"{time.perf_counter() - begin:.0f} s", flush=True)
+        return loss
+
     for task in args.tasks.split(","):
         known = TASKS[task].rates
+        rates = [factor * known[len(known) // 2] for factor in FACTORS]
         for way in ways:
-            ends = {}
-            for rate in (factor * known[len(known) // 2] for factor in FACTORS):
-                begin = time.perf_counter()
-                ends[rate] = loss = train(task, way, rate)
-                row = {"task": task, "way": way, "rate": rate, "loss": loss}
-                record["runs"].append(row)
-                if dist.get_rank() == 0:
-                    print(row, f"{time.perf_counter() - begin:.0f} s", flush=True)
-            record["best"].setdefault(task, {})[way] = min(ends.values())
+            ends = {rate: run(task, way, rate, 0) for rate in rates}
+            best = min(rates, key=lambda rate: ends[rate])
+            losses = [ends[best]]
+            losses += [run(task, way, best, seed) for seed in range(1, seeds)]
+            record["best"].setdefault(task, {})[way] = sum(losses) / seeds
             if dist.get_rank() == 0:
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
     dist.destroy_process_group()

@@ -134,10 +134,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
-    def run(task: str, way: str, rate: float) -> float:
-        return train(task, way, rate, 0, args.steps)
+    def run(task: str, way: str, rate: float, seed: int) -> float:
+        return train(task, way, rate, seed, args.steps)
 
-    contest("outer.py", WAYS, run, args, steps=args.steps)
+    contest(WAYS, run, args, steps=args.steps)
 
 
 if __name__ == "__main__":

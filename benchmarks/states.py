@@ -1,6 +1,6 @@
 """Rounds: whether it lowers the loss to average the optimizers' states, too.
 
-    torchrun --nproc-per-node 4 benchmarks/states.py \
+    torchrun --nproc-per-node 4 benchmarks/states.py --seeds 3 \
         --out benchmarks/records/states_202611.json
 
 In `diloco` each rank keeps the state of its optimizer. Here the ranks' momenta are
@@ -36,7 +36,9 @@ def average(optimizer: Optimizer, names: tuple[str, ...]) -> None:
                 state[name] /= dist.get_world_size()
 
 
-def train(task: str, way: str, rate: float, args: argparse.Namespace) -> float:
+def train(
+    task: str, way: str, rate: float, seed: int, args: argparse.Namespace
+) -> float:
     dense = args.steps * 2 // 5
 
     def after(step: int, optimizer: Optimizer) -> None:
@@ -47,7 +49,7 @@ def train(task: str, way: str, rate: float, args: argparse.Namespace) -> float:
                     average(optimizer, names)
 
     scheme = f"diloco(every={args.every}, warmup={dense})"
-    return trained(task, scheme, rate, args.steps, after=after)
+    return trained(task, scheme, rate, args.steps, seed, after)
 
 
 def main() -> None:
@@ -55,13 +57,15 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
-    def run(task: str, way: str, rate: float) -> float:
-        return train(task, way, rate, args)
+    def run(task: str, way: str, rate: float, seed: int) -> float:
+        return train(task, way, rate, seed, args)
 
-    contest("states.py", WAYS, run, args, steps=args.steps, every=args.every)
+    how = {"steps": args.steps, "every": args.every}
+    contest(WAYS, run, args, args.seeds, **how)
 
 
 if __name__ == "__main__":

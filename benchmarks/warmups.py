@@ -31,10 +31,10 @@ def main() -> None:
     lengths = [int(each) for each in args.warmups.split(",")]
     ways = ["wfbp", *(args.recipe.format(length) for length in lengths)]
 
-    def run(task: str, way: str, rate: float) -> float:
-        return trained(task, way, rate, args.steps, args.seed)
+    def run(task: str, way: str, rate: float, seed: int) -> float:
+        return trained(task, way, rate, args.steps, args.seed + seed)
 
-    contest("warmups.py", ways, run, args, steps=args.steps, seed=args.seed)
+    contest(ways, run, args, steps=args.steps, seed=args.seed)
 
 
 if __name__ == "__main__":
