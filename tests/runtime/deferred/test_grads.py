@@ -508,6 +508,37 @@ def _unused() -> None:
     assert torch.equal(loops[1].net.never.weight, untouched)
 
 
+class Seldom(nn.Module):
+    """Uses a head in the first steps alone: what is late of it arrives in later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.body, self.seldom = nn.Linear(12, 4), nn.Linear(12, 4)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        out: Tensor = self.body(x)
+        return out + 5 * self.seldom(x) if self.forwards <= 3 else out
+
+
+@pytest.mark.parametrize("scheme", ["topk(0.2)", "topka2a(0.2)", "exdyna(0.2)"])
+def test_what_arrives_of_what_no_rank_has_used_is_in_no_norm(scheme: str) -> None:
+    def run() -> None:
+        deferred = scheme.replace(")", ", schedule='dear')")
+        loops = [quietly(s, own_clip, make=Seldom) for s in (scheme, deferred)]
+        assert all(loops[1].held[2:])
+        for was, told in zip(*(loop.found for loop in loops), strict=True):
+            assert told == pytest.approx(was, rel=1e-5)
+        alike(loops[1])
+
+    def own_clip(loop: Loop, step: int) -> Any:
+        return loop.sync.clip_grad_norm_(0.3).item()
+
+    run_ranks(2, run)
+
+
 # - Closures ---------------------------------------------------------------------------
 
 
