@@ -509,7 +509,7 @@ def _unused() -> None:
 
 
 class Seldom(nn.Module):
-    """Uses a head in the first steps alone: what is late of it arrives in later ones."""
+    """Uses a head in the first steps alone; what is late of it arrives later."""
 
     def __init__(self) -> None:
         super().__init__()
