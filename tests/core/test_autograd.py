@@ -239,6 +239,7 @@ def test_one_rank_may_look_by_torch_func_at_any_time(scheme: str) -> None:
             if dist.get_rank() == 1:
                 with warnings.catch_warnings():  # of torch's own
                     warnings.simplefilter("ignore", DeprecationWarning)
+                    warnings.simplefilter("ignore", FutureWarning)
                     look(model, by_grad="kfac" not in scheme)
 
         expected = train(scheme)
