@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 import gradtide
 from gradtide.collectives import Warmup
 from gradtide.lab.contestants import casting
+from gradtide.optim import DistributedMuon, Several
 from gradtide.scheme import parse
 
 
@@ -270,6 +271,38 @@ def scheme(text: str, share: float = 1.0) -> Make:
     return make
 
 
+def muon(text: str, kind: type[torch.optim.Muon]) -> Make:
+    """Muon for the matrices and AdamW for the rest, under a scheme of gradtide.
+
+    Muon's steps are as long as AdamW's are, so that the workload's
+    learning rate is for both.
+    """
+
+    def make(
+        model: nn.Module, optimizer: Optimizer, steps: int, max_norm: float
+    ) -> Entrant:
+        embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
+        left = {p for m in embeddings for p in m.parameters()}
+        two = [p for p in model.parameters() if p.dim() == 2 and p not in left]
+        rest = [p for p in model.parameters() if p not in {*two}]
+        group = optimizer.param_groups[0]
+        named = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        own = Several(
+            kind(two, **named, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, **named, betas=group["betas"]),
+        )
+        entrant = scheme(text)(model, own, steps, max_norm)
+
+        def step() -> None:
+            for each in own.param_groups:
+                each["lr"] = group["lr"]
+            entrant.step()
+
+        return replace(entrant, step=step)
+
+    return make
+
+
 RIVALS: dict[str, Make] = {
     "ddp": ddp(None),
     "ddp bf16": ddp(torch.bfloat16),
@@ -279,6 +312,9 @@ RIVALS: dict[str, Make] = {
     "diloco, every 10": diloco(10),
     "demo": demo(),
     "1-bit adam": one_bit_adam(),
+    # No rivals: gradtide's, with another optimizer.
+    "muon by owners, dear(wire='bf16')": muon("dear(wire='bf16')", DistributedMuon),
+    "muon, wfbp(wire='e3m0')": muon("wfbp(wire='e3m0')", torch.optim.Muon),
 }
 
 
