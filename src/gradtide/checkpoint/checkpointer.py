@@ -28,12 +28,13 @@ from gradtide.checkpoint.generations import (
     listing,
 )
 from gradtide.checkpoint.loading import Contents, Loading, State, Subject
+from gradtide.checkpoint.neighbours import check_copies, copies_of
 from gradtide.checkpoint.sending import send
 from gradtide.checkpoint.signals import Signals
 from gradtide.checkpoint.writer import Writer
 from gradtide.replica import Replica
 from gradtide.runtime.guards.validation import Signature, check_ranks_agree
-from gradtide.transport import Transport
+from gradtide.transport import Transport, seconds_of
 
 
 class SaveError(RuntimeError):
@@ -73,6 +74,7 @@ class Checkpointer:
         optimizer: Optimizer,
         every: int | None = None,
         keep: int = 2,
+        copies: int = 0,
         signals: Sequence[int] = (SIGTERM, SIGUSR1),
         **items: Any,
     ) -> None:
@@ -88,6 +90,10 @@ class Checkpointer:
                 when `save` is called.
             keep: How many steps stay; one more while it is not known that all ranks
                 have the last one.
+            copies: On how many other hosts a rank's own file is kept, too, where hosts
+                do not share the folder: a rank whose host was replaced goes on by it.
+                It is sent to the next hosts in the background. Where there are fewer
+                other hosts there are fewer copies, and a warning.
             signals: What ends the run in order, at whichever rank it arrives. A second
                 signal has the handler that was there before, as by default ends the
                 process at once.
@@ -120,6 +126,7 @@ class Checkpointer:
             if (every is not None and not _counts(every)) or not _counts(keep):
                 told = f"every={every!r}, keep={keep!r}"
                 raise ValueError(f"{told}: whole numbers, from 1 on")
+            check_copies(copies, self._folder)
             if every is not None:
                 try:
                     self._folder.make()
@@ -128,15 +135,18 @@ class Checkpointer:
             subject = Subject(model, optimizer, Items(items))
             subject.validate()
             there = not listing(self._folder).empty
-            signature = {"every": every, "keep": keep, "items": sorted(items)}
-            return (subject, there), signature
+            alike = {"every": every, "keep": keep, "copies": copies}
+            return (subject, there), {**alike, "items": sorted(items)}
 
         remedy = "pass the same on every rank"
         self._subject, there = check_ranks_agree(transport, prepare, remedy)
         told = transport.gather_objects((_name(), there))
         self._run, self._occupied = told[0][0], any(there for _, there in told)
         self._every, self._leads = every, host[0] == group.rank
-        self._writer = Writer(self._folder, group.rank, keep)
+        self._has_copies = copies > 0
+        seconds = seconds_of(self._session.process_group)
+        kept = copies_of(transport, self._folder, copies, seconds)
+        self._writer = Writer(self._folder, group.rank, keep, kept)
         # Failures of saves: on all ranks together, and of this rank's those told.
         self._failures = self._told = 0
         self._session.notices.saves = self._writer
@@ -277,13 +287,15 @@ class Checkpointer:
         found = self._read(lossy)
         if found is None:
             return 0
-        plan, contents = found
+        plan, contents, fetched = found
         self._load(contents, plan)
         self._writer.begin_at(self.steps)
+        if self._has_copies and plan.generation.size == self._transport.group.size:
+            self._writer.restore(self.steps, fetched)
         return self.steps
 
-    def _read(self, lossy: bool) -> tuple[Plan, Contents] | None:
-        """What this rank has to load, once all have read theirs; collective."""
+    def _read(self, lossy: bool) -> tuple[Plan, Contents, dict[str, bytes]] | None:
+        """What this rank has to load, and files that it had not; collective."""
         rank, size = self._transport.group
 
         def look() -> tuple[Any, Signature]:
@@ -314,7 +326,8 @@ class Checkpointer:
             own = {name: data[name] for name in needs[rank]}
             return Contents.of(own, plan, rank), {}
 
-        return plan, check_ranks_agree(self._transport, put_together, "")
+        contents = check_ranks_agree(self._transport, put_together, "")
+        return plan, contents, {n: data[n] for n in plan.missed(rank, self._leads)}
 
     def _files(
         self, plan: Plan, needs: Sequence[Sequence[str]]

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EACCES
 from typing import Any, Protocol, TypeAlias
@@ -50,7 +50,7 @@ class Folder:
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
         self.files, self.root = fsspec.url_to_fs(os.fspath(address))
-        self._is_local = isinstance(self.files, LocalFileSystem)
+        self.is_local = isinstance(self.files, LocalFileSystem)
 
     def path(self, name: str) -> str:
         """Where a file is; for messages, too."""
@@ -58,7 +58,7 @@ class Folder:
 
     def make(self) -> None:
         """Have the folder, if it is local; OSError if nothing can be written in it."""
-        if not self._is_local:
+        if not self.is_local:
             return
         os.makedirs(self.root, exist_ok=True)
         if not os.access(self.root, os.W_OK | os.X_OK):
@@ -70,23 +70,32 @@ class Folder:
         Raises OSError, with the file's name, or what torch raises for what it cannot
         save.
         """
+        with self.new(name) as file:
+            write(file, state, about)
+
+    @contextmanager
+    def new(self, name: str, ending: str = NEW) -> Iterator[Writable]:
+        """What is written becomes the file of that name, if nothing is raised.
+
+        Until then there is a file with another `ending`. OSError has the file's name.
+        """
         path = self.path(name)
         parent = self.files._parent(path)
         self.files.makedirs(parent, exist_ok=True)
         try:
-            with self._open(f"{path}{NEW}", "wb") as file:
-                write(file, state, about)
-                if self._is_local:
+            with self._open(f"{path}{ending}", "wb") as file:
+                yield file
+                if self.is_local:
                     file.flush()
                     os.fsync(file.fileno())
-            if self._is_local:
-                os.replace(f"{path}{NEW}", path)
+            if self.is_local:
+                os.replace(f"{path}{ending}", path)
                 for folder in (parent, os.path.dirname(parent)):
                     _sync(folder)
             else:
-                self.files.mv(f"{path}{NEW}", path)
+                self.files.mv(f"{path}{ending}", path)
         except BaseException as error:
-            self.remove(f"{name}{NEW}")
+            self.remove(f"{name}{ending}")
             if isinstance(error, OSError) and error.errno and error.filename is None:
                 error.filename = path
             raise
@@ -101,6 +110,24 @@ class Folder:
             length = min(size, LINE + END.size)
             file.seek(size - length)
             return _split(file.read(length), size)[0]
+
+    def seal(self, name: str) -> tuple[int, bytes]:
+        """How long a file is, and its end, which tells it from every other one.
+
+        Raises OSError or ValueError for a file that is not there or not whole.
+        """
+        with self._open(self.path(name), "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(size - min(size, LINE + END.size))
+            end = file.read()
+        _, length, _ = _split(end, size)
+        return size, end[length - size :]
+
+    def pieces(self, name: str, size: int) -> Iterator[bytes]:
+        """A whole file, in pieces of so many bytes at the most."""
+        with self._open(self.path(name), "rb") as file:
+            while piece := file.read(size):
+                yield piece
 
     def read(self, name: str) -> bytes:
         """A whole file, to be given to `unpacked`, or sent to another rank."""
@@ -121,7 +148,7 @@ class Folder:
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all in it, if it is there."""
         path = self.path(name)
-        if self._is_local and os.path.isdir(path):
+        if self.is_local and os.path.isdir(path):
             shutil.rmtree(path, ignore_errors=True)  # others may be about it, too
             return
         with suppress(OSError):
@@ -139,9 +166,7 @@ class Folder:
 
     @contextmanager
     def _open(self, path: str, mode: str) -> Iterator[Any]:
-        with (
-            open(path, mode) if self._is_local else self.files.open(path, mode) as file
-        ):
+        with open(path, mode) if self.is_local else self.files.open(path, mode) as file:
             yield file
 
 
@@ -157,6 +182,29 @@ def write(file: Writable, state: object, about: Mapping[str, Any]) -> None:
     line = json.dumps(dict(about)).encode()
     end = summed.length, len(line), summed.total, crc32(line), MARK
     file.write(line + END.pack(*end))
+
+
+def said(seal: bytes, size: int) -> About:
+    """What is said at the end of a file of `size` bytes; ValueError if that is no end.
+
+    `seal` is what `Folder.seal` returned.
+    """
+    return _split(seal, size)[0]
+
+
+def copy(file: Writable, pieces: Iterable[memoryview], size: int, seal: bytes) -> None:
+    """Write what arrives of a file that is `size` bytes long and ends as in `seal`.
+
+    Raises ValueError if it is not that file, whole.
+    """
+    _, length, total = _split(seal, size)
+    summed, end, left = 0, b"", length
+    for piece in pieces:
+        file.write(piece)
+        state, left = piece[:left], left - min(left, len(piece))
+        summed, end = crc32(state, summed), end + piece[len(state) :]
+    if summed != total or end != seal:
+        raise ValueError("it has arrived changed")
 
 
 def packed(state: object, about: Mapping[str, Any]) -> bytes:

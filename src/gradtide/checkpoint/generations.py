@@ -83,6 +83,11 @@ class Plan:
         ranks = [name_of("rank", old) for old in mine if old not in self.lost]
         return [self.common(rank), *ranks]
 
+    def missed(self, rank: int, leads: bool) -> list[str]:
+        """Of what a save puts into a rank's folder, what is in others alone."""
+        own = [name_of("rank", rank)] + [self.common(rank)] * leads
+        return [name for name in own if rank not in self.holders.get(name, [rank])]
+
     def source(self, name: str, rank: int) -> int:
         """Who reads a file for a rank: itself, if it can."""
         there = self.holders[name]

@@ -12,8 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from gradtide.checkpoint.copies import Copies
 from gradtide.checkpoint.files import NEW, Folder
-from gradtide.checkpoint.generations import folder_of, mark, name_of, steps_in
+from gradtide.checkpoint.generations import (
+    folder_of,
+    mark,
+    name_of,
+    steps_in,
+)
 
 
 class Writer:
@@ -26,8 +32,11 @@ class Writer:
         reasons: Why saves failed.
     """
 
-    def __init__(self, folder: Folder, rank: int, keep: int) -> None:
+    def __init__(
+        self, folder: Folder, rank: int, keep: int, copies: Copies | None = None
+    ) -> None:
         self._folder, self._rank, self._keep = folder, rank, keep
+        self._copies = Copies(folder, rank) if copies is None else copies
         # Whoever ends without close() waits for it, too.
         self._pool = ThreadPoolExecutor(1, "gradtide checkpoint")
         self._last: Future[None] | None = None
@@ -50,12 +59,22 @@ class Writer:
         self._saved = [(self.begun, step)]
         self._pool.submit(mark, self._folder, self._rank)
 
+    def restore(self, step: int, fetched: Mapping[str, bytes]) -> None:
+        """Have what all have gone on from where a save would have put it.
+
+        `fetched` are files that were on other hosts, and are to be in this folder. What
+        cannot be written now comes with the next save.
+        """
+        self._copies.expect()
+        self._last = self._pool.submit(self._restore, folder_of(step), fetched)
+
     def save(
         self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Write files, each named by its kind, once the last ones are written."""
         self.wait()
         self.begun += 1
+        self._copies.expect()
         self._saved.append((self.begun, about["step"]))
         self._last = self._pool.submit(self._write, self.begun, dict(about), files)
 
@@ -66,8 +85,9 @@ class Writer:
                 self._last.result()
 
     def close(self) -> None:
-        """Wait, and take no more."""
+        """Wait, also for what others have kept here, and take no more."""
         self._pool.shutdown(wait=True)
+        self._copies.close()
 
     def confirm(self, whole: int) -> None:
         """All ranks have a save whole: what is not to stay is removed, later."""
@@ -90,15 +110,27 @@ class Writer:
         about: Mapping[str, Any],
         files: Mapping[str, Mapping[str, Any]],
     ) -> None:
+        under = folder_of(about["step"])
         try:
-            self._sweep()
-            for kind, state in files.items():
-                name = f"{folder_of(about['step'])}/{name_of(kind, self._rank)}"
-                self._folder.write(name, state, {**about, "kind": kind})
+            try:
+                self._sweep()
+                for kind, state in files.items():
+                    name = f"{under}/{name_of(kind, self._rank)}"
+                    self._folder.write(name, state, {**about, "kind": kind})
+            except BaseException:
+                self._copies.skip()
+                raise
+            self._copies.send(f"{under}/{name_of('rank', self._rank)}")
         except BaseException as error:
             self.reasons.append(f"{type(error).__name__}: {error}")
             raise
         self._own = number
+
+    def _restore(self, under: str, fetched: Mapping[str, bytes]) -> None:
+        for name, data in fetched.items():
+            with suppress(OSError), self._folder.new(f"{under}/{name}") as file:
+                file.write(data)
+        self._copies.send(f"{under}/{name_of('rank', self._rank)}")
 
     def _sweep(self) -> None:
         """Remove what an interrupted save of this rank's has left."""

@@ -6,3 +6,4 @@ from gradtide.transport.connect import Mesh as Mesh
 from gradtide.transport.connect import ProcessGroup as ProcessGroup
 from gradtide.transport.connect import connect as connect
 from gradtide.transport.connect import members as members
+from gradtide.transport.connect import seconds_of as seconds_of

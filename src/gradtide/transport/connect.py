@@ -148,6 +148,15 @@ def _members(
     return parent, None
 
 
+def seconds_of(given: ProcessGroup | Mesh | None) -> float:
+    """How long ranks that train together wait for each other: their group's timeout."""
+    if isinstance(given, DeviceMesh):
+        return _timeout(given.get_group(0)).total_seconds()
+    group = given[0] if isinstance(given, tuple) else given or dist.group.WORLD
+    assert group is not None
+    return _timeout(group).total_seconds()
+
+
 def _within(given: ProcessGroup | Mesh | None) -> ProcessGroup | None:
     """The given group of the ranks of this host."""
     if isinstance(given, DeviceMesh):
