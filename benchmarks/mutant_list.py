@@ -1259,6 +1259,43 @@ def adjust_lr(lr, *_):  # type: ignore
         ("checkpoint/test_generations.py",),
     ),
     Mutant(
+        "checkpoint-whole-before-its-copy",
+        "checkpoint/writer.py",
+        """\
+            self._copies.send(f"{under}/{name_of('rank', self._rank)}")
+        except""",
+        """\
+            name = f"{under}/{name_of('rank', self._rank)}"
+            self._pool.submit(self._copies.send, name)
+        except""",
+        "a save counts as whole although no neighbour has a copy yet",
+        ("checkpoint/test_copies.py",),
+    ),
+    Mutant(
+        "checkpoint-copy-of-an-earlier-run",
+        "checkpoint/copies.py",
+        "            return self._folder.seal(name) == (size, seal)\n",
+        "            return bool(self._folder.seal(name))\n",
+        "a neighbour keeps what another run has saved of the step",
+        ("checkpoint/test_copies.py",),
+    ),
+    Mutant(
+        "checkpoint-copy-on-the-same-host",
+        "checkpoint/neighbours.py",
+        "[*hosts[number + 1 :], *hosts[:number]]",
+        "[*hosts[number:], *hosts[:number]]",
+        "a copy is lost with the host of its rank",
+        ("checkpoint/test_neighbours.py",),
+    ),
+    Mutant(
+        "checkpoint-copy-that-changed",
+        "checkpoint/files.py",
+        "    if summed != total or end != seal:\n",
+        "    if end != seal:\n",
+        "a neighbour keeps what has changed on its way",
+        ("checkpoint/test_copies.py",),
+    ),
+    Mutant(
         "checkpoint-a-stop-heard-early",
         "session.py",
         "        return self.notices.settled if deferred else self.notices.last\n",

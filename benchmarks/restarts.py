@@ -10,6 +10,11 @@ of a run that nobody disturbed: parameters, the optimizer's state, its residual.
 fourth job is killed as a whole after that many kills, with torchrun, and goes on with
 another number of ranks: the residuals' sum has to be what the files say.
 
+*Lost hosts* (`--lost`). Each rank counts as a host and has a folder of its own, which
+is gone after a kill of the rank; a neighbour has a copy of its file. The rest is as
+with kills. The next kill comes once the ranks have restored what was lost, or hits the
+rank that was just lost.
+
 *Stops.* One rank gets SIGTERM at a random moment. All have to leave after the same
 step, and what they saved has to load, with the bits that they left with.
 
@@ -24,6 +29,7 @@ import json
 import multiprocessing as mp
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,7 +76,9 @@ LIMIT = 180.0  # seconds that a job may take until it has begun, or is over
 class Run:
     """What a rank trains: the same for the same scheme and number of ranks."""
 
-    def __init__(self, folder: str, scheme: str, watched: bool = False) -> None:
+    def __init__(
+        self, folder: str, scheme: str, watched: bool = False, copies: int = 0
+    ) -> None:
         rank = dist.get_rank()
         torch.manual_seed(0)
         layers = (nn.Linear(48, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Dropout(0.1))
@@ -86,6 +94,7 @@ class Run:
             model=self.model,
             optimizer=self.optimizer,
             every=EVERY,
+            copies=copies,
             signals=(signal.SIGTERM,) if watched else (),
             scheduler=self.scheduler,
             data=self.data,
@@ -148,9 +157,19 @@ def work(plan: dict[str, Any]) -> None:
     folder = Path(plan["folder"])
     slow_down()
     join(plan, rank, size)
+    saves = folder / "saved"
+    if plan["lost"]:
+        saves /= str(rank)
+        os.environ["GROUP_RANK"] = str(rank)  # as by a torchrun on each host
+        dead = folder / f"dead-{life}"
+        if dead.exists() and dead.read_text() == str(rank):
+            shutil.rmtree(saves, ignore_errors=True)
     (folder / f"pid-{life}-{rank}").write_text(str(os.getpid()))
-    run = Run(str(folder / "saved"), plan["scheme"])
+    run = Run(str(saves), plan["scheme"], copies=int(plan["lost"]))
     begin = run.keeper.resume()
+    if plan["lost"]:
+        run.keeper._writer.wait()
+        dist.barrier()
     if size != plan["before"]:
         saved = folder / "saved" / f"step-{begin}"
         told = law(run, saved, plan["before"]) if begin else (0.0, 0.0)
@@ -195,9 +214,11 @@ def law(run: Run, saved: Path, before: int) -> tuple[float, float]:
 class Job:
     """torchrun and its ranks; `life` counts how often ranks have been started."""
 
-    def __init__(self, folder: Path, scheme: str, before: int, steps: int) -> None:
+    def __init__(
+        self, folder: Path, scheme: str, before: int, steps: int, lost: bool = False
+    ) -> None:
         self.folder, self.scheme, self.before = folder, scheme, before
-        self.steps = steps
+        self.steps, self.lost, self.dead = steps, lost, -1
         self.life, self.size = 0, before
 
     def start(self, size: int, restarts: int) -> None:
@@ -208,6 +229,7 @@ class Job:
             "life": self.life,
             "before": self.before,
             "steps": self.steps,
+            "lost": self.lost,
         }
         where = {PLAN: json.dumps(plan), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -247,18 +269,22 @@ class Job:
         # Every fourth one while ranks connect and load what was saved, or soon after.
         early = not draw.randrange(4)
         wait, dead = draw.uniform(0, LIFE), draw.randrange(self.size)
+        if early and self.lost and self.dead >= 0:
+            dead = self.dead
         if found is None or not (early or self.trains()):
             return None
         time.sleep(wait)
+        (self.folder / f"dead-{self.life + 1}").write_text(str(dead))
         try:
             os.kill(found[dead], signal.SIGKILL)
         except ProcessLookupError:
             return None
         time.sleep(0.005)
-        torn = [*self.folder.glob(f"saved/step-*/*{dead}.pt{files.NEW}")]
+        torn = [*self.folder.glob(f"saved/**/step-*/*{dead}.pt{files.NEW}")]
+        torn += self.folder.glob("saved/**/step-*/*.copy*")
         if self.process.poll() is not None:
             return None
-        self.life += 1
+        self.life, self.dead = self.life + 1, dead
         about = {"early": early, "rank": dead, "wait": round(wait, 3)}
         return {**about, "while saving": bool(torn)}
 
@@ -294,18 +320,23 @@ def undisturbed(known: Known, scheme: str, size: int, steps: int) -> list[str]:
 
 
 def killed(
-    seed: int, schemes: list[str], known: Known, count: int = 4, steps: int = STEPS
+    seed: int,
+    schemes: list[str],
+    known: Known,
+    count: int = 4,
+    steps: int = STEPS,
+    lost: bool = False,
 ) -> Any:
     """One job that is killed several times; what became of it."""
     draw = random.Random(seed)
     scheme, size = schemes[seed % len(schemes)], draw.choice((2, 3))
     other = draw.choice([n for n in (1, 2, 3) if n != size])
-    resized = seed % 4 == 3
+    resized = seed % 4 == 3 and not lost
     expected = undisturbed(known, scheme, size, steps)
     kills, wrong, summed = list[Any](), list[str](), None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        job = Job(folder, scheme, size, steps)
+        job = Job(folder, scheme, size, steps, lost)
         job.start(size, count)
         try:
             while len(kills) < count and (found := job.kill(draw)) is not None:
@@ -417,13 +448,15 @@ def stopped(seed: int, schemes: list[str]) -> Any:
 # - All of it --------------------------------------------------------------------------
 
 
-def survey(kills: int, stops: int, seed: int, names: list[str]) -> dict[str, Any]:
+def survey(
+    kills: int, stops: int, seed: int, names: list[str], lost: bool = False
+) -> dict[str, Any]:
     """At least so many kills, and so many stops."""
     for name in names:  # before the fork, so that no job is about loading and compiling
         prepare([torch.zeros(1)], as_scheme(name))
     known, jobs, number = Known(), list[Any](), seed
     while sum(len(job["kills"]) for job in jobs) < kills:
-        jobs.append(killed(number, names, known))
+        jobs.append(killed(number, names, known, lost=lost))
         number += 1
         _tell(jobs[-1])
     ends = []
@@ -454,16 +487,19 @@ def main(
     kills: Annotated[int, typer.Option(help="SIGKILLs, four to a job.")] = 100,
     stops: Annotated[int, typer.Option(help="SIGTERMs, one to a job.")] = 50,
     seed: Annotated[int, typer.Option(help="Of the first jobs.")] = 0,
+    lost: Annotated[
+        bool, typer.Option("--lost", help="Folders go with kills.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="The record to write.")] = None,
 ) -> None:
     """Kill and stop ranks, and say which runs did not go on as they should."""
     begin = time.monotonic()
-    found = survey(kills, stops, seed, SCHEMES)
+    found = survey(kills, stops, seed, SCHEMES, lost)
     results = {k: v for k, v in found.items() if not k.startswith("trials")}
     results["took seconds"] = round(time.monotonic() - begin)
     print(json.dumps(results, indent=2))
     if out is not None:
-        where = f"--kills {kills} --stops {stops} --seed {seed}"
+        where = f"--kills {kills} --stops {stops} --seed {seed}" + " --lost" * lost
         about: dict[str, Any] = {
             "command": f"python benchmarks/restarts.py {where} --out "
             f"benchmarks/records/{out.name}",

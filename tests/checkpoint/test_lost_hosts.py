@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.checkpoint.runs import Run
 from tests.checkpoint.test_checkpointer import summed
 from tests.ranks import run_ranks
 
-from gradtide.checkpoint import SaveError, checkpointer, copies
+import gradtide
+from gradtide.checkpoint import Checkpointer, SaveError, checkpointer, copies
 from gradtide.checkpoint.files import Folder
 
 LOCAL = "exdyna(0.2, schedule='local')"
@@ -184,6 +186,40 @@ def test_a_damaged_file_is_replaced_by_its_copy(tmp_path: Path) -> None:
     damage(tmp_path / "0" / "step-6" / "rank1.pt")
     found = run_ranks(2, gone_on, tmp_path, [0, 1], LOCAL)
     assert found == [(3, end) for end in expected]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "each"),
+    [
+        ("wfbp", 0),
+        ("exdyna(0.1)", 4),  # the residual
+        ("exdyna(0.1, schedule='local')", 12),  # and AdamW's two moments
+        ("diloco(every=4)", 20),  # and parameters, and the outer momentum
+    ],
+)
+def test_what_a_copy_takes(scheme: str, each: int, tmp_path: Path) -> None:
+    """The figures of docs/howto/checkpoint.md."""
+
+    def saved() -> tuple[int, int]:
+        rank = dist.get_rank()
+        os.environ["GROUP_RANK"] = str(rank)
+        layers = (torch.nn.Linear(500, 500) for _ in range(4))
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters())
+        sync = gradtide.replicate(model, optimizer, scheme)
+        how: dict[str, Any] = {"model": model, "optimizer": optimizer, "copies": 1}
+        keeper = Checkpointer(tmp_path / str(rank), sync, every=6, **how)
+        for _ in range(6):
+            model(torch.randn(4, 500)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keeper.step()
+        keeper.close()
+        path = tmp_path / str(rank) / "step-6" / f"rank{1 - rank}.pt"
+        return sum(p.numel() for p in model.parameters()), path.stat().st_size
+
+    for count, size in run_ranks(2, saved):
+        assert size == pytest.approx(each * count, abs=1 << 16)
 
 
 # - What stays -------------------------------------------------------------------------

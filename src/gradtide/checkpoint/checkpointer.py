@@ -57,7 +57,7 @@ class Checkpointer:
     one each. A thread writes, after a copy to host memory was made, for which training
     waits: that takes as much memory as what is saved, and a save waits until the one
     before is written. Files are complete or not there, whatever is killed; what was
-    saved before stays until all ranks have a later step whole.
+    saved before stays until all ranks have a later step whole, and its copies.
 
     Attributes:
         steps: How many steps `step` has counted, also of the runs before this one.
@@ -113,6 +113,8 @@ class Checkpointer:
         self._folder = Folder(folder)
 
         def prepare() -> tuple[tuple[Subject, bool], Signature]:
+            elastic = self._session.regrouping is not None
+            check_copies(copies, self._folder, elastic)
             if self._session.training.placement.shards:
                 raise ValueError(
                     "the model is sharded: put sync.state_dict() into what "
@@ -126,7 +128,6 @@ class Checkpointer:
             if (every is not None and not _counts(every)) or not _counts(keep):
                 told = f"every={every!r}, keep={keep!r}"
                 raise ValueError(f"{told}: whole numbers, from 1 on")
-            check_copies(copies, self._folder)
             if every is not None:
                 try:
                     self._folder.make()

@@ -28,10 +28,15 @@ def keepers(hosts: Sequence[Sequence[int]], copies: int) -> list[list[int]]:
     return [found[rank] for rank in sorted(found)]
 
 
-def check_copies(copies: object, folder: Folder) -> None:
-    """Raise ValueError for a number that is none, and for a folder of all hosts."""
+def check_copies(copies: object, folder: Folder, elastic: bool) -> None:
+    """Raise ValueError for no such number, and where copies cannot be, or be of use."""
     if type(copies) is not int or copies < 0:
         raise ValueError(f"copies={copies!r}: a whole number, from 0 on")
+    if copies and elastic:
+        raise ValueError(
+            f"copies={copies}, and ranks come and go (elastic=...): those that stay "
+            "have the model, and their own files. Pass copies=0"
+        )
     if copies and not folder.is_local:
         raise ValueError(
             f"copies={copies} in {folder.path('')}, which is one folder for all hosts: "
@@ -54,7 +59,7 @@ def copies_of(
         warnings.warn(
             f"copies={copies}, and hosts beside a rank's own: {others}. So many copies "
             "there are: they are for hosts that may be lost, and kept on others only",
-            stacklevel=4,
+            stacklevel=3,
         )
     if not to[rank]:
         return Copies(folder, rank)
