@@ -32,6 +32,7 @@ ELSEWHERE = {
     "advise/report": "advise/test_advise",
     "advise/subject": "advise/test_advise",
     "checkpoint/loading": "checkpoint/test_checkpointer",
+    "checkpoint/elastic": "test_elastic_checkpoints",
     "checkpoint/sending": "checkpoint/test_checkpointer",
     "checkpoint/signals": "checkpoint/test_checkpointer",
     "collectives/_entries": "collectives/test_topk",

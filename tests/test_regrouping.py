@@ -25,6 +25,7 @@ class Alone:
 
     name = "a"
     grace: Any = None
+    patience = 20.0
 
     def __init__(self) -> None:
         self._store, self._where = generations.open_store()

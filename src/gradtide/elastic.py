@@ -146,8 +146,9 @@ class Lighthouse:
             does not make up for the others, whose number of steps it goes on from. So
             the others wait for `grace` and a step of the slowest rank at most, and
             something for the word to travel. None, the default, waits for all steps.
-        patience: Seconds for which too few ranks, or a lighthouse that does not answer,
-            are waited for, before training ends with an error.
+        patience: Seconds for which too few ranks, a lighthouse that does not answer, or
+            ranks that have files of a checkpoint, are waited for, before training ends
+            with an error.
 
     Raises:
         ImportError: torchft is not installed.
@@ -175,7 +176,7 @@ class Lighthouse:
             )
         self.grace = None if grace is None else StoreGrace(float(grace))
         self.address, self.name = address, name or uuid.uuid4().hex
-        self._timeout, self._patience = float(timeout), float(patience)
+        self._timeout, self.patience = float(timeout), float(patience)
         self._store: Any = None
         self._where = ""
         self._asked: Future[Roster | None] | None = None
@@ -238,7 +239,7 @@ class Lighthouse:
 
     def _ask(self, asked: Future[Roster | None], standing: Standing) -> None:
         """Ask until there is an answer; one that is not lost can do without."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self.patience
         while True:
             left = max(deadline - time.monotonic(), 1.0)
             try:
@@ -262,7 +263,7 @@ class Lighthouse:
                 if time.monotonic() > deadline:
                     asked.set_exception(
                         CommunicationError(
-                            f"{self.name}: no quorum within {self._patience:g} s by "
+                            f"{self.name}: no quorum within {self.patience:g} s by "
                             f"the lighthouse at {self.address} ({_first_line(error)}): "
                             f"too few ranks live, or it is not there; {REMEDY}"
                         )

@@ -5,12 +5,22 @@ is sent until the next training forward of the model begins, or the program says
 `Replica.meet` that a step is over. There, and nowhere else, ranks meet anew. It is
 there, too, that a rank which has lost nothing learns that others have come: it has
 asked when the last step was over that exchanged something, and so have all.
+
+[Note: opening] Ranks that have met have the same parameters. What else belongs to a run
+its script builds only when `replicate` has returned: a `Checkpointer`, a `Companion`
+here. So a rank that comes has met before anybody knows what it has. All say it where
+the first step of a generation begins, and only then is the generation open: a rank has
+all of a run, or what was saved is loaded, if nobody has one. By then one exchange has
+taken effect for each of them, so that a generation that never opened is told from one
+that did (`Standing.progress`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any, Protocol
 
@@ -25,6 +35,22 @@ from gradtide.runtime.regroup import Remains
 from gradtide.runtime.training import Training
 
 LOG = logging.getLogger("gradtide")
+NOBODY = "no rank is left whose run is whole: load the last checkpoint"
+
+
+class Awaited(CommunicationError):
+    """Ranks have to meet once more, with others that have yet to come."""
+
+
+class Companion(Protocol):
+    """What belongs to a run beside its session, and goes where that goes."""
+
+    def meet(self, source: int | None, late: Sequence[bool]) -> None:
+        """Ranks have met that all have one; a collective call.
+
+        `source` has a whole run, and those that are `late` have yet to hear of it. None
+        if nobody has one. Raises ValueError where ranks do not go together.
+        """
 
 
 class Regrouped(Protocol):
@@ -50,8 +76,60 @@ class Regrouped(Protocol):
         """Close the connections, if there are any, and wait for nobody."""
 
 
+@dataclass
+class Losses:
+    """What was lost with ranks, as far as those that are left can tell.
+
+    Nobody has what a rank had not delivered that is lost: its residual and, in a round,
+    what its steps had done. It is told as what the others have on average.
+
+    Attributes:
+        lost_ranks: How many were lost.
+        lost_residual_norm: About the 2-norm of all that they had not delivered.
+        lost_residual_share: Of what all ranks had not delivered, the part (0 to 1) that
+            was lost when ranks were lost last: theirs of the ranks before.
+        lost_share: Of all that ranks had done by then, about the part that was lost. An
+            entry waits for as many steps, on average, as the steps in which as many
+            entries leave as there are: what a rank has not delivered is worth those.
+    """
+
+    lost_ranks: int = 0
+    lost_residual_norm: float = 0.0
+    lost_residual_share: float = 0.0
+    lost_share: float = 0.0
+
+    def add(self, lost: int, before: int, others: Sequence[float], waits: float) -> str:
+        """So many ranks are lost, of those that were there `before`.
+
+        `others` are the squares of other ranks' residuals; `waits` is the share of all
+        steps for which an entry waits. Returns words for the log, or "" if nothing is
+        lost that was not delivered.
+        """
+        self.lost_ranks += lost
+        norm = math.sqrt(lost * sum(others) / max(len(others), 1))
+        if not norm:
+            return ""
+        self.lost_residual_norm = math.hypot(self.lost_residual_norm, norm)
+        self.lost_residual_share = lost / before
+        self.lost_share = lost / before * min(waits, 1.0)
+        return (
+            f"{lost / before:.0%} of what all ranks had not delivered, about {norm:.3g}"
+            f" in norm; about {self.lost_share:.1%} of all that they have done (the "
+            "residual of a rank that is lost is not known: it is told as what others "
+            "have on average)"
+        )
+
+
 class Regrouping:
-    """A session's ranks, which change."""
+    """A session's ranks, which change.
+
+    Attributes:
+        companion: What else belongs to the run, if something does.
+        opened: Whether this rank has, or had, all of a run: see [Note: opening].
+        ended: All ranks have agreed to leave: nobody meets anybody any more.
+    """
+
+    companion: Companion | None
 
     def __init__(self, session: Regrouped, membership: Membership) -> None:
         self._session, self._membership = session, membership
@@ -59,15 +137,18 @@ class Regrouping:
         self._own: Remains | None = None  # between two generations
         self._progress = -1  # as in `Standing`
         self.generation = 0
-        self.lost_steps = self.lost_ranks = 0
+        self.losses, self.lost_steps = Losses(), 0
         self.shortened_rounds = self.left_out_steps = 0
+        self.companion, self.opened, self.ended = None, False, False
+        self._opening = True  # of this generation, see [Note: opening]
+        self._late = False  # this rank has yet to hear of all of a run
 
     def numbers(self) -> dict[str, float]:
         """What `Replica.metrics` says of ranks."""
         return {
             "ranks": 0 if self._roster is None else len(self._roster.members),
             "generation": self.generation,
-            "lost_ranks": self.lost_ranks,
+            **asdict(self.losses),
             "lost_steps": self.lost_steps,
             "shortened_rounds": self.shortened_rounds,
             "left_out_steps": self.left_out_steps,
@@ -84,6 +165,11 @@ class Regrouping:
     def close(self) -> None:
         """Be counted no more."""
         self._membership.close()
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which others are waited for."""
+        return self._membership.patience
 
     # - While training -----------------------------------------------------------------
 
@@ -133,20 +219,67 @@ class Regrouping:
 
     def due(self, training: Training) -> bool:
         """A training forward begins; returns whether ranks have met anew."""
+        if self.ended:
+            return False
+        now = self._go_on(training)
+        while self._opening:
+            try:
+                self._open()
+            except CommunicationError as error:
+                if not isinstance(error, Awaited):
+                    LOG.warning("the ranks meet once more: %s", error)
+            except ValueError as error:
+                if not self.opened:
+                    self.close()
+                    raise
+                # As where a rank comes with another model.
+                LOG.warning("the ranks meet once more: %s", error)
+            except BaseException:
+                self.close()
+                raise
+            if self._opening:
+                now.lose()
+                now = self._meet(now, None)
+        return now is not training
+
+    def _go_on(self, training: Training) -> Training:
+        """Train on, or among other ranks if they have changed."""
         roster = None
         if not training.lost:
             roster = self._membership.answer()
             before = self._roster
             if roster is None or before is None or not roster.differs(before):
-                return False
+                return training
             self.surviving(training, training.flush)()
             self.surviving(training, training.arrive)()
-        self._meet(training, None if training.lost else roster)
-        return True
+        return self._meet(training, None if training.lost else roster)
+
+    def _open(self) -> None:
+        """All ranks say what belongs to their runs: see [Note: opening]; collective."""
+        engine, companion = self._session.engine, self.companion
+        words = companion is not None, self._late
+        told = engine.transport.gather_objects(words, "what belongs to the run")
+        has = [has for has, _ in told]
+        if any(has) and not all(has):
+            raise ValueError(
+                f"rank {has.index(True)} has a Checkpointer, and rank "
+                f"{has.index(False)} has none: build one on every rank, between "
+                "replicate() and the first step, or on none"
+            )
+        if companion is not None:
+            late, source = [late for _, late in told], None
+            if engine.progress:
+                if all(late):
+                    raise RuntimeError(NOBODY)
+                source = late.index(False)
+            companion.meet(source, late)
+        self._opening = self._late = False
+        self.opened = True
+        engine.progress = self._progress = max(engine.progress, 1)
 
     # - Anew ---------------------------------------------------------------------------
 
-    def _meet(self, training: Training | None, roster: Roster | None) -> None:
+    def _meet(self, training: Training | None, roster: Roster | None) -> Training:
         """Form a group with those who are there, until one lasts."""
         quiet = training is not None and training.quiet
         if training is not None:
@@ -159,7 +292,7 @@ class Regrouping:
                 try:
                     found = self._form(training, roster)
                     found.no_sync_active = quiet
-                    return
+                    return found
                 except (CommunicationError, ValueError) as error:
                     known = isinstance(error, CommunicationError)
                     if not known and (training is None or not self._came(roster)):
@@ -183,15 +316,18 @@ class Regrouping:
         most = standing[roster.source].progress
         late = [one.progress < most for one in standing]
         if most < 0 and self.generation:
-            raise RuntimeError(
-                "no rank is left whose run is whole: load the last checkpoint"
-            )
+            raise RuntimeError(NOBODY)
         behind = most - self._progress
         if training is not None and self._own is None:
             session.give_up()  # first: the queue may still be at work on a bucket
             self._own = regroup.take(training, behind)
             session.detach()
         own = self._own = self._own or Remains()
+        if late[rank] and not self.opened:
+            own.whole = False  # it has begun to load, at most
+        own.left = None
+        if self._gone(roster):
+            own.measure()
         self._membership.form(roster)
         session.connect()
         if late[rank]:
@@ -208,23 +344,38 @@ class Regrouping:
         found = session.train()
         regroup.resume(found, own)
         session.engine.progress = self._progress = max(most, 0)
-        self._note(roster, rank)
+        self._note(roster, rank, own, found)
+        self._opening, self._late = True, self._late or late[rank]
         return found
 
-    def _note(self, roster: Roster, rank: int) -> None:
-        """Say who trains now, and who is lost."""
-        before = () if self._roster is None else self._roster.members
+    def _gone(self, roster: Roster) -> list[str]:
+        """The names of those who were there before."""
         now = {member.process for member in roster.members}
-        gone = [m.name for m in before if m.process not in now]
-        self.lost_ranks += len(gone)
+        before = () if self._roster is None else self._roster.members
+        return [m.name for m in before if m.process not in now]
+
+    def _note(
+        self, roster: Roster, rank: int, own: Remains, training: Training
+    ) -> None:
+        """Say who trains now, and what is lost with whom."""
+        gone, engine = self._gone(roster), self._session.engine
+        steps = engine.transport.progress.steps
+        if gone and self._roster is not None:
+            before = {member.process for member in self._roster.members}
+            told = zip(roster.members, own.others, strict=True)
+            others = [x for m, x in told if m.process in before and x is not None]
+            counted = engine.telemetry.totals()
+            waits = counted["offered"] / max(counted["selected"], 1)
+            waits *= training.step.schedule.every / max(steps, 1)
+            words = self.losses.add(len(gone), len(before), others, waits)
+            if words:
+                LOG.warning("lost with %s: %s", ", ".join(gone), words)
         self._roster, self._own = roster, None
         self.generation += 1
         LOG.info(
             "%d ranks train from step %d on; this is rank %d%s",
-            len(now),
-            self._session.engine.transport.progress.steps + 1,
+            len(roster.members),
+            steps + 1,
             rank,
-            f"; lost, with what they had not delivered: {', '.join(gone)}"
-            if gone
-            else "",
+            f"; lost: {', '.join(gone)}" if gone else "",
         )

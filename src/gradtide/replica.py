@@ -319,8 +319,12 @@ class Replica(Loop):
           `residual` is True.
         - `ranks`, `generation`, `lost_ranks`, `lost_steps`: Only with `elastic`: how
           many ranks train now; the number of groups that they have formed so far; and
-          how many ranks, and how many of this rank's steps, were lost. With a lost rank
-          its residual is lost.
+          how many ranks, and how many of this rank's steps, were lost.
+        - `lost_residual_norm`, `lost_residual_share`, `lost_share`: Only with
+          `elastic`: what ranks had not delivered that were lost, told as what the
+          others have on average: about its 2-norm, in all; when ranks were lost last,
+          the share (0 to 1) of what all had not delivered, and about that of all that
+          they had done. 0 where nothing is left undelivered, as by exact schemes.
         - `shortened_rounds`, `left_out_steps`: Only with `elastic`: how many rounds
           this rank has ended sooner, as others waited (`Lighthouse(grace=...)`), and
           how many steps it has left out for that. They are counted in `step`.

@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -102,19 +101,6 @@ def test_a_folder_of_all_hosts_needs_no_copies() -> None:
     def refused() -> None:
         with pytest.raises(ValueError, match=r"one folder for all hosts.*copies=0"):
             Run("memory://runs", copies=1)
-
-    run_ranks(1, refused)
-
-
-def test_copies_are_for_ranks_that_stay() -> None:
-    def refused() -> None:
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync = gradtide.replicate(model, optimizer)
-        there: Any = object()
-        sync._session.regrouping = there
-        with pytest.raises(ValueError, match=r"copies=1, and ranks come and go"):
-            Checkpointer("nowhere", sync, model=model, optimizer=optimizer, copies=1)
 
     run_ranks(1, refused)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
-import time
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from signal import SIGTERM, SIGUSR1
 from types import TracebackType
 from typing import Any
@@ -17,15 +14,16 @@ from torch.optim import Optimizer
 
 from gradtide.checkpoint import files
 from gradtide.checkpoint.contents import Items, random_states, set_random
-from gradtide.checkpoint.files import UNREADABLE, Folder
+from gradtide.checkpoint.elastic import Elastic
+from gradtide.checkpoint.files import Folder
 from gradtide.checkpoint.generations import (
     Held,
     Listing,
     Plan,
     choose,
-    folder_of,
-    held,
     listing,
+    new_run,
+    read,
 )
 from gradtide.checkpoint.loading import Contents, Loading, State, Subject
 from gradtide.checkpoint.neighbours import check_copies, copies_of
@@ -48,6 +46,9 @@ class Checkpointer:
     """Saves a run as it goes on, resumes it, and ends it in order.
 
     Every rank has one, with the same arguments. The constructor is a collective call.
+    Where ranks come and go (`elastic=...`) it is a local one, behind `replicate` and
+    before the first `Replica.meet`, or forward, in which ranks agree on their
+    arguments, and resume.
     Beside model, optimizer and the replica's residuals, the states of random numbers
     (torch, Python, NumPy if it is imported, the model's device) are saved, so that a
     run that is resumed is the undisturbed run, bit for bit.
@@ -60,7 +61,8 @@ class Checkpointer:
     saved before stays until all ranks have a later step whole, and its copies.
 
     Attributes:
-        steps: How many steps `step` has counted, also of the runs before this one.
+        steps: How many steps `step` has counted, also of the runs before this one;
+            where ranks come and go, as many as `Replica.meet` has counted.
         values: What the callables among the items returned when that was saved which
             this run has gone on from.
     """
@@ -108,7 +110,7 @@ class Checkpointer:
                 on every rank.
         """
         self._session, transport = sync._session, sync.engine.transport
-        self._transport, self.steps = transport, 0
+        self.steps = 0
         group, host = transport.group, _host_of(transport)
         self._folder = Folder(folder)
 
@@ -119,11 +121,6 @@ class Checkpointer:
                 raise ValueError(
                     "the model is sharded: put sync.state_dict() into what "
                     "torch.distributed.checkpoint saves"
-                )
-            if self._session.regrouping is not None:
-                raise ValueError(
-                    "ranks come and go (elastic=...), and would save other steps: save "
-                    "model, optimizer and sync.state_dict() by hand"
                 )
             if (every is not None and not _counts(every)) or not _counts(keep):
                 told = f"every={every!r}, keep={keep!r}"
@@ -139,12 +136,18 @@ class Checkpointer:
             alike = {"every": every, "keep": keep, "copies": copies}
             return (subject, there), {**alike, "items": sorted(items)}
 
+        self._has_copies = bool(copies)
+        self._elastic: Elastic | None = None
+        if (ranks := self._session.regrouping) is not None:
+            self._every, self._writer = every, Writer(self._folder, 0, keep)
+            self._elastic = Elastic(self, ranks, prepare)
+            self._signals = Signals(signals, self.stop)
+            return
         remedy = "pass the same on every rank"
         self._subject, there = check_ranks_agree(transport, prepare, remedy)
-        told = transport.gather_objects((_name(), there))
+        told = transport.gather_objects((new_run(), there))
         self._run, self._occupied = told[0][0], any(there for _, there in told)
         self._every, self._leads = every, host[0] == group.rank
-        self._has_copies = copies > 0
         seconds = seconds_of(self._session.process_group)
         kept = copies_of(transport, self._folder, copies, seconds)
         self._writer = Writer(self._folder, group.rank, keep, kept)
@@ -155,7 +158,12 @@ class Checkpointer:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        return self._subject.items.values
+        known: Subject | None = getattr(self, "_subject", None)  # once ranks have met
+        return {} if known is None else known.items.values
+
+    @property
+    def _transport(self) -> Transport:
+        return self._session.engine.transport
 
     def stop(self) -> None:
         """Have all ranks save and leave after the same step. Local, on any rank."""
@@ -182,12 +190,17 @@ class Checkpointer:
             RuntimeError: `resume` was not called, and the folder is one of another run;
                 or the call comes during backward, or inside `no_sync` or `join`.
         """
+        if self._elastic is not None:
+            return self._elastic.step()
         self.steps += 1
+        return self._step(self._every is not None and self.steps % self._every == 0)
+
+    def _step(self, due: bool) -> bool:
+        """Save if it is due, and say whether all ranks are to leave."""
         heard = self._session.heard
         self._writer.confirm(heard.whole)
-        due = self._every is not None and self.steps % self._every == 0
         if heard.stop or due:
-            self.save()
+            self._save()
         if heard.stop:
             self._writer.wait()
             self._refuse(self._writer.reasons[-1:] if self._writer.torn else [])
@@ -203,6 +216,12 @@ class Checkpointer:
         Raises:
             RuntimeError: As by `step`.
         """
+        if self._elastic is not None:
+            self._elastic.save()
+        else:
+            self._save()
+
+    def _save(self) -> None:
         if self._occupied:
             raise RuntimeError(
                 f"{self._folder.path('')} has what another run has saved: call "
@@ -275,16 +294,23 @@ class Checkpointer:
             lossy: Whether to go on without the files of some ranks in other cases, too.
 
         Returns:
-            The number of steps taken; 0 if nothing was saved.
+            The number of steps taken; 0 if nothing was saved. Where ranks come and go
+                it is what `Replica.meet` returns next, for it is there that all go on;
+                here it is 0.
 
         Raises:
             ValueError: No step is whole on all ranks, or what was saved does not fit.
                 It is raised on every rank, with who has what; nothing has changed,
                 unless an item did not take its state.
         """
-        self._occupied = False
+        if self._elastic is not None:
+            return self._elastic.resume(lossy)
         if self._session.waiting:  # for the optimizer, which is known here
             self._session.attach(self._subject.optimizer)
+        return self._resume(lossy)
+
+    def _resume(self, lossy: bool) -> int:
+        self._occupied = False
         found = self._read(lossy)
         if found is None:
             return 0
@@ -316,7 +342,7 @@ class Checkpointer:
                 return None
             everything = self._session.kfac is not None
             needs = [plan.needs(r, size, everything) for r in range(size)]
-            data, odd = self._files(plan, needs)
+            data, odd = read(self._folder, plan, needs, rank)
             broken = self._transport.gather_objects(odd)
             if not any(broken):
                 break
@@ -329,27 +355,6 @@ class Checkpointer:
 
         contents = check_ranks_agree(self._transport, put_together, "")
         return plan, contents, {n: data[n] for n in plan.missed(rank, self._leads)}
-
-    def _files(
-        self, plan: Plan, needs: Sequence[Sequence[str]]
-    ) -> tuple[dict[str, bytes], list[Held]]:
-        """What this rank reads, for itself and others; and the files that are torn."""
-        rank, data, odd = self._transport.group.rank, dict[str, bytes](), list[Held]()
-        for name in sorted({*chain.from_iterable(needs)}):
-            readers = (r for r, own in enumerate(needs) if name in own)
-            if rank not in {plan.source(name, r) for r in readers}:
-                continue
-            file = Held(plan.generation, name)
-            try:
-                data[name] = self._folder.read(
-                    f"{folder_of(file.generation.step)}/{name}"
-                )
-                about, _ = files.check(data[name])
-                if held(about, file.generation.step, name) != file:
-                    raise ValueError("another run has written it since")
-            except UNREADABLE:
-                odd.append(file)
-        return data, odd
 
     def _send(
         self, plan: Plan, needs: Sequence[Sequence[str]], data: dict[str, bytes]
@@ -448,6 +453,8 @@ class Checkpointer:
             ValueError: The state of some rank is damaged or does not fit, or states are
                 of different steps. It is raised on every rank, before anything changes.
         """
+        if self._elastic is not None:
+            raise ValueError("load_state_dict() where ranks come and go: use resume()")
         rank = self._transport.group.rank
 
         def read() -> tuple[Contents, Signature]:
@@ -462,11 +469,6 @@ class Checkpointer:
 def _host_of(transport: Transport) -> Sequence[int]:
     """The ranks of this rank's host."""
     return next(host for host in transport.hosts if transport.group.rank in host)
-
-
-def _name() -> str:
-    """A new run's name; of two runs the later one's is greater."""
-    return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
 
 
 def _counts(value: object) -> bool:

@@ -18,16 +18,23 @@ once it is known that all ranks have a generation whole.
 from __future__ import annotations
 
 import re
+import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
-from gradtide.checkpoint.files import UNREADABLE, About, Folder
+from gradtide.checkpoint.files import UNREADABLE, About, Folder, check
 
 FOLDER = re.compile(r"step-(\d{1,18})")
 FILE = re.compile(r"(rank|common)(\d{1,9})\.pt")
 SAID = "run", "step", "size", "rank", "kind"  # by every file
 WHOLE = re.compile(r"whole\d+\.pt")  # see [Note: the first]
+
+
+class Missing(ValueError):
+    """Files of some ranks are missing."""
 
 
 class Generation(NamedTuple):
@@ -92,6 +99,12 @@ class Plan:
         """Who reads a file for a rank: itself, if it can."""
         there = self.holders[name]
         return rank if rank in there else there[rank % len(there)]
+
+
+def new_run(before: str = "") -> str:
+    """A new run's name; of two runs the later one's is greater, also than `before`."""
+    number = max(time.time_ns(), int(before.partition("-")[0] or 0) + 1)
+    return f"{number:020d}-{secrets.token_hex(4)}"
 
 
 def folder_of(step: int) -> str:
@@ -164,7 +177,7 @@ def choose(
     newest. If none ever was, a run begins anew. Else it is the newest one without what
     is nowhere: with as many ranks as then, if so many have an empty folder, as where a
     host and its disk were replaced; or in any case if that may be `lossy`. Otherwise
-    this raises ValueError, which says who has what.
+    this raises `Missing`, which says who has what.
     """
     size, broken = len(told), set(torn)
     found: dict[Generation, dict[str, list[int]]] = {}
@@ -189,7 +202,7 @@ def choose(
     ]
     if partly:
         return partly[-1]
-    raise ValueError(_refusal(told, broken, plans))
+    raise Missing(_refusal(told, broken, plans))
 
 
 def _plan(generation: Generation, names: Mapping[str, Sequence[int]]) -> Plan:
@@ -222,3 +235,26 @@ def _refusal(
         "step into any of the folders; or go on without what some had not delivered, "
         "by resume(lossy=True); or remove the folders, to begin anew"
     )
+
+
+def read(
+    folder: Folder, plan: Plan, needs: Sequence[Sequence[str]], rank: int
+) -> tuple[dict[str, bytes], list[Held]]:
+    """What a rank reads, for itself and others; and the files that are torn. Local.
+
+    `needs` are the files that each rank needs.
+    """
+    data, odd = dict[str, bytes](), list[Held]()
+    for name in sorted({*chain.from_iterable(needs)}):
+        readers = (r for r, own in enumerate(needs) if name in own)
+        if rank not in {plan.source(name, r) for r in readers}:
+            continue
+        file = Held(plan.generation, name)
+        try:
+            data[name] = folder.read(f"{folder_of(file.generation.step)}/{name}")
+            about, _ = check(data[name])
+            if held(about, file.generation.step, name) != file:
+                raise ValueError("another run has written it since")
+        except UNREADABLE:
+            odd.append(file)
+    return data, odd

@@ -7,7 +7,7 @@ killed while it was writing, or its disk may be full.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -53,6 +53,21 @@ class Writer:
     def failures(self) -> int:
         """How many saves have failed."""
         return len(self.reasons)
+
+    @property
+    def whole(self) -> list[int]:
+        """The steps of which all ranks are known to have all."""
+        return [step for number, step in self._saved if number <= self._whole]
+
+    def begin_among(self, rank: int, whole: Iterable[int], told: int) -> None:
+        """Save on among other ranks, where some were lost or have come.
+
+        Steps that are `whole` stay; what else was saved never counts. Of failures so
+        many were `told`.
+        """
+        self._rank, self.reasons = rank, self.reasons[told:]
+        self.begun = self._own = self._whole = 0
+        self._saved = [(0, step) for step in sorted(whole)]
 
     def begin_at(self, step: int) -> None:
         """All ranks have gone on from a generation: it stays, as it is whole."""

@@ -66,9 +66,11 @@ class Membership(Protocol):
     Attributes:
         name: This rank's own, which no other has.
         grace: For how long ranks wait in rounds for slower ones; None stands for ever.
+        patience: Seconds for which others are waited for that have yet to come.
     """
 
     name: str
+    patience: float
 
     @property
     def grace(self) -> Grace | None: ...

@@ -91,7 +91,8 @@ class Notices:
 
     def follow(self, before: Notices) -> None:
         """Say on what was said among other ranks."""
-        self.stop, self.saves = before.stop, before.saves
+        self.stop |= before.stop  # it may have been said meanwhile, by a signal
+        self.saves = before.saves
         self.weights.renew(before.weights)
 
     def flags(self) -> list[int]:

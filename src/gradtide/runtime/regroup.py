@@ -50,6 +50,8 @@ class Remains:
         counts: The numbers of steps that algorithms remember.
         numbers: Steps, skipped steps and exchanges; and the position in a round.
         compiled: Whether this rank has compiled something, whose hooks nobody calls.
+        left: The square of the 2-norm of what this rank has not delivered, where that
+            is asked for; of all ranks in `others`, once they have met.
     """
 
     whole: bool = False
@@ -62,6 +64,19 @@ class Remains:
     counts: dict[str, int] = field(default_factory=dict)
     numbers: Sequence[int] = (0, 0, 0, 0)
     compiled: bool = False
+    left: float | None = None
+    others: Sequence[float | None] = ()
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Have `left` told: a reading pass over the residuals, if there are any.
+
+        In a round what this rank's steps have done counts with them.
+        """
+        done = [local(p) - shared for p, shared in self.shared.items()]
+        pieces = [*self.residuals.values(), *done]
+        norms = [float(torch.linalg.vector_norm(piece.float())) for piece in pieces]
+        self.left = sum(norm**2 for norm in norms) if self.whole else None
 
 
 @torch.no_grad()
@@ -139,27 +154,28 @@ def share(
     alike += [buffer for _, buffer in shared_buffers(model) if first]
     synchronize(engine, alike, source)
     # One that failed earlier in its step has not counted that.
-    own.numbers = engine.transport.gather_objects(own.numbers)[source]
+    told = engine.transport.gather_objects((own.numbers, own.left))
+    own.numbers, own.others = told[source][0], [left for _, left in told]
     if not any(late):
         return own
     whole = own.whole
     how = source, lambda: _words(model, optimizer, own), "the run"
-    told = heard(engine, *how)
+    run = heard(engine, *how)
     if not late[rank]:
         return own
     by_name = dict(named)
     if not whole:
         for name, buffer in shared_buffers(model):
-            if name in told["buffers"]:
-                buffer.copy_(told["buffers"][name])
-    apart = bool(told["begun"])
+            if name in run["buffers"]:
+                buffer.copy_(run["buffers"][name])
+    apart = bool(run["begun"])
     if optimizer is not None and not (whole and apart):
-        optimizer.load_state_dict(told["optimizer"])
-    own.begun, own.widen = apart, bool(told["widen"])
-    own.counts = told["counts"]
+        optimizer.load_state_dict(run["optimizer"])
+    own.begun, own.widen = apart, bool(run["widen"])
+    own.counts = run["counts"]
     own.velocity = {
         by_name[name]: torch.empty_like(local(by_name[name])).copy_(value)
-        for name, value in told["velocity"].items()
+        for name, value in run["velocity"].items()
     }
     if apart and not whole:
         own.shared = {p: local(p).detach().clone() for _, p in averaged(model)}
