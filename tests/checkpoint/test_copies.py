@@ -75,6 +75,7 @@ def test_what_is_there_is_not_sent(pair: Pair, monkeypatch: Any) -> None:
         pair.sender.send(name)
 
 
+@pytest.mark.waits
 def test_a_save_without_a_file_is_none(pair: Pair) -> None:
     pair.write(3)
     pair.sender.skip()
@@ -133,6 +134,7 @@ def test_the_file_of_another_rank_is_not_taken(pair: Pair) -> None:
     assert pair.there.names() == []
 
 
+@pytest.mark.waits
 def test_a_keeper_that_is_silent_ends_it_and_the_next_one_at_once(pair: Pair) -> None:
     pair.keeper._keep = lambda *_: time.sleep(3 * SECONDS)  # type: ignore
     name, begin = pair.write(3), time.monotonic()
@@ -160,8 +162,11 @@ def test_all_keepers_are_told_if_one_ends(tmp_path: Path) -> None:
         sender.send(name)
     assert "rank 3" not in str(error.value)
     assert other.there.names("step-3") == ["rank1.pt"]
+    one.close()
+    other.close()
 
 
+@pytest.mark.waits
 def test_who_closes_waits_for_what_is_on_its_way(pair: Pair) -> None:
     name = pair.write(3)
     timer = threading.Timer(SECONDS / 2, pair.sender.send, [name])
@@ -171,6 +176,7 @@ def test_who_closes_waits_for_what_is_on_its_way(pair: Pair) -> None:
     assert pair.there.names("step-3") == ["rank1.pt"]
 
 
+@pytest.mark.waits
 def test_who_closes_waits_for_nobody_who_is_silent_or_gone(pair: Pair) -> None:
     pair.write(3)
     begin = time.monotonic()
@@ -206,6 +212,7 @@ def test_a_save_is_over_when_its_copy_is(tmp_path: Path) -> None:
     pair.close()
 
 
+@pytest.mark.waits
 def test_a_save_that_cannot_be_written_has_no_copy(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     writer = Writer(pair.here, 1, keep=1, copies=pair.sender)

@@ -20,7 +20,13 @@ from tests.checkpoint.test_checkpointer import summed
 from tests.ranks import run_ranks
 
 import gradtide
-from gradtide.checkpoint import Checkpointer, SaveError, checkpointer, copies
+from gradtide.checkpoint import (
+    Checkpointer,
+    SaveError,
+    checkpointer,
+    copies,
+    neighbours,
+)
 from gradtide.checkpoint.files import Folder
 
 LOCAL = "exdyna(0.2, schedule='local')"
@@ -95,8 +101,12 @@ def test_a_run_goes_on_without_the_folder_of_a_host(
 
 
 @pytest.mark.parametrize("scheme", [LOCAL, "exdyna(0.2)"])
-def test_two_copies_outlive_two_hosts(scheme: str, tmp_path: Path) -> None:
+def test_two_copies_outlive_two_hosts(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts = [0, 1, 2]
+    # So they are sent by the network, as between hosts.
+    monkeypatch.setattr(neighbours, "network", lambda: str(dist.get_rank()))
     expected = run_ranks(3, lambda: trained(tmp_path, hosts, scheme, copies=2))
     lose(tmp_path, 0, 1)
     found = run_ranks(3, lambda: gone_on(tmp_path, hosts, scheme, copies=2))
@@ -229,7 +239,10 @@ def test_what_a_copy_takes(scheme: str, each: int, tmp_path: Path) -> None:
 def test_old_copies_go_with_old_files(number: int, tmp_path: Path) -> None:
     def kept() -> None:
         run = begun(tmp_path, [0, 1, 2], LOCAL, every=2, keep=1, copies=number)
-        run.go(end=20)
+        own = tmp_path / str(dist.get_rank())
+        for step in range(20):
+            run.go(step, step + 1)
+            assert len([*own.glob("step-*")]) <= 4  # `keep` + 3
         run.keeper._writer.wait()
         run.go(20, 23)
         run.end()
@@ -342,7 +355,7 @@ def test_a_full_disk_at_a_neighbour_is_told_on_all_ranks(
 def test_a_rank_that_is_killed_while_copying_ends_all(
     where: str, tmp_path: Path
 ) -> None:
-    """Within seconds, and the run goes on from the step before."""
+    """Within seconds, and the run goes on from what has both files."""
 
     def die(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -376,9 +389,12 @@ def test_a_rank_that_is_killed_while_copying_ends_all(
         time.sleep(0.05)
     lose(tmp_path, 1)
     found = run_ranks(2, gone_on, tmp_path, [0, 1], LOCAL)
-    assert found == [(3, end) for end in expected]
+    assert [end for _, end in found] == expected
+    arrived = where == "a copy comes"  # its own has perhaps left before
+    assert {step for step, _ in found} in ({3}, {6} if arrived else {3})
 
 
+@pytest.mark.waits
 def test_nobody_waits_for_who_has_stopped_longer_than_the_timeout(
     tmp_path: Path,
 ) -> None:

@@ -69,7 +69,7 @@ def test_one_host_alone_is_told_once_and_trains(tmp_path: Path) -> None:
 
     first, second = run_ranks(2, trained)
     assert len(first) == 1
-    assert "beside a rank's own: 0. " in first[0]
+    assert "copies=2 needs ranks on 3 hosts, and these are on 1" in first[0]
     assert second == []
 
 
@@ -84,7 +84,7 @@ def test_fewer_hosts_than_copies_keep_what_they_can(tmp_path: Path) -> None:
         return [str(one.message) for one in told if "copies" in str(one.message)]
 
     first, _ = run_ranks(2, trained)
-    assert "own: 1. " in first[0]
+    assert "these are on 2: copies of each rank's file: 1" in first[0]
     assert (tmp_path / "0" / "step-12" / "rank1.pt").exists()
 
 

@@ -26,3 +26,12 @@ def test_killed_runs_end_as_if_nobody_had(seed: int) -> None:
     program = runpy.run_path(str(PATH))
     found = program["killed"](seed, program["SCHEMES"], {}, count=2, steps=150)
     assert not found["wrong"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [2, 4])  # each rank's own state counts
+def test_runs_that_lose_a_hosts_folder_too(seed: int) -> None:
+    program = runpy.run_path(str(PATH))
+    how = {"count": 2, "steps": 150, "lost": True}
+    assert not program["killed"](seed, program["SCHEMES"], {}, **how)["wrong"]

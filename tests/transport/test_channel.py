@@ -47,6 +47,7 @@ def test_words_and_pieces_arrive_in_order(two: Two) -> None:
     assert list(there.pieces(0)) == []
 
 
+@pytest.mark.waits
 def test_who_has_no_reason_to_speak_is_waited_for(two: Two) -> None:
     here, there = two
     timer = threading.Timer(2 * SECONDS, here.tell, [{"late": 1}])
@@ -54,6 +55,7 @@ def test_who_has_no_reason_to_speak_is_waited_for(two: Two) -> None:
     assert there.hear(ever=True) == {"late": 1}
 
 
+@pytest.mark.waits
 def test_silence_ends_it_and_is_told_again(two: Two) -> None:
     _, there = two
     begin = time.monotonic()

@@ -57,8 +57,9 @@ def copies_of(
     others = len(transport.hosts) - 1
     if others < copies and rank == 0:
         warnings.warn(
-            f"copies={copies}, and hosts beside a rank's own: {others}. So many copies "
-            "there are: they are for hosts that may be lost, and kept on others only",
+            f"copies={copies} needs ranks on {copies + 1} hosts, and these are on "
+            f"{others + 1}: copies of each rank's file: {others}. They are for hosts "
+            "that may be lost, and are kept on other hosts only",
             stacklevel=3,
         )
     if not to[rank]:
