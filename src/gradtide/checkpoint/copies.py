@@ -64,11 +64,6 @@ class Copies:
             name = f"gradtide copies of rank {sender}"
             Thread(target=self._attend, args=[sender], name=name, daemon=True).start()
 
-    @property
-    def any(self) -> bool:
-        """Whether there are any; alike on all ranks."""
-        return bool(self._keeping)
-
     def expect(self) -> None:
         """Each rank whose file is kept here has begun a save, or soon will."""
         self._expected += 1

@@ -53,15 +53,23 @@ def copies_of(
     other hosts than `copies`, and raises ValueError on every rank where one reaches
     another one not.
     """
-    rank, to = transport.group.rank, keepers(transport.hosts, copies)
-    others = len(transport.hosts) - 1
-    if others < copies and rank == 0:
+    to, others = keepers(transport.hosts, copies), len(transport.hosts) - 1
+    made = _made(transport, folder, to, seconds)
+    if others < copies and transport.group.rank == 0:
         warnings.warn(
             f"copies={copies} needs ranks on {copies + 1} hosts, and these are on "
             f"{others + 1}: copies of each rank's file: {others}. They are for hosts "
             "that may be lost, and are kept on other hosts only",
             stacklevel=3,
         )
+    return made
+
+
+def _made(
+    transport: Transport, folder: Folder, to: Sequence[Sequence[int]], seconds: float
+) -> Copies:
+    """Copies that each rank has kept by those in its place of `to`; collective."""
+    rank = transport.group.rank
     if not to[rank]:
         return Copies(folder, rank)
     of = [sender for sender, own in enumerate(to) if rank in own]
