@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -420,9 +421,17 @@ def edited_after_norms(loop: Loop) -> float:
     return float(nn.utils.get_total_norm(loop.grads()))
 
 
+def edited_below_autograd(loop: Loop) -> float:
+    """As code that is not Python does: torch counts no such write."""
+    torch_clip(loop)
+    with torch._C.DisableTorchFunctionSubclass():
+        loop.grads()[0].fill_(3.0)
+    return float(nn.utils.get_total_norm(loop.grads()))
+
+
 EDITS = (
     *(by_value, clamped, replaced, noisy, of_another_kind, some_left_out, by_groups),
-    *(scaled_by_hand, edited_after_norms),
+    *(scaled_by_hand, edited_after_norms, edited_below_autograd),
 )
 
 
@@ -535,6 +544,56 @@ def test_what_arrives_of_what_no_rank_has_used_is_in_no_norm(scheme: str) -> Non
 
     def own_clip(loop: Loop, step: int) -> Any:
         return loop.sync.clip_grad_norm_(0.3).item()
+
+    run_ranks(2, run)
+
+
+class EveryOther(Seldom):
+    """Uses a head in every other forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        out: Tensor = self.body(x)
+        return out + self.seldom(x) if self.forwards % 2 else out
+
+
+def edited_after_own_clip(loop: Loop) -> list[float]:
+    told = [own_clip(loop)]
+    loop.net.seldom.weight.grad.mul_(3.0)  # type: ignore[union-attr]
+    return [*told, float(nn.utils.get_total_norm(loop.grads()))]
+
+
+def told_twice(loop: Loop) -> list[float]:
+    return [torch_clip(loop), float(nn.utils.get_total_norm(loop.grads()))]
+
+
+def unscaled(loop: Loop) -> float:
+    """What a GradScaler says of an infinity that only the first backward has."""
+    with torch.no_grad():
+        loop.net.seldom.bias.grad[0] = math.inf  # type: ignore[index]
+    loop.backward(7)
+    grads, found = loop.grads(), torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.ones(1))
+    loop.optimizer.zero_grad()
+    return float(found)
+
+
+@pytest.mark.parametrize("do", [edited_after_own_clip, told_twice, unscaled])
+def test_what_the_last_of_two_backwards_does_not_use_counts(
+    do: Callable[[Loop], Any],
+) -> None:
+    def between(loop: Loop, step: int) -> Any:
+        if do is not unscaled:
+            loop.backward(step + 100)
+        return do(loop)
+
+    def run() -> None:
+        loops = [quietly(s, between, make=EveryOther) for s in (WFBP, DEAR)]
+        for was, told in zip(*(loop.found for loop in loops), strict=True):
+            assert told == pytest.approx(was, rel=1e-5)
+        for mine, other in zip(*(loop.params() for loop in loops), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+        alike(loops[1])
 
     run_ranks(2, run)
 

@@ -179,7 +179,7 @@ class GradientInfo:
         """Whether some are, on all ranks; None if that is not known."""
         if self._preconditioning is not None:
             self._preconditioning.check_scale()
-        if self._squares() is None:
+        if self._squares() is None or any(g.before is not None for g in grads):
             return None
         kind = grads[0].dtype, grads[0].device
         bad = (

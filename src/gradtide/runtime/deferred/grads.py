@@ -108,8 +108,9 @@ class DeferredGrad(Tensor):
 
     def fill(self, mean: Tensor | None) -> None:
         """The mean is here, or no rank has any; it is scaled as was noted."""
+        if mean is not None:
+            self.before = None
         self.value = self.before if mean is None else mean
-        self.before = None
         if self.value is not None:
             for function, by in self.scales:
                 function(self.value, by)
