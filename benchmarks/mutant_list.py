@@ -649,7 +649,7 @@ def adjust_lr(lr, *_):  # type: ignore
         "if len(alike) < COUNT:",
         "if len(alike) < 1:",
         "one parameter of each kind is tried out, which no other can change",
-        ("runtime/test_optimizers.py",),
+        ("runtime/optimizer/test_probing.py",),
     ),
     Mutant(
         "ignored-parameters",
@@ -673,7 +673,7 @@ def adjust_lr(lr, *_):  # type: ignore
         "slot.used = self._trained.get(slot.param, True)",
         "slot.used = True",
         "what no rank trains moves by its residual",
-        ("runtime/exchange/test_steps.py",),
+        ("test_frozen.py",),
     ),
     Mutant(
         "gradients-copied-in",
@@ -760,7 +760,7 @@ def adjust_lr(lr, *_):  # type: ignore
         "    if mesh.ndim != 1:\n",
         "    if mesh.ndim < 1:\n",
         "a mesh of two dimensions is taken for its first",
-        ("test_parallel.py",),
+        ("test_ddp_arguments.py",),
     ),
     Mutant(
         "installing-undone",
@@ -810,7 +810,7 @@ def adjust_lr(lr, *_):  # type: ignore
 """,
         "            assert (layer, bucket.kind) and view is not None\n",
         "a layer that was not used sends its factor of an earlier step",
-        ("kfac/test_preconditioner.py",),
+        ("kfac/test_equality.py",),
     ),
     Mutant(
         "kfac-parts-of-owners",
@@ -818,7 +818,7 @@ def adjust_lr(lr, *_):  # type: ignore
         "by_owner.sort(key=lambda layer: owners[layer, kind])",
         "by_owner.sort(key=lambda layer: layer.name)",
         "factors go to ranks that do not own them",
-        ("kfac/test_preconditioner.py",),
+        ("kfac/test_equality.py",),
     ),
     Mutant(
         "kfac-decay",

@@ -69,6 +69,25 @@ def fused(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
 
 
+def test_buckets_leave_in_the_order_in_which_they_get_full() -> None:
+    def run() -> list[str]:
+        model = plain()
+        opt = sgd(model.parameters())
+        sync = gradtide.replicate(model, opt, SCHEMES["WFBP"])
+        for step in range(3):
+            x, y = data(step)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        sync.remove()
+        names = [record.bucket for record in sync.engine.telemetry.records]
+        return [name for name in names if name.startswith("grad")][-3:]
+
+    for names in run_ranks(2, run):
+        assert names == sorted(names)
+        assert len({*names}) == 3
+
+
 def train(
     scheme: str | None,
     make: Callable[[], nn.Module] = plain,

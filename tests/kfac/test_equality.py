@@ -78,6 +78,48 @@ def test_ranks_equal_one_process(size: int) -> None:
         assert distance(weights, found[0]) <= 1e-6, scheme
 
 
+class Sometimes(nn.Module):
+    """One layer is for all samples; another in odd steps for the first half alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.always, self.sometimes = nn.Linear(48, 5), nn.Linear(48, 5)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        first = BATCH // 2 - rank * len(x)  # of these samples
+        number = len(x) if step % 2 == 0 else min(max(first, 0), len(x))
+        out: Tensor = self.always(x)
+        assert size <= 2
+        if not number:
+            return out
+        return torch.cat([out[:number] + self.sometimes(x[:number]), out[number:]])
+
+
+@pytest.mark.parametrize("kind", ["mpd_kfac", "spd_kfac", "pad_kfac"])
+def test_a_layer_that_a_rank_does_not_use_adds_nothing_of_earlier_steps(
+    kind: str,
+) -> None:
+    def run() -> list[float]:
+        model = Sometimes()
+        opt = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        sync = gradtide.replicate(model, opt, kind)
+        for step in range(STEPS):
+            x, y = (
+                t.chunk(dist.get_world_size())[dist.get_rank()] for t in samples(step)
+            )
+            cross_entropy(model(x, step), y).backward()
+            opt.step()
+            opt.zero_grad()
+        sync.remove()
+        return flat(model).tolist()
+
+    (one,), ranks = run_ranks(1, run), run_ranks(2, run)
+    assert ranks[0] == ranks[1]
+    assert distance(torch.tensor(ranks[0]), torch.tensor(one)) <= 1e-5
+
+
 def test_one_process_equals_the_definition() -> None:
     for scheme in ("mpd_kfac", "dp_kfac"):
         assert distance(alone(scheme), reference(lambda layer: slice(None))) <= 1e-4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,8 @@ def test_the_command_writes_a_table_json_and_pictures(tmp_path: Path) -> None:
     assert code == 0, output
     assert "100mbit a host" in output
     assert "8 ranks" in output
+    rows = [line for line in output.splitlines() if line.split()[:1] == ["wfbp"]]
+    assert [len(re.findall(r"\(\d+ %\)", row)) for row in rows] == [2, 2]
     found = json.loads((tmp_path / "out" / "simulate.json").read_text())
     assert len(found["cells"]) == 2 * 2 * 2
     assert found["schemes"]["wfbp"] == repr(parse("wfbp"))

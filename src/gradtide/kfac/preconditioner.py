@@ -91,7 +91,6 @@ class Preconditioner:
     def place(self, known: Costs) -> None:
         """Place factors by their costs, and begin with no curvature at all."""
         self._assign(known)
-        self._absent: set[Factor] = set()  # in the last step, on this rank
         self._arrived: set[Factor] = set()
         self._open = False  # buffers are in use by this step
         self.statistics.disarm()
@@ -155,10 +154,11 @@ class Preconditioner:
         self._group_of = {la: group for group in self.groups for la in group.layers}
 
     def _expect(self) -> None:
-        """Wait for every factor anew, but those that are there, or will not come."""
-        there = self._absent | self._arrived
+        """Wait for every factor anew, but those that are there."""
         for bucket in self._buckets.values():
-            bucket.missing = sum((la, bucket.kind) not in there for la in bucket.views)
+            bucket.missing = sum(
+                (la, bucket.kind) not in self._arrived for la in bucket.views
+            )
 
     # - Factors ------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Preconditioner:
         row = self._buckets[layer, "G"].rows[layer]
         self.curvatures[layer].take(kind, factor, bucket.views[layer], row)
         self._arrived.add((layer, kind))
-        bucket.missing -= (layer, kind) not in self._absent
+        bucket.missing -= 1
         if self._local:
             if {(layer, "A"), (layer, "G")} <= self._arrived:
                 # Its last inverses may be on the queue still, if nobody took that step.
@@ -219,7 +219,7 @@ class Preconditioner:
             ready = self.engine.transport.gather_objects(ready)[0]
             self._assign(replace(self.costs, ready=ready))
         self._collecting = True
-        self._absent = set(self.statistics.finish())
+        self.statistics.finish()
         self._collecting = False
 
     @torch.no_grad()

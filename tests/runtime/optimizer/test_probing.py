@@ -161,3 +161,24 @@ def test_an_empty_parameter_that_has_stepped(name: str) -> None:
     optimizer.step()
     assert set(probe(optimizer).values()) == {EXPECTED[name]}
     check_deferrable(optimizer)
+
+
+class Coupled(Optimizer):
+    """Steps by gradients over the norm of all that step together."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            found = [p for p in group["params"] if p.grad is not None]
+            norm = sum(p.grad.square().sum() for p in found) ** 0.5
+            for p in found:
+                p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+def test_parameters_of_one_kind_that_depend_on_each_other_are_not_deferred() -> None:
+    check_deferrable(Coupled(params((5, 4))))
+    with pytest.raises(ValueError, match=r"Coupled .* one parameter at a time"):
+        check_deferrable(Coupled(params((5, 4), (6, 4), (7, 4))))
