@@ -377,11 +377,13 @@ class Checkpointer:
         """Load what all ranks have read; a collective call."""
         lost = [] if plan is None else list(plan.lost)
         alone = self._session.scheme.schedule.launch == "step" or self._session.kfac
-        if lost and alone:
+        if lost and alone and not (self._elastic and self._elastic.lossy):
+            remedy = "or from model and optimizer alone"
             raise ValueError(
                 f"the files of rank {', '.join(map(str, lost))} are nowhere, and each "
                 "rank's own counts where steps are exchanged, and with K-FAC: go on "
-                "from a step that is whole, or from model and optimizer alone"
+                f"from a step that is whole, "
+                f"{'or by resume(lossy=True)' if self._elastic else remedy}"
             )
         loading = Loading(self._subject, contents)
         self._session.load_state_dict(contents.sync, loading)

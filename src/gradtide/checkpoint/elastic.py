@@ -104,6 +104,11 @@ class Elastic:
 
     # - What the loop calls ------------------------------------------------------------
 
+    @property
+    def lossy(self) -> bool:
+        """Whether to go on without what some ranks alone had, as others do for them."""
+        return bool(self._resumes)
+
     def resume(self, lossy: bool) -> int:
         """Go on, where ranks have met, from what was saved, if none has a run. Local.
 

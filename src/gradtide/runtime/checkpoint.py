@@ -331,11 +331,8 @@ class OptimizerState:
     def read(self, saved: Mapping[str, Any]) -> dict[Any, Any] | None:
         group, parts = self.engine.group, self.placement.shards.number[1]
         alike = int(saved["world_size"]), int(saved.get("shards", 1))
-        own = (
-            saved[own_key(self.placement, group)]
-            if alike == (group.size, parts)
-            else {}
-        )
+        whole = alike == (group.size, parts) and not saved.get("lost")
+        own = saved[own_key(self.placement, group)] if whole else {}
         if "optimizer" not in own:
             return None
         found: dict[Any, Any] = unpacked(own["optimizer"], "the optimizer")

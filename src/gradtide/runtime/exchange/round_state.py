@@ -95,7 +95,7 @@ def read(
     if not common:  # of the dense steps of a warm-up
         return None
     own: Mapping[str, Named] = {}
-    if int(saved["world_size"]) == group.size:
+    if int(saved["world_size"]) == group.size and not saved.get("lost"):
         key = own_key(placement, group)
         own = unpacked(saved[key]["round"], f"the round ({key})")
     found = SavedRound(**common, own=own)
@@ -146,8 +146,8 @@ def digests(found: SavedRound) -> dict[str, bytes]:
 def load(around: Surroundings, consensus: Consensus, found: SavedRound) -> None:
     """Go on in the middle of a round.
 
-    With another number of ranks, a round begins with what the old ones agreed on last:
-    what each of them has done alone since is lost.
+    With another number of ranks, or without what some have saved, a round begins with
+    what the old ones agreed on last: what each of them has done alone since is lost.
     """
     consensus.begun = True
     named = {slot.name: slot.param for slot in around.placement.slots}
