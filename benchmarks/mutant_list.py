@@ -1280,6 +1280,31 @@ def adjust_lr(lr, *_):  # type: ignore
         ("checkpoint/test_copies.py",),
     ),
     Mutant(
+        "checkpoint-saved-once-by-some",
+        "checkpoint/elastic.py",
+        "            self._counted = max(writer.whole, default=0)\n",
+        "            pass\n",
+        "what a loss has interrupted is not saved before the next is due",
+        ("test_elastic_checkpoints.py",),
+    ),
+    Mutant(
+        "checkpoint-groups-are-mixed",
+        "checkpoint/elastic.py",
+        "max(words.run for words in told)",
+        "keeper._run or max(words.run for words in told)",
+        "a file of a rank that was lost counts as one of the group after it",
+        ("test_elastic_checkpoints.py",),
+    ),
+    Mutant(
+        "checkpoint-one-that-comes-has-its-own",
+        "checkpoint/elastic.py",
+        """                subject.items.load(run["items"])
+""",
+        "                pass\n",
+        "the scheduler of a rank that comes begins anew",
+        ("test_elastic_checkpoints.py",),
+    ),
+    Mutant(
         "checkpoint-copy-on-the-same-host",
         "checkpoint/neighbours.py",
         "[*hosts[number + 1 :], *hosts[:number]]",

@@ -587,15 +587,16 @@ def test_with_a_grace_all_save_where_a_round_ends(tmp_path: Path) -> None:
 
 @contextmanager
 def alone(folder: Path, scheme: str = "wfbp") -> Iterator[Any]:
-    model, optimizer, sync, _, step = trained(scheme)
-    how: Any = {"model": model, "optimizer": optimizer, "every": 2}
-    yield lambda **more: Checkpointer(folder, sync, **how, **more), sync, step
+    model, optimizer, sync, ranks, step = trained(scheme)
+    how: Any = {"model": model, "optimizer": optimizer, "every": 2, "signals": ()}
+    made = lambda **more: Checkpointer(folder, sync, **{**how, **more})  # noqa: E731
+    yield made, sync, step, ranks
 
 
 def _moments(name: str, tell: Tell, folder: str) -> list[str]:
     """Calls at a wrong moment."""
     found = []
-    with alone(Path(folder)) as (make, sync, step):
+    with alone(Path(folder)) as (make, sync, step, _):
         keeper = make()
         assert keeper.values == {}
         assert isinstance(keeper._elastic, Elastic)
@@ -626,7 +627,7 @@ def test_calls_at_a_wrong_moment_are_refused(tmp_path: Path) -> None:
 
 
 def _occupied(name: str, tell: Tell, folder: str) -> str:
-    with alone(Path(folder)) as (make, sync, step):
+    with alone(Path(folder)) as (make, sync, step, _):
         keeper = make()
         sync.meet()
         step()
@@ -639,6 +640,38 @@ def test_what_another_run_saved_is_not_written_over(tmp_path: Path) -> None:
     run(_moments, "a", str(tmp_path))
     (found,) = run(_occupied, "a", str(tmp_path)).values()
     assert "resume()" in found
+
+
+def _anew(name: str, tell: Tell, folder: str) -> list[Any]:
+    """Ranks meet anew when a save is not known to be whole; and are to stop then."""
+    saved, left = [], []
+    with alone(Path(folder), "dear") as (make, sync, step, ranks):
+        keeper = make(every=3, keep=5)
+        for _ in range(12):
+            ranks.fresh = keeper.steps in (3, 8)
+            begun = keeper._writer.begun if not ranks.fresh else 0
+            step()
+            left.append(keeper.step())
+            if left[-1]:
+                break
+            keeper._writer.wait()
+            if keeper._writer.begun > begun:
+                saved.append(keeper.steps)
+            if keeper.steps == 8:
+                keeper.stop()
+        keeper.close()
+        sync.remove()
+        return [saved, left, keeper.steps, ranks.formed]
+
+
+def test_what_is_not_known_to_be_whole_is_saved_again(tmp_path: Path) -> None:
+    (found,) = run(_anew, "a", str(tmp_path)).values()
+    assert found == [[3, 4, 6, 9], [False] * 9 + [True], 10, 3]
+    files = [file.generation for file in listing(Folder(tmp_path)).files]
+    runs = {step: name for step, name, _ in sorted(files)}
+    # Each group of ranks has a name of its own, and later ones are greater.
+    assert list(runs) == [4, 6, 9, 10]
+    assert runs[4] == runs[6] < runs[9] == runs[10]
 
 
 # - What is lost -----------------------------------------------------------------------
