@@ -88,9 +88,10 @@ class Losses:
         lost_residual_norm: About the 2-norm of all that they had not delivered.
         lost_residual_share: Of what all ranks had not delivered, the part (0 to 1) that
             was lost when ranks were lost last: theirs of the ranks before.
-        lost_share: Of all that ranks had done by then, about the part that was lost. An
-            entry waits for as many steps, on average, as the steps in which as many
-            entries leave as there are: what a rank has not delivered is worth those.
+        lost_share: Of all that ranks had done by then, the order of magnitude of the
+            part that was lost. An entry waits, on average, for as many steps as it
+            takes for as many entries to leave as there are: what a rank has not
+            delivered is worth those steps.
     """
 
     lost_ranks: int = 0
@@ -114,9 +115,9 @@ class Losses:
         self.lost_share = lost / before * min(waits, 1.0)
         return (
             f"{lost / before:.0%} of what all ranks had not delivered, about {norm:.3g}"
-            f" in norm; about {self.lost_share:.1%} of all that they have done (the "
-            "residual of a rank that is lost is not known: it is told as what others "
-            "have on average)"
+            f" in norm, and in the order of {self.lost_share:.1g} of all that they did "
+            "(the residual of a rank that is lost is not known: it is told as what "
+            "others have on average)"
         )
 
 

@@ -323,8 +323,8 @@ class Replica(Loop):
         - `lost_residual_norm`, `lost_residual_share`, `lost_share`: Only with
           `elastic`: what ranks had not delivered that were lost, told as what the
           others have on average: about its 2-norm, in all; when ranks were lost last,
-          the share (0 to 1) of what all had not delivered, and about that of all that
-          they had done. 0 where nothing is left undelivered, as by exact schemes.
+          the share (0 to 1) of what all had not delivered, and the order of that of
+          all that they had done. 0 where nothing is left, as by exact schemes.
         - `shortened_rounds`, `left_out_steps`: Only with `elastic`: how many rounds
           this rank has ended sooner, as others waited (`Lighthouse(grace=...)`), and
           how many steps it has left out for that. They are counted in `step`.
