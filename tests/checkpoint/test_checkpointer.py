@@ -219,19 +219,6 @@ def test_optimizers_that_divide_their_state_go_on(tmp_path: Path) -> None:
     assert run_ranks(2, resumed) == [True, True]
 
 
-def test_ranks_that_come_and_go_are_refused() -> None:
-    def refused() -> None:
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync = gradtide.replicate(model, optimizer)
-        there: Any = object()
-        sync._session.regrouping = there
-        with pytest.raises(ValueError, match="come and go"):
-            Checkpointer("nowhere", sync, model=model, optimizer=optimizer)
-
-    run_ranks(1, refused)
-
-
 def test_an_optimizer_whose_state_one_rank_alone_gets_is_refused() -> None:
     def refused() -> None:
         with warnings.catch_warnings():
