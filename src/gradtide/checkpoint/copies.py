@@ -57,7 +57,7 @@ class Copies:
         """
         self._folder, self._rank, self._meeting = folder, rank, meeting
         self._keeping, self._kept = dict(keeping or {}), dict(kept or {})
-        self._expected = 0
+        self._expected, self._since = 0, 0.0  # of saves, and since the last one
         self._arrived: dict[int, float] = dict.fromkeys(self._kept, 0)
         self._changed = Condition()
         for sender in self._kept:
@@ -66,7 +66,7 @@ class Copies:
 
     def expect(self) -> None:
         """Each rank whose file is kept here has begun a save, or soon will."""
-        self._expected += 1
+        self._expected, self._since = self._expected + 1, time.monotonic()
 
     def send(self, name: str) -> None:
         """Have a file kept by all who are to; NotKeptError says who does not, and why.
@@ -97,13 +97,12 @@ class Copies:
     def close(self) -> None:
         """Wait for what others are sending, and end all connections.
 
-        Who is silent for as long as exchanges may take is not waited for.
+        Who has been silent for as long as exchanges may take is not waited for.
         """
-        begun = time.monotonic()
         with self._changed:
             while late := [s for s, n in self._arrived.items() if n < self._expected]:
                 own = [self._kept[sender] for sender in late]
-                last = max(begun, *(channel.moved for channel in own))
+                last = max(self._since, *(channel.moved for channel in own))
                 left = last + own[0].seconds - time.monotonic()
                 if left <= 0:
                     break
