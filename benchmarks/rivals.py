@@ -271,8 +271,8 @@ def scheme(text: str, share: float = 1.0) -> Make:
     return make
 
 
-def muon(text: str, kind: type[torch.optim.Muon]) -> Make:
-    """Muon for the matrices and AdamW for the rest, under a scheme of gradtide.
+def muon(how: Make, kind: type[torch.optim.Muon]) -> Make:
+    """Muon for the matrices and AdamW for the rest, exchanged by what `how` makes.
 
     Muon's steps are as long as AdamW's are, so that the workload's
     learning rate is for both.
@@ -291,7 +291,7 @@ def muon(text: str, kind: type[torch.optim.Muon]) -> Make:
             kind(two, **named, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, **named, betas=group["betas"]),
         )
-        entrant = scheme(text)(model, own, steps, max_norm)
+        entrant = how(model, own, steps, max_norm)
 
         def step() -> None:
             for each in own.param_groups:
@@ -312,9 +312,12 @@ RIVALS: dict[str, Make] = {
     "diloco, every 10": diloco(10),
     "demo": demo(),
     "1-bit adam": one_bit_adam(),
+    "ddp bf16, muon": muon(ddp(torch.bfloat16), torch.optim.Muon),
     # No rivals: gradtide's, with another optimizer.
-    "muon by owners, dear(wire='bf16')": muon("dear(wire='bf16')", DistributedMuon),
-    "muon, wfbp(wire='e3m0')": muon("wfbp(wire='e3m0')", torch.optim.Muon),
+    "muon by owners, dear(wire='bf16')": muon(
+        scheme("dear(wire='bf16')"), DistributedMuon
+    ),
+    "muon, wfbp(wire='e3m0')": muon(scheme("wfbp(wire='e3m0')"), torch.optim.Muon),
 }
 
 
