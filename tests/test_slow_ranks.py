@@ -406,7 +406,7 @@ def test_one_that_is_stuck_is_lost_and_comes_back() -> None:
     assert alike({name: told["digest"] for name, told in found.items()})
     assert found["b"]["lost"] == 1
     for name, told in found.items():
-        said = [word for word in told["log"] if "is lost" in word]
+        said = [word for word in told["log"] if "round began, is lost" in word]
         assert len(said) == (name == "b"), said
 
 
