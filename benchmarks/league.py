@@ -185,7 +185,10 @@ class League:
             "races": [],
         }
         if args.out.exists():
-            self.record |= json.loads(args.out.read_text())
+            known = json.loads(args.out.read_text())
+            self.record = known | {
+                key: self.record[key] for key in ("versions", "machine")
+            }
 
     def run(self, kind: str, **key: Any) -> None:
         """Train once, unless the record has it."""

@@ -17,6 +17,9 @@ NAMES = {
     "post-local SGD, every 4 steps": "post-local sgd, every 4",
     "DiLoCo, every 10 steps": "diloco, every 10",
     "DeMo, 32 of 4096": "demo",
+    "DDP with `bf16_compress_hook` and Muon": "ddp bf16, muon",
+    "`wfbp(wire='e3m0')` with Muon": "muon, wfbp(wire='e3m0')",
+    "`dear(wire='bf16')` with `DistributedMuon`": "muon by owners, dear(wire='bf16')",
 }
 RATES = ("10mbit", "50mbit", "200mbit")
 
