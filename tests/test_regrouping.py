@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradtide
+from gradtide import elastic
 from gradtide.core.membership import Member, Roster, Standing
 from gradtide.core.step import Stage
 from gradtide.core.transport import CommunicationError
@@ -280,3 +283,54 @@ def test_only_exchanges_that_fail_are_survived() -> None:
     assert training.lost
     assert regrouping.lost_steps == 1
     assert guarded(ValueError("nothing is called any more")) is None
+
+
+# - What a rank that has lost another one says -----------------------------------------
+
+
+class Counting:
+    """A lighthouse's client, which counts after a moment."""
+
+    def __init__(self, *_: object) -> None:
+        self.number = 0
+
+    def heartbeat(self, *_: object) -> None: ...
+
+    def quorum(self, name: str, *_: object, **told: Any) -> Any:
+        time.sleep(0.1)
+        self.number += 1
+        one = SimpleNamespace(
+            replica_id=name, store_address=told["store_address"], data=told["data"]
+        )
+        created = SimpleNamespace(seconds=0, nanos=0)
+        return SimpleNamespace(
+            quorum_id=self.number, created=created, participants=[one]
+        )
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_who_has_lost_a_rank_declines_what_it_was_counted_for(
+    monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """Whether it has heard of it or not; others would wait for it in vain."""
+    declined, counting = [], Counting()
+    monkeypatch.setattr(elastic, "connect", lambda: lambda *_: counting)
+    monkeypatch.setattr(generations, "form", lambda *_: None)
+    monkeypatch.setattr(generations, "decline", lambda *told: declined.append(told))
+    there = elastic.Lighthouse("http://nowhere:1", name="a")
+    try:
+        there.ask(Standing())
+        first = there.answer()
+        assert first is not None
+        there.form(first)
+        there.ask(Standing(1, lost=True))
+        assert there.answer() is not None
+        assert declined == []  # for what it has come to
+        there.ask(Standing(1))
+        if heard:
+            there.answer()
+        there.ask(Standing(1, lost=True))
+        there.answer()
+        assert [number for number, _ in declined] == ["3.0.0"]
+    finally:
+        there.close()

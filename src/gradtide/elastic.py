@@ -180,6 +180,7 @@ class Lighthouse:
         self._store: Any = None
         self._where = ""
         self._asked: Future[Roster | None] | None = None
+        self._counted: Roster | None = None  # with this rank, in the last answer
         self._counter: Counter | None = None  # that of questions
         self._closed = threading.Event()
         self._alive: threading.Thread | None = None
@@ -196,22 +197,28 @@ class Lighthouse:
             # A thread that comes back from torchft's code while the interpreter is torn
             # down aborts the process.
             atexit.register(self.close)
-        asked: Future[Roster | None] = Future()
+        before, asked = self._asked, Future[Roster | None]()
         self._asked = asked
-        threading.Thread(
-            target=self._ask, args=(asked, standing), name="gradtide asks", daemon=True
-        ).start()
+
+        def ask() -> None:
+            if standing.lost:
+                self._decline(before)
+            self._ask(asked, standing)
+
+        threading.Thread(target=ask, name="gradtide asks", daemon=True).start()
 
     def answer(self) -> Roster | None:
         """Wait for it; None if nobody has asked, or nobody could count."""
         asked, self._asked = self._asked, None
-        return None if asked is None else asked.result()
+        self._counted = None if asked is None else asked.result()
+        return self._counted
 
     def form(self, roster: Roster) -> None:
         """Make these ranks the default process group."""
         names = [member.name for member in roster.members]
         stores = [member.store for member in roster.members]
         how = names.index(self.name), self._timeout
+        self._counted = None
         if self.grace is not None:
             self.grace.rest()
         generations.form(roster.number, stores, *how)
@@ -236,6 +243,19 @@ class Lighthouse:
                 client.heartbeat(self.name, timedelta(seconds=BEAT))
             except Exception:  # whoever asks next says why
                 client = None
+
+    def _decline(self, before: Future[Roster | None] | None) -> None:
+        """Tell those that were counted with this rank that it does not come to them.
+
+        It has lost another one since, and what it said of itself is true no more. What
+        it has asked `before`, and not heard, would count it, too.
+        """
+        roster = self._counted
+        if before is not None:
+            with contextlib.suppress(CommunicationError):
+                roster = before.result()
+        if roster is not None:
+            generations.decline(roster.number, roster.members[0].store)
 
     def _ask(self, asked: Future[Roster | None], standing: Standing) -> None:
         """Ask until there is an answer; one that is not lost can do without."""

@@ -26,6 +26,7 @@ from gradtide.transport.fault import AGENT, GONE
 MEETING = timedelta(seconds=20)  # for ranks to come, and for a store to answer
 PATIENCE = 0.5  # seconds before a rank looks whether those live that have not come
 TURN = 0.001, 0.02  # seconds between two looks, at first and at most
+DECLINED = "declined"  # by a rank of the generation
 _formed = WeakSet[Any]()  # default groups of here
 # For good: where a forked process (a DataLoader's worker) collected one as garbage, it
 # would wait for a thread that it does not have.
@@ -61,11 +62,13 @@ def form(number: str, addresses: Sequence[str], rank: int, seconds: float) -> No
         rank: This rank's number.
         seconds: The timeout of the group.
 
-    Raises CommunicationError if a rank has ended, or does not come.
+    Raises CommunicationError if a rank has ended, declines, or does not come.
     """
     end()
     # The store is a rank's, whatever has started this process.
     os.environ.pop(AGENT, None)
+    if rank and is_gone(addresses[0]):  # it would be called for as long as may be
+        raise CommunicationError(f"rank {rank}: rank 0 {GONE}, before the others met")
     host, port = addresses[0].split()
     try:
         store = TCPStore(
@@ -97,6 +100,11 @@ def _gather(store: PrefixStore, addresses: Sequence[str], rank: int) -> None:
     knock, (pause, longest) = begin + PATIENCE, TURN
     while awaited := [other for other in awaited if not store.check([f"here/{other}"])]:
         now = time.monotonic()
+        if store.check([DECLINED]):
+            raise CommunicationError(
+                f"rank {rank}: a rank that was counted has lost another one since, and "
+                "does not come to the new group"
+            )
         if now > knock:
             knock = now + PATIENCE
             gone = [str(other) for other in awaited if is_gone(addresses[other])]
@@ -112,6 +120,18 @@ def _gather(store: PrefixStore, addresses: Sequence[str], rank: int) -> None:
             )
         time.sleep(pause)
         pause = min(2 * pause, longest)
+
+
+def decline(number: str, address: str) -> None:
+    """Have nobody wait for this rank in a generation, whose first store is given."""
+    if is_gone(address):
+        return
+    host, port = address.split()
+    with suppress(RuntimeError, ValueError):
+        store = TCPStore(
+            host, int(port), is_master=False, wait_for_workers=False, timeout=MEETING
+        )
+        PrefixStore(f"generation {number}", store).set(DECLINED, "")
 
 
 def is_gone(address: str) -> bool:
