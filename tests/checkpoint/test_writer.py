@@ -79,3 +79,20 @@ def test_what_is_not_to_stay_goes_when_all_have_a_later_one(tmp_path: Path) -> N
     writer.confirm(5)
     writer.close()
     assert folder.names() == ["notes", "step-15", "whole0.pt"]
+
+
+def test_saves_that_fail_elsewhere_do_not_fill_the_folder(tmp_path: Path) -> None:
+    """What a neighbour has there of such a step is the neighbour's to remove."""
+    folder = Folder(tmp_path)
+    writer = Writer(folder, 0, keep=1)
+    writer.save(about(3), {"rank": {}, "common": {}})
+    writer.confirm(1)
+    for step in range(6, 60, 3):
+        writer.save(about(step), {"rank": {}, "common": {}})
+        if step == 6:
+            writer.wait()
+            (tmp_path / "step-6" / "rank1.pt").write_text("another's")
+        writer.give_up()
+    writer.close()
+    assert folder.names() == ["step-3", "step-57", "step-6", "whole0.pt"]
+    assert folder.names("step-6") == ["rank1.pt"]

@@ -222,6 +222,8 @@ class Checkpointer:
             self._save()
 
     def _save(self) -> None:
+        if self._writer.closed:
+            raise RuntimeError("a save after close(): build another Checkpointer")
         if self._occupied:
             raise RuntimeError(
                 f"{self._folder.path('')} has what another run has saved: call "

@@ -30,6 +30,7 @@ class Writer:
     Attributes:
         begun: How many saves have begun.
         reasons: Why saves failed.
+        closed: It takes no more.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, "gradtide checkpoint")
         self._last: Future[None] | None = None
         self._saved: list[tuple[int, int]] = []  # numbers of saves, and their steps
+        self._given_up: list[int] = []  # steps, when a save failed last
         self._own, self._whole = 0, 0  # the last whole one here, and on all ranks
         self.begun, self.reasons = 0, list[str]()
+        self.closed = False
 
     @property
     def torn(self) -> int:
@@ -101,6 +104,7 @@ class Writer:
 
     def close(self) -> None:
         """Wait, also for what others have kept here, and take no more."""
+        self.closed = True
         self._pool.shutdown(wait=True)
         self._copies.close()
 
@@ -116,8 +120,18 @@ class Writer:
             self._pool.submit(self._tidy, frozenset(steps), newest)
 
     def give_up(self) -> None:
-        """A save has failed on some rank: what may not be whole never counts."""
+        """A save has failed on some rank: what may not be whole never counts.
+
+        What was given up before goes, or a disk that is full elsewhere would fill this
+        one, too: this rank's own files, as others may be about theirs.
+        """
+        before, self._given_up = (
+            self._given_up,
+            [step for number, step in self._saved if number > self._whole],
+        )
         self._saved = [one for one in self._saved if one[0] <= self._whole]
+        if before:
+            self._pool.submit(self._drop, before)
 
     def _write(
         self,
@@ -146,6 +160,13 @@ class Writer:
             with suppress(OSError), self._folder.new(f"{under}/{name}") as file:
                 file.write(data)
         self._copies.send(f"{under}/{name_of('rank', self._rank)}")
+
+    def _drop(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            for kind in ("rank", "common"):
+                name = f"{folder_of(step)}/{name_of(kind, self._rank)}"
+                self._folder.remove(name)
+            self._folder.remove_empty(folder_of(step))
 
     def _sweep(self) -> None:
         """Remove what an interrupted save of this rank's has left."""
