@@ -207,8 +207,8 @@ class Elastic:
             calls = {None: "none", False: "resume()", True: "resume(lossy=True)"}
             who = ", ".join(f"rank {r}: {calls[w]}" for r, w in enumerate(wishes))
             raise ValueError(
-                f"ranks do not go on from the same ({who}): call the same on every "
-                "rank, before the first sync.meet()"
+                f"ranks do not go on from the same ({who}): call resume() on every "
+                "rank with the same `lossy`, before the first sync.meet(), or on none"
             )
         self._keeper._occupied = any(words.there for words in told)
         if wishes[0] is None:
