@@ -16,11 +16,14 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+from typer import Exit
 from typer.testing import CliRunner
 
 from gradtide.cli import app
 from gradtide.lab import launch
 from gradtide.lab.checks import check_file, check_folder
+from gradtide.lab.cluster import LabError
+from gradtide.lab.options import told
 from gradtide.planner import network as networks
 from gradtide.planner import search
 from gradtide.planner.network import Network
@@ -470,6 +473,8 @@ NAPPING = """
 import os, sys, time
 from pathlib import Path
 from gradtide.lab.checks import check_file, check_folder
+from gradtide.lab.cluster import LabError
+from gradtide.lab.options import told
 from gradtide.lab.cluster import Cluster
 from gradtide.lab.job import on_every_rank
 
@@ -504,3 +509,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ValueError("no such rate"), 2), (LabError("it ended"), 1)]
+)
+def test_what_the_user_can_put_right_has_a_code_of_its_own(
+    error: Exception, code: int
+) -> None:
+    with pytest.raises(Exit) as ended, told():
+        raise error
+    assert ended.value.exit_code == code

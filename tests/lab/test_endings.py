@@ -14,6 +14,8 @@ import pytest
 from tests.lab.emulated import needs_distance, needs_networks, processes_with
 
 import gradtide
+from gradtide.lab.cluster import Cluster
+from gradtide.lab.namespaces import networks
 
 pytestmark = pytest.mark.alone
 
@@ -106,3 +108,19 @@ def test_an_ordinary_user_has_networks_too() -> None:
     assert ended.returncode == 1
     assert "[rank 1] 1 eth0 lo" in ended.stdout
     assert "rank 1 failed with exit code 7" in ended.stderr
+
+
+def test_nothing_that_runs_in_the_networks_outlives_them() -> None:
+    needs_networks(1e9)
+    cluster = Cluster.emulating(1, 1, 1e9)
+    with networks(cluster) as enter:
+        command = [*enter(0), "sh", "-c", "echo there; exec sleep 60"]
+        sleeper = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert sleeper.stdout is not None
+        assert sleeper.stdout.readline() == b"there\n"
+    try:
+        assert sleeper.wait(10) == -signal.SIGKILL
+    finally:
+        sleeper.kill()
+        sleeper.stdout.close()
+        sleeper.wait()
