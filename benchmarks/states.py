@@ -1,13 +1,14 @@
 """Rounds: whether it lowers the loss to average the optimizers' states, too.
 
-    torchrun --nproc-per-node 4 benchmarks/states.py --seeds 3 \
+    torchrun --nproc-per-node 4 benchmarks/states.py \
         --out benchmarks/records/states_202611.json
 
 In `diloco` each rank keeps the state of its optimizer. Here the ranks' momenta are
 averaged besides: both after each round (as Local Adam does), or the first after three
 rounds and the second after six (as DES-LOC proposes). On the five tasks of
-`benchmarks/tasks.py`, each way with the best of three learning rates. What is averaged
-is exchanged by this program, densely: for this comparison alone.
+`benchmarks/tasks.py`, each way with the best of three learning rates; with `--seeds`
+from more seeds. What is averaged is exchanged by this program, densely: for this
+comparison alone.
 """
 
 from __future__ import annotations

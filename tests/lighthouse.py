@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing as mp
 import os
 import subprocess
@@ -45,6 +46,18 @@ def lighthouse(least: int) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             house.kill()
+
+
+class Words(logging.Handler):
+    """What is logged, at level WARNING and above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.words: list[str] = []
+        logging.getLogger("gradtide").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.words.append(record.getMessage())
 
 
 class Job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import re
@@ -28,7 +27,7 @@ from gradtide.checkpoint.files import Folder
 from gradtide.checkpoint.generations import listing
 from gradtide.elastic import Lighthouse
 from gradtide.regrouping import Losses
-from tests.lighthouse import Job, alike, lighthouse, run
+from tests.lighthouse import Job, Words, alike, lighthouse, run
 from tests.test_elastic import build, digest, members, step
 from tests.test_regrouping import trained
 
@@ -44,18 +43,6 @@ SCHEMES = [
 ]
 EVERY = 5
 Tell = Callable[[Any], None]
-
-
-class Words(logging.Handler):
-    """What is logged as a warning."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.words: list[str] = []
-        logging.getLogger("gradtide").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.words.append(record.getMessage())
 
 
 class Run:

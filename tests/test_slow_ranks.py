@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -14,7 +13,7 @@ import torch
 
 import gradtide
 from gradtide.elastic import Batches, Lighthouse
-from tests.lighthouse import Job, alike, lighthouse, run
+from tests.lighthouse import Job, Words, alike, lighthouse, run
 from tests.test_elastic import Tell, build, digest, members, step, weighted_step
 
 pytestmark = pytest.mark.timeout(300)
@@ -356,18 +355,6 @@ def test_samples_of_steps_that_are_left_out_are_read_by_nobody() -> None:
     left_out = sum(told["left_out_steps"] for told in found.values())
     assert len(read) == 240 - 5 * left_out
     assert found["b"]["left_out_steps"] > 0
-
-
-class Words(logging.Handler):
-    """What is logged, at level WARNING and above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.words: list[str] = []
-        logging.getLogger("gradtide").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.words.append(record.getMessage())
 
 
 def stuck(name: str, tell: Tell, address: str) -> dict[str, Any]:

@@ -350,7 +350,7 @@ class Regrouping:
         return found
 
     def _gone(self, roster: Roster) -> list[str]:
-        """The names of those who were there before."""
+        """The names of those who were there before, and are not now."""
         now = {member.process for member in roster.members}
         before = () if self._roster is None else self._roster.members
         return [m.name for m in before if m.process not in now]

@@ -227,3 +227,16 @@ def test_a_save_that_cannot_be_written_has_no_copy(tmp_path: Path) -> None:
     pair.keeper.close()
     assert time.monotonic() - begin < SECONDS / 2
     pair.close()
+
+
+def test_an_old_copy_that_is_damaged_is_sent_again(pair: Pair) -> None:
+    """Its end, which is looked at after each save, is what it was."""
+    name = pair.write(3, 1000)
+    pair.sender.send(name)
+    copied = Path(pair.there.path(name))
+    whole = copied.read_bytes()
+    copied.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    pair.sender.send(name)
+    assert copied.read_bytes() != whole
+    pair.sender.send(name, old=True)
+    assert copied.read_bytes() == whole

@@ -94,5 +94,21 @@ def test_saves_that_fail_elsewhere_do_not_fill_the_folder(tmp_path: Path) -> Non
             (tmp_path / "step-6" / "rank1.pt").write_text("another's")
         writer.give_up()
     writer.close()
-    assert folder.names() == ["step-3", "step-57", "step-6", "whole0.pt"]
+    assert folder.names() == ["step-3", "step-54", "step-57", "step-6", "whole0.pt"]
     assert folder.names("step-6") == ["rank1.pt"]
+
+
+def test_what_was_given_up_and_turns_out_whole_stays(tmp_path: Path) -> None:
+    """It had begun when all heard of the one that had failed."""
+    folder = Folder(tmp_path)
+    writer = Writer(folder, 0, keep=1)
+    for step in (3, 6, 9):
+        writer.save(about(step), {"rank": {}})
+    writer.confirm(1)
+    writer.give_up()  # as 6 has failed
+    writer.confirm(3)
+    for step in (12, 15, 18):
+        writer.save(about(step), {"rank": {}})
+        writer.give_up()
+    writer.close()
+    assert folder.names() == ["step-15", "step-18", "step-9", "whole0.pt"]

@@ -11,12 +11,14 @@ reads in other threads, whatever its training does. So training waits for no cop
 for the one before where the next save is due, and no copy for training.
 
 [Note: shared folders] A keeper that finds the very file in its folder says so, and
-nothing is sent.
+nothing is sent. That it is the very file is told by its end; a copy of an earlier
+process, which may have been damaged since, is read as a whole (`old`).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -68,7 +70,7 @@ class Copies:
         """Each rank whose file is kept here has begun a save, or soon will."""
         self._expected, self._since = self._expected + 1, time.monotonic()
 
-    def send(self, name: str) -> None:
+    def send(self, name: str, old: bool = False) -> None:
         """Have a file kept by all who are to; NotKeptError says who does not, and why.
 
         It takes as long as the bytes do, or until a keeper is silent for as long as
@@ -82,7 +84,8 @@ class Copies:
         failed = []
         for keeper, channel in self._keeping.items():
             try:
-                self._hand(name, size, seal, channel)
+                told = {"size": size, "seal": seal.hex(), "old": old}
+                self._hand(name, told, channel)
             except (OSError, NotKeptError) as error:
                 failed.append(f"rank {keeper} keeps no copy of it: {error}")
         if failed:
@@ -112,9 +115,9 @@ class Copies:
         if self._meeting is not None:
             self._meeting.close()
 
-    def _hand(self, name: str, size: int, seal: bytes, channel: Channel) -> None:
+    def _hand(self, name: str, told: State, channel: Channel) -> None:
         """Send a file to one rank, unless that has it."""
-        channel.tell({"size": size, "seal": seal.hex()})
+        channel.tell(told)
         answer = channel.hear()
         if answer.get("send"):
             try:
@@ -153,7 +156,7 @@ class Copies:
         if own != name_of("rank", sender):
             raise ValueError(f"{own} is no file of rank {sender}")
         name = f"{folder_of(generation.step)}/{own}"
-        if self._has(name, size, seal):  # see [Note: shared folders]
+        if self._has(name, size, seal, told["old"]):  # see [Note: shared folders]
             return {"there": True}
         channel.tell({"send": True})
         pieces = channel.pieces(size)
@@ -166,8 +169,13 @@ class Copies:
             return {"failed": f"{type(error).__name__}: {error}"}
         return {"there": True}
 
-    def _has(self, name: str, size: int, seal: bytes) -> bool:
+    def _has(self, name: str, size: int, seal: bytes, old: bool) -> bool:
         try:
+            if old:
+                read = self._folder.pieces(name, PIECE)
+                pieces = (memoryview(piece) for piece in read)
+                with open(os.devnull, "wb") as nowhere:
+                    files.copy(nowhere, pieces, size, seal)
             return self._folder.seal(name) == (size, seal)
         except UNREADABLE:
             return False

@@ -21,6 +21,8 @@ from gradtide.checkpoint.generations import (
     steps_in,
 )
 
+LATEST = 2  # saves that were given up, and may be whole
+
 
 class Writer:
     """Writes a rank's files in the background, and removes what is not to stay.
@@ -42,7 +44,7 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, "gradtide checkpoint")
         self._last: Future[None] | None = None
         self._saved: list[tuple[int, int]] = []  # numbers of saves, and their steps
-        self._given_up: list[int] = []  # steps, when a save failed last
+        self._given_up: list[tuple[int, int]] = []  # likewise, see `give_up`
         self._own, self._whole = 0, 0  # the last whole one here, and on all ranks
         self.begun, self.reasons = 0, list[str]()
         self.closed = False
@@ -71,6 +73,7 @@ class Writer:
         self._rank, self.reasons = rank, self.reasons[told:]
         self.begun = self._own = self._whole = 0
         self._saved = [(0, step) for step in sorted(whole)]
+        self._given_up = []
 
     def begin_at(self, step: int) -> None:
         """All ranks have gone on from a generation: it stays, as it is whole."""
@@ -113,6 +116,8 @@ class Writer:
         if whole <= self._whole:
             return
         self._whole = whole
+        self._saved += [one for one in self._given_up if one[0] == whole]
+        self._given_up = [one for one in self._given_up if one[0] > whole]
         steps = kept(self._saved, whole, self._keep)
         self._saved = [one for one in self._saved if one[1] in steps]
         if steps:
@@ -120,18 +125,16 @@ class Writer:
             self._pool.submit(self._tidy, frozenset(steps), newest)
 
     def give_up(self) -> None:
-        """A save has failed on some rank: what may not be whole never counts.
+        """A save has failed on some rank: what may not be whole does not count.
 
-        What was given up before goes, or a disk that is full elsewhere would fill this
-        one, too: this rank's own files, as others may be about theirs.
+        The latest may turn out to be. Of earlier ones this rank's own files go, or a
+        disk that is full elsewhere would fill this one, too.
         """
-        before, self._given_up = (
-            self._given_up,
-            [step for number, step in self._saved if number > self._whole],
-        )
+        self._given_up += [one for one in self._saved if one[0] > self._whole]
         self._saved = [one for one in self._saved if one[0] <= self._whole]
+        before, self._given_up = self._given_up[:-LATEST], self._given_up[-LATEST:]
         if before:
-            self._pool.submit(self._drop, before)
+            self._pool.submit(self._drop, [step for _, step in before])
 
     def _write(
         self,
@@ -159,7 +162,7 @@ class Writer:
         for name, data in fetched.items():
             with suppress(OSError), self._folder.new(f"{under}/{name}") as file:
                 file.write(data)
-        self._copies.send(f"{under}/{name_of('rank', self._rank)}")
+        self._copies.send(f"{under}/{name_of('rank', self._rank)}", old=True)
 
     def _drop(self, steps: Iterable[int]) -> None:
         for step in steps:
