@@ -370,9 +370,10 @@ def waits(
 ) -> Any:
     """Go on where hosts have folders of their own."""
     warnings.filterwarnings("ignore", "the files of rank")
-    there = Lighthouse(address, name=name, timeout=30, patience=patience)
+    there = Lighthouse(address, name=name, timeout=30, patience=90)
     run = Run(name, address, f"{folder}/{name}", scheme, resumes=lossy, there=there)
     tell("up")
+    there.patience = patience  # after the ranks have started, which may take long
     try:
         begin = run.sync.meet()
     except ValueError as error:
@@ -424,7 +425,7 @@ def test_ranks_wait_for_those_that_have_files(tmp_path: Path) -> None:
 def test_nobody_waits_for_good(tmp_path: Path, lossy: bool) -> None:
     step = saved_apart(tmp_path)
     with lighthouse(2) as address:
-        found = run(waits, "ab", address, str(tmp_path), lossy, 1.5)
+        found = run(waits, "ab", address, str(tmp_path), lossy, 4.0)
     for told in found.values():
         if lossy:
             assert told[:2] == (step, 2)
@@ -441,7 +442,7 @@ def test_what_is_nowhere_is_gone_on_without(
     """Fewer ranks, or as many, one of which has a new disk."""
     step = saved_apart(tmp_path, scheme)
     with lighthouse(len(names)) as address:
-        found = run(waits, names, address, str(tmp_path), True, 1.5, scheme)
+        found = run(waits, names, address, str(tmp_path), True, 4.0, scheme)
     assert {told[:2] for told in found.values()} == {(step, len(names))}
 
 
