@@ -350,7 +350,8 @@ def test_a_new_disk_is_refused_where_its_own_state_counts(
     def refused() -> None:
         run = Run(own_folder(tmp_path, [0, 9]), scheme)
         before = listed(run.model.parameters())
-        with pytest.raises(ValueError, match="rank 1 are nowhere"):
+        words = r"rank 1 are nowhere.*torch\.load\('/.*step-6/common0\.pt'\)"
+        with pytest.raises(ValueError, match=words):
             run.resume()
         assert before == listed(run.model.parameters())
 
@@ -626,6 +627,14 @@ def test_a_folder_in_which_nothing_can_be_saved_is_refused_at_once(
 
     for message in run_ranks(2, work):
         assert "Not a directory" in message
+
+
+def test_no_folder_is_refused() -> None:
+    def work() -> None:
+        with pytest.raises(ValueError, match="name this run's own folder"):
+            Run("", "wfbp")
+
+    run_ranks(2, work)
 
 
 def test_what_fails_last_is_told_by_close(tmp_path: Path) -> None:

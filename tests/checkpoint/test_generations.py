@@ -146,6 +146,17 @@ def test_all_is_gone() -> None:
     marked = Listing([], empty=True, known=True)
     with pytest.raises(ValueError, match=r"all are gone.*rank 0 of none; rank 1"):
         choose([marked, NOTHING], [], True)
+    with pytest.raises(ValueError, match="Copy the files") as error:
+        choose([marked, NOTHING], [], False)
+    assert "lossy" not in str(error.value)
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_without_the_model_nothing_can_be_given_up(lossy: bool) -> None:
+    """Ranks' files alone are no run, so `lossy` is no remedy."""
+    with pytest.raises(ValueError, match=r"rank 0, 2 and model and optim") as error:
+        choose([there(of(6, 3, "rank1")), NOTHING], [], lossy)
+    assert "lossy" not in str(error.value)
 
 
 def test_a_first_save_that_was_interrupted_is_begun_anew() -> None:

@@ -116,6 +116,8 @@ class Checkpointer:
 
         def prepare() -> tuple[tuple[Subject, bool], Signature]:
             elastic = self._session.regrouping is not None
+            if not os.fspath(folder):
+                raise ValueError(f"folder={folder!r}: name this run's own folder")
             check_copies(copies, self._folder, elastic)
             if self._session.training.placement.shards:
                 raise ValueError(
@@ -379,8 +381,12 @@ class Checkpointer:
         """Load what all ranks have read; a collective call."""
         lost = [] if plan is None else list(plan.lost)
         alone = self._session.scheme.schedule.launch == "step" or self._session.kfac
-        if lost and alone and not (self._elastic and self._elastic.lossy):
-            remedy = "or from model and optimizer alone"
+        if plan and lost and alone and not (self._elastic and self._elastic.lossy):
+            common = f"step-{contents.step}/{plan.common(self._transport.group.rank)}"
+            remedy = (
+                "or begin a run in another folder with the model of torch.load("
+                f"{self._folder.path(common)!r})"
+            )
             raise ValueError(
                 f"the files of rank {', '.join(map(str, lost))} are nowhere, and each "
                 "rank's own counts where steps are exchanged, and with K-FAC: go on "

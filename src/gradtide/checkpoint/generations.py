@@ -194,15 +194,11 @@ def choose(
     if not any(own.known for own in told):
         return None
     new = sum(own.empty for own in told)
-    partly = [
-        plan
-        for plan in usable
-        if len(plan.lost) < plan.generation.size
-        and (lossy or (plan.generation.size == size and len(plan.lost) <= new))
-    ]
-    if partly:
-        return partly[-1]
-    raise Missing(_refusal(told, broken, plans))
+    partly = [plan for plan in usable if len(plan.lost) < plan.generation.size]
+    for plan in reversed(partly):
+        if lossy or (plan.generation.size == size and len(plan.lost) <= new):
+            return plan
+    raise Missing(_refusal(told, broken, plans, bool(partly)))
 
 
 def _plan(generation: Generation, names: Mapping[str, Sequence[int]]) -> Plan:
@@ -213,9 +209,12 @@ def _plan(generation: Generation, names: Mapping[str, Sequence[int]]) -> Plan:
 
 
 def _refusal(
-    told: Sequence[Listing], broken: set[tuple[int, Held]], plans: Sequence[Plan]
+    told: Sequence[Listing],
+    broken: set[tuple[int, Held]],
+    plans: Sequence[Plan],
+    partly: bool,
 ) -> str:
-    """Who has what, and what is missing of the newest generation."""
+    """Who has what, what is missing of the newest generation, and what can be done."""
     have = [
         sorted({f.generation.step for f in own.files if (rank, f) not in broken})
         for rank, own in enumerate(told)
@@ -226,14 +225,20 @@ def _refusal(
     )
     missing = "all are gone"
     if plans:
-        (step, _, then), lost = plans[-1].generation, plans[-1].lost
-        gone = ", ".join(map(str, lost)) or "none, but of what all have in common"
-        missing = f"of step {step}, which {then} ranks saved, those of rank {gone}"
+        (step, _, then), there = plans[-1].generation, plans[-1].holders
+        lost = ", ".join(map(str, plans[-1].lost))
+        gone = [f"those of rank {lost}"] if lost else []
+        if not any(name.startswith("common") for name in there):
+            gone.append("model and optimizer (common*.pt)")
+        missing = f"of step {step}, which {then} ranks saved, {' and '.join(gone)}"
+    remedies = ["Copy the files of all ranks that saved a step into any of the folders"]
+    if partly:
+        without = "go on without what some had not delivered, by resume(lossy=True)"
+        remedies.append(without)
+    remedies.append("remove the folders, to begin anew")
     return (
         f"no step has whole files of all ranks. Files that are missing: {missing}. "
-        f"What is there, by steps: {who}. Copy the files of all ranks that saved a "
-        "step into any of the folders; or go on without what some had not delivered, "
-        "by resume(lossy=True); or remove the folders, to begin anew"
+        f"What is there, by steps: {who}. {'; or '.join(remedies)}"
     )
 
 
