@@ -1194,7 +1194,7 @@ def adjust_lr(lr, *_):  # type: ignore
         'if self.store.add(f"came/{place.rank}", 1) > 1:',
         'if self.store.add(f"came/{place.rank}", 1) > 2:',
         "two processes with one rank are not noticed",
-        ("doctor/test_run.py",),
+        ("doctor/test_meeting.py",),
     ),
     Mutant(
         "doctor-verdict",

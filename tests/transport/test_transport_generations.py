@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -47,6 +49,29 @@ def test_each_is_the_default_group_of_its_ranks(tmp_path: Path) -> None:
     assert first == [(0, 3, [3.0, 3.0])]
     assert second == [(1, 3, [3.0, 3.0]), (0, 2, [3.0, 3.0])]
     assert third == [(2, 3, [3.0, 3.0]), (1, 2, [3.0, 3.0])]
+
+
+def _many_generations(name: str, tell: Any, own: bool) -> list[str]:
+    """What an error that ends the program looks like in the end."""
+    store, where = generations.open_store()
+    if own:  # a program may have one of its own
+        sys.excepthook = lambda kind, error, _: print(f"Own: {error}", file=sys.stderr)
+    for number in range(30):
+        generations.form(str(number), [where], 0, 20.0)
+    sys.stderr = text = io.StringIO()
+    sys.excepthook(ValueError, ValueError("over"), None)
+    del store
+    return text.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_errors_are_told_with_one_rank_each(own: bool) -> None:
+    job = Job(_many_generations, own)
+    job.start("0")
+    job.wait(lambda *_: None)
+    assert job.ended["0"] == [
+        "[rank0]: " + ("Own: over" if own else "ValueError: over")
+    ]
 
 
 def _with_one_that_is_gone(name: str, tell: Any, rank: int) -> tuple[str, float]:

@@ -7,6 +7,7 @@ hosts: so whatever asks for the default group has those who are there now.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ PATIENCE = 0.5  # seconds before a rank looks whether those live that have not c
 TURN = 0.001, 0.02  # seconds between two looks, at first and at most
 DECLINED = "declined"  # by a rank of the generation
 _formed = WeakSet[Any]()  # default groups of here
+_hooks: list[Any] = []  # for errors of programs: before the last group, and torch's
 # For good: where a forked process (a DataLoader's worker) collected one as garbage, it
 # would wait for a thread that it does not have.
 _stores: list[TCPStore] = []
@@ -76,6 +78,7 @@ def form(number: str, addresses: Sequence[str], rank: int, seconds: float) -> No
         )
         generation = PrefixStore(f"generation {number}", store)
         _gather(generation, addresses, rank)
+        _unwrap()
         dist.init_process_group(
             "gloo",
             store=generation,
@@ -84,6 +87,7 @@ def form(number: str, addresses: Sequence[str], rank: int, seconds: float) -> No
             timeout=timedelta(seconds=seconds),
         )
         _formed.add(dist.group.WORLD)
+        _hooks.append(sys.excepthook)
     except CommunicationError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -91,6 +95,17 @@ def form(number: str, addresses: Sequence[str], rank: int, seconds: float) -> No
             f"rank {rank}: no group of {len(addresses)} ranks by the store at {host}, "
             f"port {port} ({error})"
         ) from error
+
+
+def _unwrap() -> None:
+    """Have torch wrap `sys.excepthook` once, not once for each generation.
+
+    It puts the rank before each line of an error that ends the program, by a hook that
+    calls the one before. A thousand of them are too many calls.
+    """
+    if sys.excepthook in _hooks[1:]:
+        sys.excepthook = _hooks[0]
+    _hooks[:] = [sys.excepthook]
 
 
 def _gather(store: PrefixStore, addresses: Sequence[str], rank: int) -> None:
