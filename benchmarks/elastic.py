@@ -4,13 +4,16 @@
 
 Four ranks train a small model, counted by a lighthouse of torchft's. Every 50 steps one
 of them gets SIGKILL, and a new one takes its place after some steps, or never does.
-Beside each run there is one that nobody disturbs. Counted are ranks that ended for
-another reason, the longest stall of a rank that lived, steps that are lost, whether all
-ranks end with the same parameters, the loss on held-out data, and goodput: steps a
-second, as a share of those of the undisturbed run. `torchft` is torchft's own Manager,
-which averages the gradients of one flat tensor, with the same kills. `restarts` is what
-torchrun does: at once when a rank is killed all others are, too, and as many new
-processes load torch, and go on from the last save, of every `SAVES` steps.
+Beside each run there is one that nobody disturbs, from the same seed: what a rank
+trains on follows from its number and the seed. With `--together` it is all ranks that
+are killed, every 200 steps, and as many or one fewer or more take their places, which
+go on from what a `Checkpointer` saved, of every `SAVES` steps. Counted are ranks that
+ended for another reason, the longest stall of a rank that lived, steps that are lost,
+whether all ranks end with the same parameters, the loss on held-out data, and goodput:
+steps a second, as a share of those of the undisturbed run. `torchft` is torchft's own
+Manager, which averages the gradients of one flat tensor, with the same kills.
+`restarts` is what torchrun does: at once when a rank is killed all others are, too, and
+as many new processes load torch, and go on from the last save, of every `SAVES` steps.
 """
 
 from __future__ import annotations
@@ -23,15 +26,21 @@ import os
 import random
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Annotated, Any
+from zlib import crc32
 
 import torch
 import torch._dynamo  # or every rank does, at length
@@ -52,6 +61,7 @@ from gradtide.scheme import as_scheme
 
 c10d: Any = dist  # whose stores are not exported for mypy
 RANKS, EVERY, PAUSE, SAVES = 4, 50, 0.02, 10
+TOGETHER = 200  # steps between two kills of all ranks
 HEARTBEAT = 1.0  # seconds after which the lighthouse takes a silent rank for lost
 STALL = 5.0  # seconds that a loss may take beyond that
 SCHEMES = (
@@ -60,7 +70,8 @@ SCHEMES = (
     "diloco(every=10)",
 )
 OTHERS = "torchft", "restarts"
-CASES: tuple[tuple[bool, int | None], ...] = (False, None), (True, 20), (True, None)
+CASES: tuple[tuple[int, int | None], ...] = (0, None), (1, 20), (1, None)
+ALL: tuple[tuple[int, int | None], ...] = (0, None), (RANKS, None)
 torch.set_num_threads(1)
 
 
@@ -93,26 +104,40 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(held).hexdigest()[:16]
 
 
-def ours(name: str, address: str, scheme: str, total: int, tell: Any) -> None:
-    """A rank of gradtide's."""
-    model, optimizer = build(hash(name) % 1000)
-    members = Lighthouse(address, name=name, timeout=30, patience=60)
+def seeded(name: str) -> torch.Generator:
+    """What a rank's data come from; its name ends with the seed of the run."""
+    return torch.Generator().manual_seed(crc32(name.encode()))
+
+
+def ours(name: str, where: Where, scheme: str, total: int, tell: Any) -> None:
+    """A rank of gradtide's; it has a Checkpointer if there is a folder."""
+    model, optimizer = build(crc32(name.encode()) % 1000)
+    members = Lighthouse(where.address, name=name, timeout=30, patience=60)
     sync = gradtide.replicate(model, optimizer, scheme, elastic=members)
-    generator = torch.Generator().manual_seed(hash(name) % 2**31)
+    saved: Checkpointer | None = None
+    if where.folder:
+        how: Any = {"model": model, "optimizer": optimizer, "every": SAVES}
+        saved = Checkpointer(where.folder, sync, **how)
+        saved.resume()
+    generator = seeded(name)
     while (step := sync.meet()) < total:
         x, y = batch(generator)
         (model(x) - y).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if saved is not None:
+            saved.step()
         time.sleep(PAUSE)  # a larger model
         tell(("step", step))
     sync.end_round()
     sync.flush()
+    if saved is not None:
+        saved.close()
     told = sync.metrics()
     tell(("end", digest(model), held_out(model), told["lost_steps"]))
 
 
-def theirs(name: str, address: str, scheme: str, total: int, tell: Any) -> None:
+def theirs(name: str, where: Where, scheme: str, total: int, tell: Any) -> None:
     """A rank of torchft's."""
     from torchft import Manager, Optimizer, ProcessGroupGloo
 
@@ -136,14 +161,13 @@ def theirs(name: str, address: str, scheme: str, total: int, tell: Any) -> None:
         store_port=store.port,
         rank=0,
         world_size=1,
-        lighthouse_addr=address,
+        lighthouse_addr=where.address,
         timeout=timedelta(seconds=30),
         quorum_timeout=timedelta(seconds=60),
         hostname="127.0.0.1",
     )
     outer = Optimizer(manager, optimizer)
-    generator = torch.Generator().manual_seed(hash(name) % 2**31)
-    lost = 0
+    generator, lost = seeded(name), 0
     while (step := manager.current_step()) < total:
         x, y = batch(generator)
         outer.zero_grad()
@@ -161,19 +185,19 @@ def theirs(name: str, address: str, scheme: str, total: int, tell: Any) -> None:
     tell(("end", digest(model), held_out(model), lost))
 
 
-def again(name: str, folder: str, scheme: str, total: int, tell: Any) -> None:
+def again(name: str, where: Where, scheme: str, total: int, tell: Any) -> None:
     """A rank that trains by `wfbp` from the last save on; its name has its number."""
-    round_, rank = divmod(int(name.removeprefix("rank")), RANKS)
-    store = c10d.FileStore(f"{folder}/store{round_}", RANKS)
+    round_, rank = divmod(int(name.split()[0].removeprefix("rank")), RANKS)
+    store = c10d.FileStore(f"{where.folder}/store{round_}", RANKS)
     limit = timedelta(seconds=30)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=limit
     )
     model, optimizer = build(0)
     sync = gradtide.replicate(model, optimizer, "wfbp")
-    generator = torch.Generator().manual_seed(hash(name) % 2**31)
+    generator = seeded(name)
     saved = Checkpointer(
-        f"{folder}/saved", sync, model=model, optimizer=optimizer, every=SAVES
+        f"{where.folder}/saved", sync, model=model, optimizer=optimizer, every=SAVES
     )
     saved.resume()
     while saved.steps < total:
@@ -189,7 +213,7 @@ def again(name: str, folder: str, scheme: str, total: int, tell: Any) -> None:
 
 
 def run(
-    name: str, address: str, scheme: str, total: int, pipe: Any, quiet: bool
+    name: str, where: Where, scheme: str, total: int, pipe: Any, quiet: bool
 ) -> None:
     """A rank's process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -202,7 +226,7 @@ def run(
         )
     try:
         work = {"torchft": theirs, "restarts": again}.get(scheme, ours)
-        work(name, address, scheme, total, pipe.send)
+        work(name, where, scheme, total, pipe.send)
         time.sleep(1)  # others may still have to hear of the end
     except BaseException as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
@@ -227,6 +251,14 @@ def lighthouse(least: int = 1) -> tuple[subprocess.Popen[str], str]:
     return house, f"http://127.0.0.1:{port}"
 
 
+@dataclass(frozen=True)
+class Where:
+    """The lighthouse's address, and the folder to save in, if any."""
+
+    address: str
+    folder: str = ""
+
+
 @dataclass
 class Rank:
     """A process, what it has told, and when it told of its last step."""
@@ -238,25 +270,37 @@ class Rank:
     longest: float = 0.0
     ended: tuple[Any, ...] = ()
     killed: bool = False
-    times: list[float] = field(default_factory=list)
+
+    def told(self) -> Iterator[int]:
+        """The steps that one which was killed has told of, and nobody has heard."""
+        with suppress(EOFError):
+            while True:
+                kind, step, *_ = self.pipe.recv()
+                if kind == "step":
+                    yield step
 
 
 def trial(
-    scheme: str, total: int, kills: bool, back: int | None, seed: int, quiet: bool
+    scheme: str, total: int, kills: int, back: int | None, seed: int, quiet: bool
 ) -> dict[str, Any]:
-    """One run; a rank that was killed is `back` so many steps later."""
+    """One run, in which so many ranks are killed at a time.
+
+    One that was killed alone is `back` so many steps later.
+    """
     draw = random.Random(seed)
     processes: Any = mp.get_context("spawn" if scheme == "restarts" else "fork")
-    house, address = lighthouse()
+    every = TOGETHER if kills == RANKS else EVERY
+    house, address = lighthouse(RANKS - 1 if kills == RANKS else 1)
     folder = tempfile.TemporaryDirectory()
-    if scheme == "restarts":
-        address = folder.name
+    saves = scheme == "restarts" or kills == RANKS
+    where = Where(address, folder.name if saves else "")
     ranks, number = dict[str, Rank](), iter(range(10**6))
+    undone = list[int]()  # steps, by a kill of all
 
     def start() -> None:
-        name = f"rank{next(number):04d}"
+        name = f"rank{next(number):04d} of {seed}"
         own, others = processes.Pipe(duplex=False)
-        args = name, address, scheme, total, others, quiet
+        args = name, where, scheme, total, others, quiet
         process = processes.Process(target=run, args=args, daemon=True)
         process.start()
         others.close()
@@ -264,8 +308,8 @@ def trial(
 
     for _ in range(RANKS):
         start()
-    at, returns, begin, first = EVERY, list[int](), time.monotonic(), 0.0
-    killed = 0
+    at, returns, begin, first = every, list[int](), time.monotonic(), 0.0
+    killed = awaited = 0
     limit = begin + 300 + total * 0.3
     while time.monotonic() < limit:
         open_: dict[Any, Rank] = {
@@ -284,16 +328,29 @@ def trial(
             now = time.monotonic()
             if told[0] == "step":
                 first = first or now
+                if awaited and not rank.last:
+                    undone.append(awaited - told[1])
+                    awaited = 0
                 if rank.last:
                     rank.longest = max(rank.longest, now - rank.last)
                 rank.last, rank.step = now, told[1]
             else:
                 rank.ended = told
-        seen = max((r.step for r in ranks.values()), default=0)
+        lives = [r for r in ranks.values() if not r.killed]
+        seen = max((r.step for r in lives), default=0)
         alive = [r for r in ranks.values() if not (r.killed or r.ended)]
-        if kills and at <= seen < total - EVERY // 2:
-            at += EVERY
-            if len(alive) > 1:
+        if kills and at <= seen < total - every // 2:
+            at += every
+            if kills == RANKS:
+                time.sleep(draw.uniform(0, 0.3))
+                for rank in alive:
+                    rank.process.kill()
+                    rank.killed = True
+                    seen = max([seen, *rank.told()])
+                killed, awaited = killed + len(alive), seen
+                for _ in range(draw.choice((RANKS - 1, RANKS, RANKS + 1))):
+                    start()
+            elif len(alive) > 1:
                 victim = draw.choice(alive)
                 os.kill(victim.process.pid, signal.SIGKILL)
                 victim.killed = True
@@ -320,8 +377,10 @@ def trial(
     return {
         "scheme": scheme,
         "steps": total,
+        "seed": seed,
         "kills": killed,
         "back after steps": back,
+        **({"steps undone, at most": max(undone)} if undone else {}),
         "wrong": wrong,
         "alike": len({one[1] for one in good}) == 1,
         "loss": good[0][2] if good else None,
@@ -336,7 +395,9 @@ def main(
         (*SCHEMES, "torchft", "restarts")
     ),
     steps: Annotated[int, typer.Option(help="Of each run.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of the kills.")] = 0,
+    seeds: Annotated[int, typer.Option(help="Runs of each case.")] = 1,
+    together: Annotated[bool, typer.Option(help="Kill all ranks at once.")] = False,
+    returns: Annotated[bool, typer.Option(help="No runs without returns.")] = False,
     loud: Annotated[bool, typer.Option(help="Print what ranks log.")] = False,
     out: Annotated[Path | None, typer.Option(help="The record to write.")] = None,
 ) -> None:
@@ -347,21 +408,30 @@ def main(
     for name in names:  # before the fork, so that no run is about loading and compiling
         if name not in OTHERS:
             prepare([torch.zeros(1)], as_scheme(name))
-    for name in names:
+    losses = defaultdict[tuple[str, int, int | None], list[float]](list)
+    for name, seed in product(names, range(seeds)):
         undisturbed: dict[str, Any] = {}
         # With restarts no run goes on with fewer.
-        for kills, back in CASES[: 2 if name == "restarts" else 3]:
-            one = trial(name, steps, kills, back, seed, not loud)
+        for case in (
+            ALL if together else CASES[: 2 if name == "restarts" or returns else 3]
+        ):
+            key, one = (name, *case), trial(name, steps, *case, seed, not loud)
             undisturbed = undisturbed or one
             one["goodput"] = round(
                 one["steps a second"] / undisturbed["steps a second"], 3
             )
             if one["loss"] and undisturbed["loss"]:
                 one["loss, times"] = round(one["loss"] / undisturbed["loss"], 4)
+                losses[key].append(one["loss, times"])
             found.append(one)
             print(json.dumps(one), flush=True)
             if out is not None:
-                record = {**about, "results": found}
+                medians = [
+                    {"scheme": n, "killed at once": k, "back": b, "loss, times": v}
+                    for (n, k, b), each in losses.items()
+                    for v in [round(statistics.median(each), 4)]
+                ]
+                record = {**about, "medians": medians, "results": found}
                 out.write_text(json.dumps(record, indent=2))
 
 
