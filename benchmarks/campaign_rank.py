@@ -54,7 +54,7 @@ NAP = 0.1  # seconds of a step in the lab, where a timetable says when
 LAB_STEPS = 120
 HELD = 10  # the step after which ranks wait for the timetable
 LATER = 40.0  # seconds after which a link changes: ranks take long to begin
-STARTING = 60.0  # seconds that ranks of the lab may take to come
+STARTING = 60.0  # seconds that ranks may take to come
 
 
 class Broken(RuntimeError):
@@ -582,9 +582,10 @@ def start(rank: int, trial: Trial, folder: Path, door: Any) -> None:
             port,
             trial.ranks,
             own,
-            timeout=limit,
+            timeout=timedelta(seconds=STARTING),
             master_listen_fd=number,
         )
+        store.set_timeout(limit)
     else:
         store = c10d.FileStore(str(folder / "store"), trial.ranks)
     dist.init_process_group(

@@ -59,6 +59,8 @@ from gradtide.runtime.exchange import rounds  # noqa: F401  # as above
 from gradtide.runtime.exchange import steps as exchanged  # noqa: F401
 from gradtide.scheme import as_scheme
 
+# Torch's store looks up the name of whoever connects, and answers nobody meanwhile.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 c10d: Any = dist  # whose stores are not exported for mypy
 RANKS, EVERY, PAUSE, SAVES = 4, 50, 0.02, 10
 TOGETHER = 200  # steps between two kills of all ranks
