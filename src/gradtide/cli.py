@@ -476,4 +476,5 @@ def advise(
     if html is not None:
         again = partial(planning.advise, step, tune=False)
         chart = page.chart(found.advice, found.network, again)
-        html.write_text(page.page(*found[:2], said, chart), "utf-8")
+        drawn = page.timelines(*found[:3])
+        html.write_text(page.page(*found[:2], said, chart, drawn), "utf-8")

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-from functools import partial
-from html import escape
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -21,7 +17,6 @@ from typer.testing import CliRunner
 
 from gradtide import run
 from gradtide.advise.notes import Told, Wanted
-from gradtide.advise.page import chart, page
 from gradtide.advise.program import NotRecorded, record
 from gradtide.advise.recorder import PATIENCE
 from gradtide.advise.report import answer, headline
@@ -474,27 +469,6 @@ def test_the_answer_begins_with_whether_it_pays() -> None:
     assert "1000 ms that no recipe shortens" in said
     assert "SGD steps, too" in said
     assert "4 backward passes" in said
-
-
-def test_the_page_loads_nothing_and_has_every_section() -> None:
-    slow, trace, network = planned(0.01, 1e8)
-    planning = Planning(network, None, {}, 0.25)
-    again = partial(planning.advise, trace, tune=False)
-    found = chart(slow, network, again, (1e6, 1e12), (0.0, 0.1))
-    step = {key: choice.step for key, choice in found.cells.items()}
-    assert step[0.0, 1e12] < step[0.0, 1e6] < step[0.1, 1e6]
-    assert found.cells[0.0, 1e12].name == "wfbp"  # all is hidden
-    assert found.cells[0.0, 1e6].name != "wfbp"
-    shown = page(slow, trace, "use <this>\n\nand that", found)
-    assert not re.search(r"(https?:)?//|<script|<link|<img|@import|url\(", shown)
-    for name in ("advice", "map", "table"):
-        assert f'<section id="{name}">' in shown
-    assert "<h1>use &lt;this&gt;</h1>" in shown
-    assert "and that" in shown
-    assert shown.count("<rect") == len(step) + len(set(found.names))
-    for words in ("1 Mb/s", "1000 Gb/s", "0 ms", "100 ms", *found.names):
-        assert f">{escape(words)}</text>" in shown
-    ElementTree.fromstring(shown[shown.index("<svg") : shown.index("</svg>") + 6])
 
 
 def test_ranks_wait_for_each_other_for_less_than_a_program_may_run() -> None:

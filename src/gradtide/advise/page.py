@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 
-from gradtide.planner.advice import Advice, ms
+from gradtide.advise.drawings import Map, crossovers, losses, steps
+from gradtide.planner.advice import Advice
 from gradtide.planner.network import Network
-from gradtide.planner.search import Choice
+from gradtide.planner.timeline import Timeline, timeline
 from gradtide.planner.trace import StepTrace
 from gradtide.scheme import Scheme
 
 RATES = (1e7, 1e8, 1e9, 1e10, 1e11)  # bits/s
 DELAYS = (0.0, 0.01, 0.1)  # seconds of a round trip
 LOSSY = 3  # of the map, besides the dense ones
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2")
-CELL, LEFT, TOP = (118, 44), 70, 8
+PLAIN = "wfbp"
+STEPS = 3  # that are drawn, and wfbp's
 
 STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto;
@@ -28,20 +28,6 @@ td, th { padding: .25em .7em; text-align: right; border-bottom: 1px solid #ddd }
 td:first-child, th:first-child, td:last-child, th:last-child { text-align: left }
 .best { font-weight: bold } svg text { font: 12px system-ui, sans-serif }
 """
-
-
-@dataclass(frozen=True)
-class Map:
-    """The recommended recipe and its step, for each delay and rate."""
-
-    rates: Sequence[float]
-    delays: Sequence[float]
-    cells: Mapping[tuple[float, float], Choice]  # by delay and rate
-
-    @property
-    def names(self) -> list[str]:
-        """Of all that are recommended anywhere."""
-        return list(dict.fromkeys(choice.name for choice in self.cells.values()))
 
 
 def chart(
@@ -69,8 +55,26 @@ def chart(
     return Map(rates, delays, cells)
 
 
-def page(advice: Advice, trace: StepTrace, answer: str, crossover: Map) -> str:
-    """HTML; `answer` is what was said in words."""
+def timelines(
+    advice: Advice, trace: StepTrace, network: Network
+) -> dict[str, Timeline]:
+    """A step of what is recommended, of the next few, and of `wfbp`."""
+    usable = [choice for choice in advice.choices if not choice.refused]
+    shown = [advice.recommended, *usable]
+    few = dict.fromkeys(choice.name for choice in shown)
+    names = dict.fromkeys([*list(few)[:STEPS], PLAIN])
+    schemes = {choice.name: choice.scheme for choice in usable}
+    return {name: timeline(trace, schemes[name], network) for name in names}
+
+
+def page(
+    advice: Advice,
+    trace: StepTrace,
+    answer: str,
+    crossover: Map,
+    drawn: Mapping[str, Timeline],
+) -> str:
+    """HTML; `answer` is what was said in words, `drawn` are steps of some recipes."""
     head, _, rest = answer.partition("\n")
     return "\n".join(
         [
@@ -83,7 +87,19 @@ def page(advice: Advice, trace: StepTrace, answer: str, crossover: Map) -> str:
             '<section id="map"><h2>If the links were others</h2>',
             "<p>Recommended by the rate of each host's link, and by how much longer "
             "round trips between hosts take. A cell says how long a step is.</p>",
-            *_svg(crossover),
+            *crossovers(crossover),
+            "</section>",
+            '<section id="steps"><h2>What a step does</h2>',
+            "<p>The training thread above, and below what exchanges beside it. In "
+            "rounds it is the step that ends one, which most steps are shorter than."
+            "</p>",
+            *steps(drawn),
+            "</section>",
+            '<section id="losses"><h2>Time to the same loss</h2>',
+            "<p>What a step takes, times how many are needed: a bar is what is typical "
+            "of the recipe, the line the least and the most that is known. Your model "
+            "may be another.</p>",
+            *losses(advice),
             "</section>",
             '<section id="table"><h2>All recipes, here</h2>',
             *_table(advice),
@@ -105,45 +121,3 @@ def _table(advice: Advice) -> Iterator[str]:
         best = ' class="best"' if choice is advice.recommended else ""
         yield f"<tr{best}>{row}</tr>"
     yield "</table>"
-
-
-def _svg(found: Map) -> Iterator[str]:
-    """Rates from left to right, delays upwards, and which colour is whose."""
-    names = found.names
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    (wide, high), rows = CELL, len(found.delays)
-    bottom = TOP + rows * high
-    width, height = LEFT + wide * len(found.rates), bottom + 28 + 20 * len(names)
-    yield f'<svg width="{width}" height="{height}" role="img">'
-    for (delay, rate), choice in found.cells.items():
-        x = LEFT + wide * found.rates.index(rate)
-        y = bottom - high * (1 + found.delays.index(delay))
-        yield _rectangle(x, y, wide - 2, high - 2, colours[choice.name])
-        yield _text(x + wide / 2, y + high / 2 + 4, ms(choice.step), "middle", "#fff")
-    for i, rate in enumerate(found.rates):
-        yield _text(LEFT + wide * (i + 0.5), bottom + 14, _rate(rate), "middle")
-    for i, delay in enumerate(found.delays):
-        yield _text(
-            LEFT - 6, bottom - high * (i + 0.5) + 4, f"{1e3 * delay:g} ms", "end"
-        )
-    for i, name in enumerate(names):
-        y = bottom + 28 + 20 * i
-        yield _rectangle(LEFT, y, 14, 14, colours[name])
-        yield _text(LEFT + 22, y + 12, name)
-    yield "</svg>"
-
-
-def _rectangle(x: float, y: float, width: float, height: float, colour: str) -> str:
-    size = f'width="{width:g}" height="{height:g}"'
-    return f'<rect x="{x:g}" y="{y:g}" {size} fill="{colour}"/>'
-
-
-def _text(
-    x: float, y: float, words: str, anchor: str = "start", colour: str = "#222"
-) -> str:
-    how = f'text-anchor="{anchor}" fill="{colour}"'
-    return f'<text x="{x:g}" y="{y:g}" {how}>{escape(words)}</text>'
-
-
-def _rate(rate: float) -> str:
-    return f"{rate / 1e9:g} Gb/s" if rate >= 1e9 else f"{rate / 1e6:g} Mb/s"

@@ -23,7 +23,9 @@ from gradtide.checkpoint.generations import (
     choose,
     listing,
     new_run,
+    nowhere,
     read,
+    remedies_without,
 )
 from gradtide.checkpoint.loading import Contents, Loading, State, Subject
 from gradtide.checkpoint.neighbours import check_copies, copies_of
@@ -383,16 +385,8 @@ class Checkpointer:
         alone = self._session.scheme.schedule.launch == "step" or self._session.kfac
         if plan and lost and alone and not (self._elastic and self._elastic.lossy):
             common = f"step-{contents.step}/{plan.common(self._transport.group.rank)}"
-            remedy = (
-                "or begin a run in another folder with the model of torch.load("
-                f"{self._folder.path(common)!r})"
-            )
-            raise ValueError(
-                f"the files of rank {', '.join(map(str, lost))} are nowhere, and each "
-                "rank's own counts where steps are exchanged, and with K-FAC: go on "
-                f"from a step that is whole, "
-                f"{'or by resume(lossy=True)' if self._elastic else remedy}"
-            )
+            remedy = remedies_without(self._folder.path(common), self._elastic)
+            raise ValueError(f"{nowhere(lost)}, and {remedy}")
         loading = Loading(self._subject, contents)
         self._session.load_state_dict(contents.sync, loading)
         self.steps = contents.step
@@ -401,8 +395,8 @@ class Checkpointer:
         rank = self._transport.group.rank
         if lost and rank in (0, *lost):
             warnings.warn(
-                f"the files of rank {', '.join(map(str, lost))} are nowhere: what "
-                "these ranks had not delivered is lost, a residual begins at zero"
+                f"{nowhere(lost)}: what these ranks had not delivered is lost, a "
+                "residual begins at zero"
                 + f"; rank {rank} has the items of another rank"
                 * (rank in lost),
                 stacklevel=3,

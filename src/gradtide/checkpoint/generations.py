@@ -242,6 +242,24 @@ def _refusal(
     )
 
 
+def nowhere(lost: Iterable[int]) -> str:
+    return f"the files of rank {', '.join(map(str, lost))} are nowhere"
+
+
+def remedies_without(common: str, elastic: object) -> str:
+    """What can be done without files of which each rank has its own.
+
+    `common` is where the file with the model is.
+    """
+    other = f"begin a run in another folder with the model of torch.load({common!r})"
+    if elastic:
+        other = "by resume(lossy=True)"
+    return (
+        "each rank's own counts where steps are exchanged, and with K-FAC: go on from "
+        f"a step that is whole, or {other}"
+    )
+
+
 def read(
     folder: Folder, plan: Plan, needs: Sequence[Sequence[str]], rank: int
 ) -> tuple[dict[str, bytes], list[Held]]:

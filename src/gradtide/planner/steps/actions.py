@@ -160,7 +160,9 @@ class Actions:
 
     def apply(self, buckets: Sequence[GradientBucket]) -> None:
         for bucket in buckets:
+            start = self.transport.clock()
             self._apply(bucket)
+            self.engine.telemetry.applied.append((start, self.transport.clock()))
 
     def _apply(self, bucket: GradientBucket) -> None:
         start, numel = self.own(), self.exchange.applied(bucket)

@@ -38,6 +38,8 @@ class Run:
         # Of a replay, only what is done to gradients and parameters is work.
         self._model = self.transport.rest if trace.replayed else self.transport.compute
         self._credit = 0.0  # seconds that a replay has waited in advance
+        # Of the last step: when its forward, loss and update began, and its end.
+        self.marks = (0.0,) * 4
         self.actions = actions = Actions(trace, scheme, self.transport)
         self._step = Step(actions, scheme.schedule)
         self._of = {s.position: b for b in actions.buckets for s in b.slots}
@@ -49,18 +51,21 @@ class Run:
 
     def step(self) -> None:
         """One forward, backward and step()."""
-        actions = self.actions
+        actions, clock = self.actions, self.transport.clock
+        begin = clock()
         actions.begin()
         self._forward()
-        start = actions.own()
+        start, loss = actions.own(), clock()
         self._model(self.trace.loss)
         self._backward()
         actions.spent["backward"] += actions.own() - start
         if self._step.held:
             self._expect(self.trace.forward)
+        update = clock()
         self._step.step()
         self._step.stepped()
         actions.count += 1
+        self.marks = begin, loss, update, clock()
 
     def flush(self) -> None:
         """Apply what is due, from the last bucket to the first."""
