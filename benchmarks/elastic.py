@@ -7,13 +7,15 @@ of them gets SIGKILL, and a new one takes its place after some steps, or never d
 Beside each run there is one that nobody disturbs, from the same seed: what a rank
 trains on follows from its number and the seed. With `--together` it is all ranks that
 are killed, every 200 steps, and as many or one fewer or more take their places, which
-go on from what a `Checkpointer` saved, of every `SAVES` steps. Counted are ranks that
-ended for another reason, the longest stall of a rank that lived, steps that are lost,
-whether all ranks end with the same parameters, the loss on held-out data, and goodput:
-steps a second, as a share of those of the undisturbed run. `torchft` is torchft's own
-Manager, which averages the gradients of one flat tensor, with the same kills.
-`restarts` is what torchrun does: at once when a rank is killed all others are, too, and
-as many new processes load torch, and go on from the last save, of every `SAVES` steps.
+go on from what a `Checkpointer` saved, of every `SAVES` steps. With `--divided` the
+same number of samples is in every step: fewer ranks take more each. Counted are ranks
+that ended for another reason, the longest stall of a rank that lived, steps that are
+lost, whether all ranks end with the same parameters, the loss on held-out data, and
+goodput: steps a second, as a share of those of the undisturbed run. `torchft` is
+torchft's own Manager, which averages the gradients of one flat tensor, with the same
+kills. `restarts` is what torchrun does: at once when a rank is killed all others are,
+too, and as many new processes load torch, and go on from the last save, of every
+`SAVES` steps.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ from gradtide.scheme import as_scheme
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 c10d: Any = dist  # whose stores are not exported for mypy
 RANKS, EVERY, PAUSE, SAVES = 4, 50, 0.02, 10
+SAMPLES = 16  # of a rank, in a step
 TOGETHER = 200  # steps between two kills of all ranks
 HEARTBEAT = 1.0  # seconds after which the lighthouse takes a silent rank for lost
 STALL = 5.0  # seconds that a loss may take beyond that
@@ -85,7 +88,7 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
-def batch(generator: torch.Generator, size: int = 16) -> tuple[Tensor, Tensor]:
+def batch(generator: torch.Generator, size: int = SAMPLES) -> tuple[Tensor, Tensor]:
     """Inputs, and noisy targets: a loss that has an end."""
     weight = torch.randn(32, 8, generator=torch.Generator().manual_seed(7))
     x = torch.randn(size, 32, generator=generator)
@@ -123,7 +126,13 @@ def ours(name: str, where: Where, scheme: str, total: int, tell: Any) -> None:
         saved.resume()
     generator = seeded(name)
     while (step := sync.meet()) < total:
-        x, y = batch(generator)
+        size = SAMPLES
+        if where.divides:
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            first, end = (RANKS * SAMPLES * r // ranks for r in (rank, rank + 1))
+            size = end - first
+            sync.weight(size)
+        x, y = batch(generator, size)
         (model(x) - y).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -255,10 +264,14 @@ def lighthouse(least: int = 1) -> tuple[subprocess.Popen[str], str]:
 
 @dataclass(frozen=True)
 class Where:
-    """The lighthouse's address, and the folder to save in, if any."""
+    """The lighthouse's address, and the folder to save in, if any.
+
+    `divides`: as many samples are in every step, however many ranks there are.
+    """
 
     address: str
     folder: str = ""
+    divides: bool = False
 
 
 @dataclass
@@ -283,7 +296,13 @@ class Rank:
 
 
 def trial(
-    scheme: str, total: int, kills: int, back: int | None, seed: int, quiet: bool
+    scheme: str,
+    total: int,
+    kills: int,
+    back: int | None,
+    seed: int,
+    quiet: bool,
+    divides: bool = False,
 ) -> dict[str, Any]:
     """One run, in which so many ranks are killed at a time.
 
@@ -295,7 +314,7 @@ def trial(
     house, address = lighthouse(RANKS - 1 if kills == RANKS else 1)
     folder = tempfile.TemporaryDirectory()
     saves = scheme == "restarts" or kills == RANKS
-    where = Where(address, folder.name if saves else "")
+    where = Where(address, folder.name if saves else "", divides)
     ranks, number = dict[str, Rank](), iter(range(10**6))
     undone = list[int]()  # steps, by a kill of all
 
@@ -400,6 +419,9 @@ def main(
     seeds: Annotated[int, typer.Option(help="Runs of each case.")] = 1,
     together: Annotated[bool, typer.Option(help="Kill all ranks at once.")] = False,
     returns: Annotated[bool, typer.Option(help="No runs without returns.")] = False,
+    divided: Annotated[
+        bool, typer.Option(help="As many samples in a step, however many ranks.")
+    ] = False,
     loud: Annotated[bool, typer.Option(help="Print what ranks log.")] = False,
     out: Annotated[Path | None, typer.Option(help="The record to write.")] = None,
 ) -> None:
@@ -417,7 +439,7 @@ def main(
         for case in (
             ALL if together else CASES[: 2 if name == "restarts" or returns else 3]
         ):
-            key, one = (name, *case), trial(name, steps, *case, seed, not loud)
+            key, one = (name, *case), trial(name, steps, *case, seed, not loud, divided)
             undisturbed = undisturbed or one
             one["goodput"] = round(
                 one["steps a second"] / undisturbed["steps a second"], 3
