@@ -28,7 +28,10 @@ def trained(
     seed: int = 0,
     after: Callable[[int, Optimizer], None] = lambda step, optimizer: None,
 ) -> float:
-    """The loss at the end of a training; `after` is called after each step."""
+    """The loss at the end of a training, the mean of what ranks have.
+
+    Statistics of norms are each rank's own. `after` is called after each step.
+    """
     work = build(task, dist.get_rank(), seed, rate, steps)
     assert work.evaluate is not None
     assert work.scheduler is not None
@@ -43,9 +46,10 @@ def trained(
         after(step, optimizer)
     sync.end_round()
     sync.flush()
-    loss = work.evaluate(model)["loss"]
+    loss = torch.tensor(work.evaluate(model)["loss"], dtype=torch.float64)
+    dist.all_reduce(loss)
     sync.remove()
-    return loss
+    return float(loss) / dist.get_world_size()
 
 
 def contest(
