@@ -56,7 +56,7 @@ def _many_generations(name: str, tell: Any, own: bool) -> list[str]:
     store, where = generations.open_store()
     if own:  # a program may have one of its own
         sys.excepthook = lambda kind, error, _: print(f"Own: {error}", file=sys.stderr)
-    for number in range(30):
+    for number in range(12):
         generations.form(str(number), [where], 0, 20.0)
     sys.stderr = text = io.StringIO()
     sys.excepthook(ValueError, ValueError("over"), None)
