@@ -1350,6 +1350,14 @@ def adjust_lr(lr, *_):  # type: ignore
         "who has no file of the model is told to go on without some",
         ("checkpoint/test_generations.py",),
     ),
+    Mutant(
+        "elastic-counts",
+        "runtime/regroup.py",
+        "    own.numbers, own.counts, _ = told[source]\n",
+        "    own.numbers = told[source][0]\n",
+        "algorithms of ranks that lost another one count on from other steps",
+        ("test_regrouping.py",),
+    ),
     # - groups one after the other, and the page of an advice ------------------------
     Mutant(
         "generations-hooks",

@@ -6,6 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,9 @@ def train(
     `until` is what else ends it: another may need longer to start than these to train.
     """
     torch.set_num_threads(1)
+    if len(name) > 1:  # a host's letter, and a number
+        os.environ["GROUP_RANK"] = name[0]
+        warnings.filterwarnings("ignore", "hosts of ")
     model, optimizer = build(sum(map(ord, name)))
     how: Any = {"buffers": buffers, "elastic": members(address, name)}
     sync = gradtide.replicate(model, optimizer, scheme, **how)
@@ -120,7 +124,8 @@ def train(
     told = sync.metrics()
     kept = ("ranks", "generation", "lost_ranks", "lost_steps")
     held = [x for b in model.buffers() for x in b.double().flatten().tolist()]
-    found = {"digest": digest(model), "buffers": str(held)}
+    levels = sync._session.scheme.levels
+    found = {"digest": digest(model), "buffers": str(held), "levels": levels}
     return {**found, **{key: told[key] for key in kept}}
 
 
@@ -152,6 +157,33 @@ def test_others_train_on_and_another_takes_the_place(scheme: str, dies: str) -> 
     for name in "ac":
         assert job.ended[name]["lost_steps"] <= 1
         assert job.ended[name]["lost_ranks"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [3, 4])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_hosts_of_two_ranks_have_one_for_a_while(scheme: str, least: int) -> None:
+    """Averages are by levels again once each host has two; three may train on."""
+    waiting = ["b3"]
+
+    def heard(_: str, now: int) -> None:
+        if now >= 8 and waiting:
+            job.start(waiting.pop(), "", STEPS, "broadcast", four)
+
+    with lighthouse(least) as address:
+        job = Job(train, address, scheme)
+        for name in ("a1", "a2", "b1", "b2"):
+            dies = "backward" if name == "b2" else ""
+            job.start(name, dies, STEPS, "broadcast", four)
+        job.wait(heard)
+    assert job.ended.pop("b2") == -signal.SIGKILL
+    assert {*job.ended} == {"a1", "a2", "b1", "b3"}
+    assert alike({name: told["digest"] for name, told in job.ended.items()})
+    assert {told["levels"] for told in job.ended.values()} == {2}
+
+
+def four(told: dict[str, Any]) -> bool:
+    return bool(told["ranks"] == 4)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from gradtide.regrouping import Regrouping
 from gradtide.runtime import regroup
 from gradtide.transport import generations
 from tests.lighthouse import run
+from tests.ranks import run_ranks
 
 
 class Alone:
@@ -334,3 +335,18 @@ def test_who_has_lost_a_rank_declines_what_it_was_counted_for(
         assert [number for number, _ in declined] == ["3.0.0"]
     finally:
         there.close()
+
+
+def test_algorithms_of_all_ranks_count_on_from_the_same_step() -> None:
+    """One may have begun an exchange in the step that was undone, and another not."""
+
+    def shared() -> tuple[dict[str, int], list[int]]:
+        model = nn.Linear(2, 2)
+        sync = gradtide.replicate(model, None)
+        rank = torch.distributed.get_rank()
+        own = regroup.Remains(True, counts={"step": rank + 7}, numbers=(rank, 0, 0, 0))
+        late = [False, False, True]
+        found = regroup.share(sync.engine, model, None, own, 1, late, False)
+        return found.counts, list(found.numbers)
+
+    assert run_ranks(3, shared) == [({"step": 8}, [1, 0, 0, 0])] * 3

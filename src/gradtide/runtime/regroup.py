@@ -153,9 +153,10 @@ def share(
     alike = [shared.get(p, local(p)) for _, p in named]
     alike += [buffer for _, buffer in shared_buffers(model) if first]
     synchronize(engine, alike, source)
-    # One that failed earlier in its step has not counted that.
-    told = engine.transport.gather_objects((own.numbers, own.left))
-    own.numbers, own.others = told[source][0], [left for _, left in told]
+    # One that failed earlier in its step has not counted that, nor have its algorithms.
+    told = engine.transport.gather_objects((own.numbers, own.counts, own.left))
+    own.numbers, own.counts, _ = told[source]
+    own.others = [left for *_, left in told]
     if not any(late):
         return own
     whole = own.whole
@@ -172,7 +173,6 @@ def share(
     if optimizer is not None and not (whole and apart):
         optimizer.load_state_dict(run["optimizer"])
     own.begun, own.widen = apart, bool(run["widen"])
-    own.counts = run["counts"]
     own.velocity = {
         by_name[name]: torch.empty_like(local(by_name[name])).copy_(value)
         for name, value in run["velocity"].items()
@@ -196,7 +196,6 @@ def _words(
         "velocity": {names[p]: x.cpu() for p, x in own.velocity.items() if p in names},
         "begun": own.begun,
         "widen": own.widen,
-        "counts": own.counts,
     }
 
 
