@@ -7,7 +7,8 @@ In `diloco` each rank keeps the state of its optimizer. Here the ranks' momenta 
 averaged besides: both after each round (as Local Adam does), or the first after three
 rounds and the second after six (as DES-LOC proposes). On the five tasks of
 `benchmarks/tasks.py`, each way with the best of three learning rates; with `--seeds`
-from more seeds. What is averaged is exchanged by this program, densely: for this
+from more seeds. `--ways` adds states of one's own in rounds that are shorter, and so
+send as many bytes. What is averaged is exchanged by this program, densely: for this
 comparison alone.
 """
 
@@ -24,6 +25,9 @@ from torch.optim import Optimizer
 
 # Rounds after which the first momentum is averaged, and the second; 0: never.
 WAYS = {"own": (0, 0), "each round": (1, 1), "after 3 and 6 rounds": (3, 6)}
+# What sends as much as the last of these does, without states.
+MORE = "own, in shorter rounds"
+SHORTER = 1.5
 MOMENTA = ("exp_avg", "momentum_buffer"), ("exp_avg_sq",)
 
 
@@ -40,22 +44,25 @@ def average(optimizer: Optimizer, names: tuple[str, ...]) -> None:
 def train(
     task: str, way: str, rate: float, seed: int, args: argparse.Namespace
 ) -> float:
-    dense = args.steps * 2 // 5
+    dense, every = args.steps * 2 // 5, args.every
+    if way == MORE:
+        every = round(every / SHORTER)
 
     def after(step: int, optimizer: Optimizer) -> None:
-        rounds, inside = divmod(step + 1 - dense, args.every)
+        rounds, inside = divmod(step + 1 - dense, every)
         if rounds > 0 and not inside:
-            for names, period in zip(MOMENTA, WAYS[way], strict=True):
+            for names, period in zip(MOMENTA, WAYS.get(way, (0, 0)), strict=True):
                 if period and rounds % period == 0:
                     average(optimizer, names)
 
-    scheme = f"diloco(every={args.every}, warmup={dense})"
+    scheme = f"diloco(every={every}, warmup={dense})"
     return trained(task, scheme, rate, args.steps, seed, after)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS, MORE])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=1)
@@ -66,7 +73,7 @@ def main() -> None:
         return train(task, way, rate, seed, args)
 
     how = {"steps": args.steps, "every": args.every}
-    contest(WAYS, run, args, args.seeds, **how)
+    contest(args.ways, run, args, args.seeds, **how)
 
 
 if __name__ == "__main__":
