@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradtide.core.fields import refuse
 from gradtide.runtime.training import Training
-from gradtide.session import Session
+from gradtide.session import Session, accumulates
 
 KFAC = "K-FAC, whose factors are means over all ranks: use a scheme without it"
 SHARDED = "sharded parameters, whose parts other ranks wait for: give this rank a batch"
@@ -181,7 +181,7 @@ class Loop:
         kfac = self._session.kfac is not None
         wrong = {KFAC: kfac, SHARDED: bool(self._training.placement.shards)}
         refuse({f"skip() does not work with {why}": t for why, t in wrong.items()})
-        if self._training.quiet:
+        if accumulates(self._session):
             raise RuntimeError(
                 "skip() inside no_sync(), where nothing is exchanged: leave the batch "
                 "out there, and call skip() in the place of the step's last backward"

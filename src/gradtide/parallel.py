@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from types import new_class
@@ -437,13 +438,14 @@ class DistributedDataParallel(Torchs):
             )
         self.replica.adopt(replace(scheme, collective=Dense(wire)))
 
+    @contextmanager
     def join(
         self,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
         also: Sequence[DistributedDataParallel] = (),
-    ) -> Any:
+    ) -> Iterator[None]:
         """Train with uneven numbers of batches, as `Replica.join`.
 
         Args:
@@ -458,7 +460,11 @@ class DistributedDataParallel(Torchs):
             A context manager, around the training loop.
         """
         how = divide_by_initial_world_size, enable, throw_on_early_termination
-        return self.replica.join(*how, [other.replica for other in also])
+        with self.replica.join(*how, [other.replica for other in also]):
+            yield
+        if enable:  # the last forward of some ranks may have been in `no_sync`
+            for one in (self, *also):
+                one.require_forward_param_sync = True
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Refuse torch's `Join`, for which DDP mirrors its own messages."""

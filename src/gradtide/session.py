@@ -128,7 +128,7 @@ class Session:
             self.regrouping = Regrouping(self, elastic)
             self.regrouping.begin()
         found = params if self._unknown else []
-        self._finder = Finder(found, self._step_begins, self._step_ends)
+        self.finder = Finder(found, self._step_begins, self._step_ends)
         if self.engine.group.rank == 0 and LOG.isEnabledFor(logging.INFO):
             words = f"{self.scheme!r}, {self.engine}"
             words += ", when its optimizer is known" if self.waiting else ""
@@ -342,7 +342,7 @@ class Session:
         """
         self._shared_buffers.renew(self._buffering == "broadcast")
         self._begin_anew(before, optimizer)
-        self._finder.follow(p for _, p in averaged(self.model))
+        self.finder.follow(p for _, p in averaged(self.model))
 
     @property
     def heard(self) -> Heard:
@@ -423,7 +423,7 @@ class Session:
 
     def refuse_moment(self, call: str) -> None:
         """Raise RuntimeError unless all that was exchanged has been made use of."""
-        moment = self.training.moment()
+        moment = moment_of(self)
         if moment is not None:
             raise RuntimeError(
                 f"{call}() {moment}: call it after optimizer.step(), before the next "
@@ -478,7 +478,7 @@ class Session:
         self.training.gather()
         self.apply_pending(end_round)
         self.detach()
-        self._finder.rest()
+        self.finder.rest()
         self._shared_buffers.rest()
         self.engine.transport.close()
         if self.regrouping is not None:
@@ -496,3 +496,34 @@ class Session:
             self.kfac.close()
         self._admitted.remove()
         self.hooks.remove()
+
+
+def accumulates(session: Session) -> bool:
+    """Whether the program is inside `no_sync`.
+
+    A wrapper's training is quiet from a forward inside until the next forward.
+    """
+    wrapper = getattr(session.owner, "wrapper", None)
+    model = None if wrapper is None else wrapper()
+    exchanges = getattr(model, "require_backward_grad_sync", False)
+    return session.training.quiet and not exchanges
+
+
+def moment_of(session: Session) -> str | None:
+    """Where a step stands, as `Training.moment`; also inside `no_sync`."""
+    if accumulates(session):
+        return "inside no_sync()"
+    return session.training.moment()
+
+
+def find(session: Session) -> None:
+    """Attach the optimizer, if it is not known and all ranks have one by now.
+
+    A collective call.
+    """
+    if session.known_optimizer is not None:
+        return
+    known = session.finder.known() if moment_of(session) is None else []
+    found = [optimizer for optimizer in known if optimizer is not session.optimizer]
+    if all(session.engine.transport.gather_objects(len(found) == 1)):
+        session.attach(found[0])

@@ -18,7 +18,7 @@ from gradtide.runtime.guards.validation import (
 )
 from gradtide.runtime.join import Join
 from gradtide.scheme import undecided
-from gradtide.session import Session
+from gradtide.session import Session, find
 from gradtide.transport import connect
 
 REMEDY = "call join() with the same arguments on every rank"
@@ -57,6 +57,8 @@ def join(ones: Sequence[Trained], over_all: bool, throw: bool) -> Iterator[None]
         }
 
     check_ranks_agree(first.engine.transport, prepare, REMEDY)
+    for one in sessions:  # a rank that joins early meets no step of its own
+        find(one)
     words = first.engine
     if also:
         words = Engine(connect(first.process_group, torch.device("cpu")))

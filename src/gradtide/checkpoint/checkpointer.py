@@ -34,6 +34,7 @@ from gradtide.checkpoint.signals import Signals
 from gradtide.checkpoint.writer import Writer
 from gradtide.replica import Replica
 from gradtide.runtime.guards.validation import Signature, check_ranks_agree
+from gradtide.session import accumulates
 from gradtide.transport import Transport, seconds_of
 
 
@@ -234,7 +235,7 @@ class Checkpointer:
                 "resume() before the first step, or take another folder"
             )
         training = self._session.training
-        if training.step.open or training.no_sync_active:
+        if training.step.open or accumulates(self._session):
             raise RuntimeError("a save during backward or in no_sync(): save after it")
         if training.actions.members.inside:
             raise RuntimeError("a save inside join(), where ranks end at other steps")

@@ -461,8 +461,8 @@ class Training:
 
     def moment(self) -> str | None:
         """Where a step stands; None between a step and the next backward."""
-        if self.step.open or self.no_sync_active:
-            return "during a backward pass or inside no_sync()"
+        if self.step.open:
+            return "during a backward pass"
         if self.actions.members.inside:
             return "inside join()"
         left = any(p.grad is not None for p in self.placement.places)

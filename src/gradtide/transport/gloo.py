@@ -214,7 +214,7 @@ class GlooTransport:
 
     def close(self) -> None:
         ended = self._queue.close()
-        self._inquiry.close("has called sync.remove()")
+        self._inquiry.close("has called sync.remove(), or its wrapper is gone")
         if self._queue.error is not None:
             self._inquiry.linger_at_exit()
         self._at_exit.cancel()

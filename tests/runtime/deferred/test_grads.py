@@ -691,3 +691,34 @@ def _step_hooks(when: str, closed: bool) -> None:
         found[scheme + " weight"] = weight.detach().norm().tolist()
     assert found["wfbp weight"] == found[DEAR + " weight"]
     assert closed or found["wfbp"] == pytest.approx(found[DEAR])
+
+
+def test_norms_of_what_is_scaled_by_as_much_as_a_type_holds() -> None:
+    """A GradScaler that is left on doubles its scale, and nothing is infinite by it."""
+
+    def norms(schedule: str, power: int) -> tuple[list[float], list[float]]:
+        net = model()
+        optimizer = sgd(net.parameters())
+        sync = gradtide.replicate(net, optimizer, schedule)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**power)
+        found = []
+        for step in range(4):
+            x, y = data(step)
+            scaler.scale(cross_entropy(net(x), y)).backward()  # type: ignore[no-untyped-call]
+            scaler.unscale_(optimizer)
+            found.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        sync.flush()
+        told = [x for p in net.parameters() for x in p.flatten().tolist()]
+        sync.remove()
+        return found, told
+
+    def work() -> None:
+        for schedule in ("wfbp", "dear", "dear(wire='bf16')"):
+            usual = norms(schedule, 16)
+            for power in (40, 70, 100):
+                assert norms(schedule, power) == usual
+
+    run_ranks(2, work)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -30,21 +29,24 @@ def measure(
     and whether the squares are those of the bucket as a whole, in the first of its
     parameters: a part that is no slice of the bucket does not say which entries it has.
     """
-    parts, opaque, waiting = [], [], []
+    parts, opaque, pieces, waiting = [], [], [], []
     for bucket, flight in zip(buckets, flights, strict=True):
         assert flight is not None
         part, begin = _share(bucket, flight, group)
         parts.append(part)
         opaque.append(begin is None)
-        waiting.append(squares(_pieces(bucket, part, begin)))
+        pieces.append(_pieces(bucket, part, begin))
+        waiting.append(squares(pieces[-1]))
     # Of all buckets at once: the host waits for a device once.
-    found: list[float] = torch.cat(
-        [own.to(parts[0].device) for own in waiting]
-    ).tolist()
-    told, bad = iter(found), []
-    for part, own in zip(parts, waiting, strict=True):
-        total = sum(islice(told, len(own)))
-        bad.append(not math.isfinite(total) and not bool(part.isfinite().all()))
+    told: list[float] = torch.cat([own.to(parts[0].device) for own in waiting]).tolist()
+    found, bad = list[float](), []
+    for part, own in zip(parts, pieces, strict=True):
+        here = told[len(found) : len(found) + len(own)]
+        overflows = not math.isfinite(sum(here))
+        bad.append(overflows and not bool(part.isfinite().all()))
+        if overflows and not bad[-1]:  # a GradScaler's scale may be as large as that
+            here = squares(own, torch.float64).tolist()
+        found += here
     return [*found, *bad, *opaque]
 
 
@@ -114,8 +116,12 @@ def _pieces(
     return [part[max(first, 0) : max(last, 0)] for first, last in ends]
 
 
-def squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The squares of the 2-norms of tensors of one dtype, in float64."""
-    half = tensors[0].dtype in (torch.float16, torch.bfloat16)
-    norms = foreach_norm(list(tensors), 2, torch.float32 if half else None)
+def squares(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """The squares of the 2-norms of tensors of one dtype, in float64.
+
+    They are added up in `dtype`, by default in float32 at the least.
+    """
+    if dtype is None and tensors[0].dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32
+    norms = foreach_norm(list(tensors), 2, dtype)
     return torch.stack(norms).double().square()

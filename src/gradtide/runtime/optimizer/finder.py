@@ -8,6 +8,7 @@ must not keep the model.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -49,14 +50,22 @@ class Finder:
         if self._params:
             self._params = {id(p) for p in params}
 
+    def known(self) -> list[Optimizer]:
+        """Those that there are already, whether they have stepped or not; slow."""
+        there = (o for o in gc.get_objects() if issubclass(type(o), Optimizer))
+        return [o for o in there if self._holds(o)]
+
     def rest(self) -> None:
         """Look no longer, at any moment: hooks that do nothing stay behind."""
         self._params.clear()
 
+    def _holds(self, optimizer: Optimizer) -> bool:
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        return any(id(p) in self._params for p in params)
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         begins = self._begins()
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        if begins is None or not any(id(p) in self._params for p in params):
+        if begins is None or not self._holds(optimizer):
             return None
         outer = None if self._outer is None else self._outer()
         if outer is not None and outer is not optimizer:
