@@ -113,7 +113,6 @@ ELSEWHERE = {
     "profile/trace/subject": "profile/test_trace_run",
     "runtime/deferred/gradient_info": "runtime/deferred/test_grads",
     "runtime/layout/owned_bucket": "optim/test_muon_deferred",
-    "runtime/optimizer/deferred_step": "runtime/test_optimizers",
     "runtime/optimizer/finder": "test_parallel",
     "runtime/hooks": "test_replica",
     "runtime/guards/nonfinite": "test_sparse",

@@ -208,6 +208,8 @@ class Updates:
     def put_back(self) -> None:
         """step() is over: gradients can be read again, or zeroed."""
         self._undefer()
+        if self._step is not None and not self._dividing:  # owners go on with theirs
+            self._step.mark()
         for bucket, grads in self._deferred_grads.items():
             due = bucket.stage is Stage.DUE
             for deferred in grads:

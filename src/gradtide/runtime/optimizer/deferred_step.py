@@ -69,6 +69,9 @@ class DeferredStep:
     optimizer's state is shared, not copied. An optimizer that this one holds is seen
     in the same way. `runtime.optimizer.probing` finds out for which optimizers this
     does what step() does.
+
+    Who edits the state meanwhile edits it before the update and not after it, as it
+    would be without deferring: from `mark` on that is refused.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -77,6 +80,9 @@ class DeferredStep:
         self._attributes.pop("step", None)  # LR schedulers bind it to the original
         held = ((k, v) for k, v in self._attributes.items() if _held_in(v))
         self._held = {name: _each(value, DeferredStep) for name, value in held}
+        own = (vars(one).get("state") for one in (optimizer, *holds(optimizer)))
+        self._states = [state for state in own if isinstance(state, dict)]
+        self._marks: list[int] | None = None
         # Tensors are cloned: schedulers change them in place.
         self._groups: list[dict[str, Any]] = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
@@ -88,11 +94,41 @@ class DeferredStep:
             for p in group["params"]:
                 self._groups_of.setdefault(id(p), []).append(i)
 
+    def mark(self) -> None:
+        """From now on the state is to stay as it is, until some of this is applied."""
+        self._marks = self._versions()
+
+    def _versions(self) -> list[int]:
+        """How often each tensor of the state was changed (hot)."""
+        try:
+            return [
+                value._version
+                for state in self._states
+                for own in state.values()
+                if own.__class__ is dict
+                for value in own.values()
+                if value.__class__ is Tensor
+            ]
+        except RuntimeError:  # of a tensor made in inference mode nobody knows
+            return []
+
+    def _refuse_edits(self) -> None:
+        marks, self._marks = self._marks, None
+        if marks is not None and marks != self._versions():
+            raise RuntimeError(
+                f"the state of {self._kind.__name__} was changed after step(), while "
+                "the update that the scheme defers to the next forward was still to "
+                "come: call sync.flush() (of a wrapper, ddp.replica.flush()) before "
+                "you read or edit optimizer.state, or use 'wfbp'"
+            )
+
     def apply(self, params: Sequence[Tensor], momentum: bool) -> None:
         """Step for exactly these parameters, from their `.grad`.
 
-        The step has no `momentum` where that is in the gradients already.
+        The step has no `momentum` where that is in the gradients already. Raises
+        RuntimeError if the state was changed since `mark`.
         """
+        self._refuse_edits()
         own_step(self._kind)(self._view(params, momentum))
 
     def take(self, answers: Mapping[Tensor, Tensor]) -> None:
