@@ -29,9 +29,10 @@ REMEDY = (
 UNSEEN = (
     "the step that has just been made took gradients that no exchange has seen: "
     "written by hand, accumulated inside no_sync() alone, of a parameter that was "
-    "swapped or replaced, or taken by an optimizer that steps in a gradient hook, before "
-    f"the mean is there (let it step after backward). {REMEDY[0].upper()}{REMEDY[1:]}. Pass check_every=0 to "
-    "replicate() if ranks may differ"
+    "swapped or replaced, or taken by an optimizer that steps in a gradient hook, "
+    "before the mean is there (let it step after backward). "
+    f"{REMEDY[0].upper()}{REMEDY[1:]}. Pass check_every=0 to replicate() if ranks may "
+    "differ"
 )
 
 
