@@ -208,7 +208,7 @@ class Session:
 
         instead = {
             "by a communication hook: what it sends is not counted": (
-                self._comm_hook is not None
+                bool(self._comm_hook)
             ),
             "densely, until the optimizer is known": self.waiting,
             "densely, until auto has decided": undecided(self.scheme) is not None,
