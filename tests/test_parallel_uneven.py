@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -40,6 +41,7 @@ class Run:
             if scheme == "ddp"
             else gradtide.DistributedDataParallel(self.model, scheme=scheme)
         )
+        self.optimizer: torch.optim.Optimizer
         self.optimizer = torch.optim.Adam(self.wrapped.parameters(), 0.01)
 
     def backward(self, number: int) -> None:
@@ -97,6 +99,22 @@ def test_an_optimizer_that_nobody_passed_is_known_inside_join(
         size = len(first[0][-1])
         got, wanted = (torch.tensor(found[0][:size]) for found in (first[0], expected))
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_that_exchanges_something_itself_is_refused_inside_join() -> None:
+    """Ranks that are out of batches would be waited for in its step."""
+
+    def refused() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit's, where it is imported
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        run = Run("wfbp")
+        params = run.wrapped.parameters()
+        run.optimizer = ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=0.01)
+        with pytest.raises(ValueError, match="ZeroRedundancyOptimizer, which exchang"):
+            run.epoch(2 + dist.get_rank())
+
+    run_ranks(2, refused)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

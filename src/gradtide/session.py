@@ -41,6 +41,7 @@ from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.layout.broadcast import synchronize
 from gradtide.runtime.layout.parameters import averaged
 from gradtide.runtime.notices import Heard, Notices
+from gradtide.runtime.optimizer.deferred_step import holds
 from gradtide.runtime.optimizer.finder import Finder
 from gradtide.runtime.training import Training
 from gradtide.scheme import (
@@ -516,14 +517,18 @@ def moment_of(session: Session) -> str | None:
     return session.training.moment()
 
 
-def find(session: Session) -> None:
+def find(session: Session) -> bool:
     """Attach the optimizer, if it is not known and all ranks have one by now.
 
-    A collective call.
+    A collective call. Returns whether it did.
     """
     if session.known_optimizer is not None:
-        return
+        return False
     known = session.finder.known() if moment_of(session) is None else []
-    found = [optimizer for optimizer in known if optimizer is not session.optimizer]
-    if all(session.engine.transport.gather_objects(len(found) == 1)):
+    inner = {id(held) for optimizer in known for held in holds(optimizer)}
+    inner.add(id(session.optimizer))
+    found = [optimizer for optimizer in known if id(optimizer) not in inner]
+    alone = all(session.engine.transport.gather_objects(len(found) == 1))
+    if alone:
         session.attach(found[0])
+    return alone

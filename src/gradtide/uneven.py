@@ -57,8 +57,10 @@ def join(ones: Sequence[Trained], over_all: bool, throw: bool) -> Iterator[None]
         }
 
     check_ranks_agree(first.engine.transport, prepare, REMEDY)
-    for one in sessions:  # a rank that joins early meets no step of its own
-        find(one)
+    # A rank that is out of batches early meets no step of its own.
+    found = [find(one) for one in sessions]
+    if any(found):
+        check_ranks_agree(first.engine.transport, prepare, REMEDY)
     words = first.engine
     if also:
         words = Engine(connect(first.process_group, torch.device("cpu")))
