@@ -26,6 +26,7 @@ class _Session(SimpleNamespace):
         )
         self.hooks = SimpleNamespace(stand_in=lambda: self.told.append("stands in"))
         self.auto: Any = None
+        self.owner: Any = None
         self.scheme = SimpleNamespace(schedule=SimpleNamespace(rounds=False))
         self.training = SimpleNamespace(
             quiet=False,
