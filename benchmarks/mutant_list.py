@@ -1386,8 +1386,8 @@ def adjust_lr(lr, *_):  # type: ignore
     Mutant(
         "page-order-of-losses",
         "advise/drawings.py",
-        "key=lambda name: -times[name][0])",
-        "key=lambda name: times[name][0])",
+        "key=lambda name: -sooner[name][0])",
+        "key=lambda name: sooner[name][0])",
         "what is soonest at the same loss comes last",
         ("advise/test_page.py",),
     ),

@@ -288,6 +288,7 @@ class Session:
         """Go on with an optimizer that was not passed, or with another one."""
         self.refuse_moment("attach")
         self.apply_pending()
+        own_state.share(self.engine, optimizer)
         self._agree_on(optimizer)
         self._change(optimizer)
 
@@ -424,8 +425,7 @@ class Session:
 
     def refuse_moment(self, call: str) -> None:
         """Raise RuntimeError unless all that was exchanged has been made use of."""
-        moment = moment_of(self)
-        if moment is not None:
+        if (moment := moment_of(self)) is not None:
             raise RuntimeError(
                 f"{call}() {moment}: call it after optimizer.step(), before the next "
                 "backward"

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 from tests.advise.test_advise import planned
 
-from gradtide.advise.drawings import COLOURS, PAGE, losses, steps
+from gradtide.advise.drawings import COLOURS, PAGE, WIDE, losses, steps
 from gradtide.advise.page import chart, page, timelines
 from gradtide.planner.advice import ms
 from gradtide.planner.timeline import timeline
@@ -91,7 +91,7 @@ def test_steps_are_drawn_of_the_best_and_of_what_there_is(made: Any) -> None:
     for words in ("training", "exchange", "waiting", "on the wire"):
         assert f">{words}</text>" in shown
     plain = drawn["wfbp"]
-    wide = 660 * sum(end - begin for begin, end in plain.exchange) / longest
+    wide = WIDE * sum(end - begin for begin, end in plain.exchange) / longest
     # What is longest as a drawing is what is longest as time.
     assert max(map(float, re.findall(r'width="([\d.]+)"', shown[60:]))) <= wide + 1e-2
 

@@ -34,6 +34,32 @@ def _again(before: str, wrapped: bool) -> None:
             assert not unlike(moments(optimizer)), after
 
 
+@pytest.mark.parametrize("how", ["attach", "join"])
+def test_ranks_go_on_alike_where_the_optimizer_is_attached_later(how: str) -> None:
+    run_ranks(2, _attached, how)
+
+
+def _attached(how: str) -> None:
+    for after in ("wfbp", "dear"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.manual_seed(1 + dist.get_rank())
+        train(model, optimizer, BEFORE[0], wrapped=False)
+        assert len(unlike(moments(optimizer))) > 0
+        wrapped = gradtide.DistributedDataParallel(model, scheme=after)
+        if how == "attach":
+            wrapped.attach(optimizer)
+        with wrapped.join(enable=how == "join"):
+            for _ in range(3):
+                wrapped(torch.randn(8, 6)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        wrapped.replica.flush()
+        assert not unlike([*model.parameters(), *moments(optimizer)]), after
+        wrapped.replica.remove()
+
+
 def test_a_state_that_cannot_be_sent_is_told_on_every_rank() -> None:
     run_ranks(2, _unsent)
 

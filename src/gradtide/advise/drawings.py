@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from gradtide.advise.report import times
 from gradtide.planner.advice import Advice, ms
 from gradtide.planner.search import Choice
 from gradtide.planner.timeline import Timeline
@@ -98,17 +99,17 @@ def losses(advice: Advice) -> Iterator[str]:
     known.
     """
     usable = [choice for choice in advice.choices if not choice.refused]
-    times = {choice.name: advice.sooner(choice) for choice in usable}
-    order = sorted(times, key=lambda name: -times[name][0])
-    longest = max(1 / typical for typical, _, _ in times.values())
+    sooner = {choice.name: advice.sooner(choice) for choice in usable}
+    order = sorted(sooner, key=lambda name: -sooner[name][0])
+    longest = max(1 / typical for typical, _, _ in sooner.values())
     yield _begin(PAGE, TOP + 42 * len(order))
     for i, name in enumerate(order):
-        y, (typical, worst, best) = TOP + 42 * i, times[name]
-        told = f"{_times(typical)} as soon as {advice.dense.name}"
+        y, (typical, worst, best) = TOP + 42 * i, sooner[name]
+        told = f"{times(typical)} as soon as {advice.dense.name}"
         if name == advice.dense.name:
             told = "what the others are compared with"
         elif worst < best:
-            told += f" ({_times(worst)} to {_times(best)})"
+            told += f" ({times(worst)} to {times(best)})"
         colour = COLOURS[1 if name == advice.recommended.name else 0]
         yield _text(LEFT, y + 12, f"{name}: {told}")
         yield _rectangle(LEFT, y + 17, WIDE / typical / longest, BAR - 2, colour)
@@ -142,10 +143,6 @@ def _text(
 
 def _rate(rate: float) -> str:
     return f"{rate / 1e9:g} Gb/s" if rate >= 1e9 else f"{rate / 1e6:g} Mb/s"
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.2g}x"
 
 
 def _round(seconds: float) -> float:

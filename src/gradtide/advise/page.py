@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 
 from gradtide.advise.drawings import Map, crossovers, losses, steps
+from gradtide.advise.report import PLAIN
 from gradtide.planner.advice import Advice
 from gradtide.planner.network import Network
 from gradtide.planner.timeline import Timeline, timeline
@@ -15,7 +16,6 @@ from gradtide.scheme import Scheme
 RATES = (1e7, 1e8, 1e9, 1e10, 1e11)  # bits/s
 DELAYS = (0.0, 0.01, 0.1)  # seconds of a round trip
 LOSSY = 3  # of the map, besides the dense ones
-PLAIN = "wfbp"
 STEPS = 3  # that are drawn, and wfbp's
 
 STYLE = """\
@@ -61,8 +61,8 @@ def timelines(
     """A step of what is recommended, of the next few, and of `wfbp`."""
     usable = [choice for choice in advice.choices if not choice.refused]
     shown = [advice.recommended, *usable]
-    few = dict.fromkeys(choice.name for choice in shown)
-    names = dict.fromkeys([*list(few)[:STEPS], PLAIN])
+    few = [*dict.fromkeys(choice.name for choice in shown)][:STEPS]
+    names = dict.fromkeys([*few, PLAIN])
     schemes = {choice.name: choice.scheme for choice in usable}
     return {name: timeline(trace, schemes[name], network) for name in names}
 

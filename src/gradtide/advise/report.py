@@ -43,7 +43,7 @@ def headline(advice: Advice) -> str:
     why = advice.reasons(plain)[0]
     if best.name == PLAIN:
         return f"nothing to gain here over {DDP}: {advice.verdict}"
-    gain, with_it = _times(plain.step / best.step), f"with {PLAIN} or {DDP}"
+    gain, with_it = times(plain.step / best.step), f"with {PLAIN} or {DDP}"
     told = f"({ms(best.step)}, not {ms(plain.step)})"
     words = f"use {best.name}: a step about {gain} sooner than {with_it} {told}"
     if best.step > plain.step:  # and fewer of them
@@ -54,7 +54,7 @@ def headline(advice: Advice) -> str:
         needed = needing(advice.break_even(best), dense.name)
         words += f"; worth it if it needs {needed} ({ms(dense.step)} a step)"
         if advice.weighing.margin is None:
-            typical, worst, most = map(_times, advice.sooner(best))
+            typical, worst, most = map(times, advice.sooner(best))
             words += f"; at the same loss {typical} as soon ({worst} to {most})"
     return words
 
@@ -96,7 +96,7 @@ def _from(
             "gradients are exchanged."
         )
     if told.between > WORTH_TELLING * trace.compute:
-        both = _times(
+        both = times(
             (_plain(advice).step + told.between)
             / (advice.recommended.step + told.between)
         )
@@ -106,5 +106,6 @@ def _from(
         )
 
 
-def _times(factor: float) -> str:
+def times(factor: float) -> str:
+    """So many times, to two digits."""
     return f"{factor:.0f}x" if factor >= 10 else f"{factor:.2g}x"
