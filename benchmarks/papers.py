@@ -31,7 +31,6 @@ from papers_clusters import (
     INFINIBAND,
     MEMORY,
     NVLINK,
-    SLOWED,
     STAGING,
     START_UPS,
     TOPK,
@@ -68,6 +67,7 @@ from gradtide.core.schedule import DEAR, SEQUENTIAL, WFBP
 from gradtide.fusion import Fusion, MgWfbp, PerTensor
 from gradtide.kfac import KFAC
 from gradtide.lab.record import commit, versions
+from gradtide.planner.data.presets import SLOWED
 from gradtide.planner.network import Line, Network
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import simulate

@@ -19,6 +19,7 @@ from gradtide.core.ops import AllGather, Flow, Group
 from gradtide.core.payload import Payload, Traits
 from gradtide.fusion import BinarySearch, BySize, best, search
 from gradtide.planner import trace as traces
+from gradtide.planner.data.presets import SLOWED, STARVED
 from gradtide.planner.network import Device, Line, Link, Network
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import simulate
@@ -49,7 +50,6 @@ PEAK = {"2080 Ti": 13.45e12, "V100": 14.0e12, "P100": 9.3e12}
 STAGING = 11e9  # bytes a second over PCIe 3.0 x 16, each way
 LAUNCH = 1e-5  # seconds of a kernel's start: assumed
 REQUEST = 1.2e-4  # seconds of the software for a request
-SLOWED = 1.1  # what is computed while a request runs
 BISECTION = 25  # passes over a bucket: a threshold by bisection, as MSTopK has it
 SORTED = 1e-9  # seconds to put an entry in order: a billion a second, assumed
 # Seconds of an element in torch.topk of those years: a fit of the authors of OMGS-SGD
@@ -74,7 +74,8 @@ def device(name: str, selecting: float | None = None, sort: float = SORTED) -> D
 
 def cluster(link: Link, hosts: int, local: int, own: Device) -> Network:
     """One ring through all GPUs, as NCCL has it; no messages of one hop."""
-    return Network(hosts, local, link, PCIE, own, SLOWED, one_hop_ranks=0)
+    there = Network(hosts, local, link, PCIE, own, SLOWED, one_hop_ranks=0)
+    return replace(there, starved=STARVED)
 
 
 # - Models -----------------------------------------------------------------------------

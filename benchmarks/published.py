@@ -1,12 +1,14 @@
 """Published iteration times against those of the virtual clock.
 
     python benchmarks/published.py --out FILE.json
+    python benchmarks/published.py --published benchmarks/published_more.csv
 
-The rows of published_times.csv are those of ddl-benchmarks (HKBU-HPML, 2020-05-29):
-hosts of 4 V100 (PCIe), NCCL's ring all-reduce under Horovod. Known are the time of one
+The rows of published_times.csv and published_more.csv are those of ddl-benchmarks
+(HKBU-HPML, 2020-05-29): hosts of 4 V100 (PCIe), NCCL's ring all-reduce under Horovod. Known are the time of one
 GPU alone, and the tensors. One (alpha, beta) stands for each network and one for PCIe,
-which both have inside their hosts, one number for the software, and one for the device:
-by how much a running all-reduce slows what is computed. Nothing is fitted to a row.
+which all have inside their hosts, one number for the software, and two for the device:
+by how much a running all-reduce and what is computed slow each other. Nothing is fitted
+to a row.
 BSP is SEQUENTIAL with one bucket, un-fused WFBP is PerTensor(). MG-WFBP cuts its
 buckets as that program does: by a table of start-ups and seconds per byte that it has
 in its source, whatever the network.
@@ -21,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
@@ -30,7 +33,7 @@ from rich.table import Table
 from gradtide.collectives import Dense
 from gradtide.core.schedule import SEQUENTIAL, WFBP
 from gradtide.fusion import BySize, Cuts, Fusion, MgWfbp, PerTensor
-from gradtide.planner.data.presets import SLOWED
+from gradtide.planner.data.presets import SLOWED, STARVED
 from gradtide.planner.network import Device, Line, Link, Network
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.virtual import simulate
@@ -38,6 +41,7 @@ from gradtide.scheme import Scheme
 from gradtide.simulate.grid import replayed
 
 TIMES = Path(__file__).with_name("published_times.csv")
+MORE = Path(__file__).with_name("published_more.csv")
 GPUS = 4  # a host
 # Seconds of one GPU alone, and of these the forward's share: 1/3.
 ALONE = {
@@ -49,6 +53,9 @@ PCIE = Link.of(5.2e-6, 2.11e-10)
 LINKS = {
     "10GbE": Link.of(38e-6, 1.08 / 1.25e9),
     "100Gb-IB": Link.of(5.2e-6, 1 / 12.5e9),
+    # Over TCP/IP: as 10GbE starts, and with the rate of the one row that is left out of
+    # published_more.csv (BSP of BERT-large, 8 GPUs).
+    "100GbE": Link.of(38e-6, 4.18e-10),
 }
 # What a request takes before it is on any wire: an all-reduce, which is one, takes so
 # much beyond 2 (P - 1) alpha, on both networks alike (Horovod's, and a launch).
@@ -66,6 +73,7 @@ TOLD = {
     "10GbE": INSIDE
     | {8: (5.23e-4, 8.57e-10), 16: (9.08e-4, 7.4e-10), 32: (4.04e-3, 8.64e-10)},
 }
+TOLD["100GbE"] = TOLD["100Gb-IB"]  # what that program takes it for
 # One ring through all GPUs (levels=1), as NCCL had it there.
 SCHEMES = {
     "BSP": Scheme(Dense(), BySize(1e6, ends=1e6, pieces=1), SEQUENTIAL, levels=1),
@@ -73,6 +81,7 @@ SCHEMES = {
     "MG-WFBP": Scheme(Dense(), MgWfbp(), WFBP, levels=1),
 }
 ALLOWED = {"BSP": 0.05, "WFBP-unfused": 0.10, "MG-WFBP": 0.10}
+NEAR, SHARE, MIDDLE = 0.10, 0.9, 0.05  # of rows that nothing was allowed for, each
 NOISE = 0.02  # methods that were published closer than this have no order
 
 
@@ -97,7 +106,7 @@ def network(name: str, gpus: int) -> Network:
     hosts = max(gpus // GPUS, 1)
     local = min(gpus, GPUS)
     there = Network(hosts, local, LINKS[name], PCIE, DEVICE, one_hop_ranks=0)
-    return replace(there, interference=SLOWED)
+    return replace(there, interference=SLOWED, starved=STARVED)
 
 
 def trace(workload: str) -> StepTrace:
@@ -145,6 +154,12 @@ def disordered(found: Sequence[Row]) -> list[tuple[Row, Row]]:
     ]
 
 
+def general(found: Sequence[Row]) -> tuple[float, float]:
+    """The share of rows that are near, and the median error."""
+    errors = [abs(row.error) for row in found]
+    return sum(e <= NEAR for e in errors) / len(errors), median(errors)
+
+
 def main(
     published: Annotated[Path, typer.Option(help="Other rows, as there.")] = TIMES,
     out: Annotated[Path | None, typer.Option(help="Write JSON there.")] = None,
@@ -169,8 +184,11 @@ def main(
     for a, b in wrong:
         place = f"{a.network} {a.workload} {a.gpus}"
         console.print(f"{place}: {a.method} and {b.method} in another order")
+    within, middle = general(found)
     met = not wrong and all(worst[m] <= ALLOWED[m] for m in SCHEMES)
     console.print(f"pairs in another order: {len(wrong)}; met: {met}")
+    near = within >= SHARE and middle <= MIDDLE
+    console.print(f"{within:.0%} within {NEAR:.0%}, median {middle:.1%}; met: {near}")
     if out is not None:
         record = {
             "command": " ".join(sys.argv),
@@ -178,6 +196,8 @@ def main(
             "worst": worst,
             "disordered": len(wrong),
             "met": met,
+            "within": within,
+            "median": middle,
             "rows": [{**vars(r), "error": r.error} for r in found],
         }
         out.write_text(json.dumps(record, indent=1) + "\n")

@@ -16,6 +16,7 @@ from gradtide.planner.clock.transport import VirtualTransport
 from gradtide.planner.network import Device, Line, Link, Network, Rate
 from gradtide.transport.links import FAR_TRACKS
 
+FREE = Link.of(0.0, 0.0)
 N = 10**6  # elements of a bucket
 SECOND = Network(2, 1, Link.of(0.0, 1 / (4.0 * N)))  # a swap of N takes one second
 
@@ -244,3 +245,28 @@ def test_compute_is_slower_while_the_lane_is_busy(factor: float, end: float) -> 
     launch(engine, "a", Asking(transport, 1.0, 1))
     transport.compute(3.0)  # the queue is busy for 2 seconds, half of which are lost
     assert transport.clock() == end
+
+
+@pytest.mark.parametrize(
+    ("factor", "computes", "ends"),
+    [(1.0, 2.0, 1.0), (3.0, 0.0, 1.0), (3.0, 1.5, 2.0), (3.0, 9.0, 3.0)],
+)
+def test_bytes_take_longer_inside_a_host_that_computes(
+    factor: float, computes: float, ends: float
+) -> None:
+    network = Network(1, 2, FREE, SECOND.inter, starved=factor)
+    transport = VirtualTransport(network)
+    engine = engine_of(transport)
+    transport.expect(computes)
+    item = launch(engine, "a", Asking(transport, 0.0, 1))
+    engine.finish(item)
+    assert transport.clock() == ends
+
+
+def test_between_hosts_they_do_not() -> None:
+    transport = VirtualTransport(Network(2, 1, SECOND.inter, FREE, starved=3.0))
+    engine = engine_of(transport)
+    transport.expect(9.0)
+    item = launch(engine, "a", Asking(transport, 0.0, 1))
+    engine.finish(item)
+    assert transport.clock() == 1.0

@@ -62,6 +62,7 @@ def test_a_profile_takes_the_place_of_a_preset_and_an_option_that_of_both() -> N
     there = equipped(measured, "V100", trace)
     assert there.device is PRESETS["v100"].device
     assert there.interference == PRESETS["v100"].slowed
+    assert there.starved == PRESETS["v100"].starved
 
 
 def test_a_trace_says_where_it_was_made(tmp_path: Path) -> None:

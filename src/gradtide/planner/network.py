@@ -31,6 +31,7 @@ FIRST = ("take_in", "select", "scatter", "sort", "optimizer")
 # Of numbers that are no times: whether one fits, and in words what does.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "interference": (lambda x: 1 <= x < math.inf, "a factor, 1 (none) or more"),
+    "starved": (lambda x: 1 <= x < math.inf, "a factor, 1 (none) or more"),
     "sharing": (lambda x: 1 <= x <= 2, "a factor from 1 (none) to 2"),
     "processors": (lambda x: x is None or 0 < x < math.inf, "above 0, or None"),
     "spread": (lambda x: 0 <= x <= 1, "a share, from 0 to 1"),
@@ -105,10 +106,11 @@ class Network:
     inter: Link  # of a host
     intra: Link | None = None  # among the ranks of one host; None: free, as memory is
     device: Device = Device()  # noqa: RUF009  (frozen: not shared by mistake)
-    # Factors by which something slows: compute while the queue is busy, the queue's own
-    # work and the training thread's (1 where each has a processor, 2 where ranks have
-    # one or less).
+    # Factors by which something slows: compute while the queue is busy, bytes inside
+    # hosts while ranks compute, the queue's own work and the training thread's (1 where
+    # each has a processor, 2 where ranks have one or less).
     interference: float = 1.0
+    starved: float = 1.0
     sharing: float = 1.0
     spread: float = 0.0  # of the work before it: by so much a request is answered later
     processors: float | None = None  # for each rank alone; None: enough
@@ -180,6 +182,12 @@ class Network:
         if self.processors is None:
             return 0.0
         return seconds / self.processors / self.occupancy
+
+    def computing(self) -> Network:
+        """The same network while its ranks compute."""
+        if self.starved == 1.0 or self.intra is None:
+            return self
+        return replace(self, intra=self.intra.stretched(self.starved))
 
     def charged(self) -> Network:
         """The same network, on which requests take what they cost a processor."""
@@ -270,8 +278,8 @@ class Network:
 
     def on(self, processor: Preset) -> Network:
         """What if: ranks with such processors."""
-        slowed = processor.slowed
-        return replace(self, device=processor.device, interference=slowed)
+        slower = {"interference": processor.slowed, "starved": processor.starved}
+        return replace(self, device=processor.device, **slower)
 
     def save(self, path: Path) -> None:
         """Write JSON."""

@@ -352,15 +352,25 @@ class VirtualTransport:
             # Lanes take turns: what is submitted later may come earlier.
             recent = self._recent(self._inner)
             start = gap(recent, self.clock() + late, seconds)
-            self._inner = union([*recent, (start, start + seconds)])
-            return start + seconds
+            ends = self._starved(pending, start, seconds)
+            self._inner = union([*recent, (start, ends)])
+            return ends
         if weightless is not None:
             on_its_way = cost.seconds(pending.op, group, weightless)
             self._leaving = self._recent(self._leaving)
             start = self.clock() + late
             return _take(self._leaving, start, seconds - on_its_way) + on_its_way
-        self._wire = ends = max(self.clock() + late, self._wire) + seconds
+        start = max(self.clock() + late, self._wire)
+        self._wire = ends = self._starved(pending, start, seconds)
         return ends
+
+    def _starved(self, pending: Pending, start: float, seconds: float) -> float:
+        """When what leaves at `start` ends: later, inside hosts whose ranks compute."""
+        group, network, _, _ = pending.circle
+        if network.starved == 1.0 or not seconds:
+            return start + seconds
+        longer = cost.seconds(pending.op, group, network.computing())
+        return stretched(start, seconds, [(self.now, self._until)], longer / seconds)
 
     def _window(self, pending: Pending, ends: float) -> Window:
         start, op, size = self.clock(), pending.op, pending.circle.group.size

@@ -20,17 +20,19 @@ LAUNCH = 1e-5  # seconds: of a kernel, and what its host does for it
 # Least squares over published K-FAC on RTX 2080 Ti (benchmarks/published_curvature.py);
 # inversions are bound by their start, and hardly faster on a larger GPU.
 INVERSE = InverseTime(1.18e-3, 3.1e-13, 3.0)
-# By this factor a GPU computes slower while an all-reduce runs: least squares over all
-# published rows of V100s (benchmarks/published.py), flat from 1.07 to 1.13.
-SLOWED = 1.1
+# By these factors a GPU computes slower while an all-reduce runs, and that takes longer
+# inside a host while GPUs compute: what sends and adds is a kernel, which waits for room
+# beside those of the model. From published rows of V100s (benchmarks/README.md, 11).
+SLOWED, STARVED = 1.15, 1.55
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A processor, and by which factor it computes slower while an exchange runs."""
+    """A processor, and by which factors it and an exchange make each other slower."""
 
     device: Device
     slowed: float = 1.0
+    starved: float = 1.0
 
 
 def gpu(name: str, memory: float, operations: float) -> Preset:
@@ -54,7 +56,7 @@ def gpu(name: str, memory: float, operations: float) -> Preset:
         product=Line(LAUNCH, 2 / (0.6 * operations)),  # not measured: the share
         beside=False,
     )
-    return Preset(device, SLOWED)
+    return Preset(device, SLOWED, STARVED)
 
 
 PRESETS = {
