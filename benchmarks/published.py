@@ -4,11 +4,11 @@
     python benchmarks/published.py --published benchmarks/published_more.csv
 
 The rows of published_times.csv and published_more.csv are those of ddl-benchmarks
-(HKBU-HPML, 2020-05-29): hosts of 4 V100 (PCIe), NCCL's ring all-reduce under Horovod. Known are the time of one
-GPU alone, and the tensors. One (alpha, beta) stands for each network and one for PCIe,
-which all have inside their hosts, one number for the software, and two for the device:
-by how much a running all-reduce and what is computed slow each other. Nothing is fitted
-to a row.
+(HKBU-HPML, 2020-05-29): hosts of 4 V100 (PCIe), NCCL's ring all-reduce under Horovod.
+Known are the time of one GPU alone, and the tensors. One (alpha, beta) stands for each
+network and one for PCIe, which all have inside their hosts, one number for the
+software, and two for the device: by how much a running all-reduce and what is computed
+slow each other. Nothing is fitted to a row.
 BSP is SEQUENTIAL with one bucket, un-fused WFBP is PerTensor(). MG-WFBP cuts its
 buckets as that program does: by a table of start-ups and seconds per byte that it has
 in its source, whatever the network.

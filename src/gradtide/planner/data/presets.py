@@ -21,8 +21,8 @@ LAUNCH = 1e-5  # seconds: of a kernel, and what its host does for it
 # inversions are bound by their start, and hardly faster on a larger GPU.
 INVERSE = InverseTime(1.18e-3, 3.1e-13, 3.0)
 # By these factors a GPU computes slower while an all-reduce runs, and that takes longer
-# inside a host while GPUs compute: what sends and adds is a kernel, which waits for room
-# beside those of the model. From published rows of V100s (benchmarks/README.md, 11).
+# inside a host while GPUs compute: what sends and adds is a kernel, which waits for
+# room beside the model's. From published rows of V100s (benchmarks/README.md, 11).
 SLOWED, STARVED = 1.15, 1.55
 
 
