@@ -387,7 +387,7 @@ def plan(
         place = Place(ranks, ranks_per_host, rate, far, stragglers, hosts)
         weighed = Weighed(margin, steps, pilot)
         planning = Planning.asked(network, place, device, schemes, weighed, json)
-        found = planning.of(read_trace(trace, step_ms))
+        found = planning.of(read_trace(trace, step_ms, device))
     found.show()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from gradtide.planner import report
 from gradtide.planner.advice import Advice, advise
 from gradtide.planner.network import Network
 from gradtide.planner.prior import Cost
-from gradtide.planner.report import dumps, show
-from gradtide.planner.search import DENSE, rank
+from gradtide.planner.report import dumps, show, told_of
+from gradtide.planner.search import DENSE, equipped, rank
 from gradtide.planner.trace import StepTrace, Unit
 from gradtide.planner.virtual import Prediction
 from gradtide.scheme import parse
-from gradtide.simulate.grid import replayed
+from gradtide.simulate.grid import read_trace, replayed
 
 SPARSE = {name: parse(name) for name in ("topk", "topka2a", "oktopk")}
 
@@ -63,6 +64,34 @@ def test_two_ranks_gather_what_they_select() -> None:
     steps = {choice.name: choice.step for choice in found.choices}
     assert steps["topk"] < steps["topka2a"]
     assert "two ranks" in {rule.name for rule in found.rules}
+
+
+@pytest.mark.parametrize(
+    ("made_on", "device", "told"),
+    [
+        ("v100", "a100", "are those of V100: on this device they are others"),
+        ("cpu", "h100", "are those of cpu: on this device they are others"),
+        ("NVIDIA H100 PCIe", "h100", ""),
+        ("v100", None, ""),
+        ("", "a100", ""),  # nobody knows
+    ],
+)
+def test_it_says_whose_compute_is_not_that_of_the_device(
+    made_on: str, device: str | None, told: str
+) -> None:
+    name = "replay:resnet50" if made_on == "v100" else "made"
+    made = replace(trace(0.3), device=made_on, name=name)
+    there = equipped(Network.ideal(4, 1, 1e9), device, made)
+    words = told_of(there, made)
+    assert told in words
+    assert bool(told) == ("others" in words)
+
+
+def test_milliseconds_that_are_told_are_those_of_the_device_that_is() -> None:
+    for step_ms, others in ((None, True), (68.0, False)):
+        made = read_trace("replay:resnet50", step_ms, "a100")
+        there = equipped(Network.ideal(4, 1, 1e9), "a100", made)
+        assert ("others" in told_of(there, made)) is others
 
 
 def test_many_ranks_refuse_the_gather() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from gradtide.advise.notes import Told
 from gradtide.planner.advice import Advice, ms, needing
 from gradtide.planner.network import Network
-from gradtide.planner.report import line
+from gradtide.planner.report import line, not_its_own
 from gradtide.planner.search import Choice
 from gradtide.planner.trace import StepTrace
 
@@ -81,6 +81,8 @@ def _from(
         f"{ms(trace.compute)} a step on {trace.device}. Predicted for "
         f"{network.words}."
     )
+    for words in not_its_own(network, trace):
+        yield f"{words}."
     yield (
         "The script was ended when that was seen, as nothing else of it was asked for; "
         "what it prints goes to stderr."

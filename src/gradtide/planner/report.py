@@ -15,6 +15,7 @@ from rich.text import Text
 from gradtide.core.grouped import grouped
 from gradtide.planner.advice import Advice, percent
 from gradtide.planner.data import document
+from gradtide.planner.data.presets import like
 from gradtide.planner.network import Network
 from gradtide.planner.prior import Cost
 from gradtide.planner.search import Choice
@@ -57,7 +58,7 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
             f"{1e3 * trace.compute:.4g} ms of compute a step; {network.words}; "
             "predicted on the virtual clock"
         ),
-        Text(f"device: {told_of(network)}"),
+        Text(f"device: {told_of(network, trace)}"),
         Text(advice.verdict, style="bold"),
         *map(Text, advice.needs),
         *(
@@ -85,10 +86,26 @@ def show(advice: Advice, trace: StepTrace, network: Network) -> Group:
     return Group(*lines, grid, why, *([curved] if curved else []), *useless)
 
 
-def told_of(network: Network) -> str:
-    """Whose processor was assumed; with --device another is."""
+def told_of(network: Network, trace: StepTrace) -> str:
+    """Whose processor was assumed, with --device another, and what is not its own."""
     name = network.device.name
-    return f"{name} (else: --device)" if name else "as the network's profile has it"
+    if not name:
+        return "as the network's profile has it"
+    return ". ".join([f"{name} (else: --device)", *not_its_own(network, trace)])
+
+
+def not_its_own(network: Network, trace: StepTrace) -> list[str]:
+    """That what is computed was timed on another processor than the one assumed."""
+    there = like(trace.device).device
+    if not (trace.device and network.device.name) or network.device == there:
+        return []
+    whose, remedy = trace.device, "make the trace there"
+    if trace.name.startswith("replay:"):
+        whose, remedy = there.name.partition(",")[0], "say --step-ms"
+    return [
+        f"The {1e3 * trace.compute:.4g} ms of compute are those of {whose}: on this "
+        f"device they are others, and another recipe may be best ({remedy})"
+    ]
 
 
 def line(choice: Choice) -> str:
@@ -148,6 +165,7 @@ def dumps(advice: Advice, trace: StepTrace, network: Network) -> str:
         "hosts": network.hosts,
         "ranks_per_host": network.ranks_per_host,
         "device": network.device.name or None,
+        "compute_on": trace.device or None,
         "margin": advice.weighing.margin,
         "steps": _finite(advice.weighing.total),
         "verdict": advice.verdict,

@@ -57,7 +57,7 @@ def simulate(
             there = there.scaled(ranks_per_host=ranks_per_host)
         none = "--rates none: a link without a limit cannot be simulated"
         tried = [limited(rate, none) for rate in rates.split(",")] if rates else []
-        step = grid.read_trace(trace, step_ms)
+        step = grid.read_trace(trace, step_ms, device)
         there = grid.equipped(there, device, step)
         if schemes is None:
             asked = {

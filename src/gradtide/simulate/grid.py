@@ -91,8 +91,13 @@ def run(
     return Grid(trace, network, ranks, asked, schemes, cells)
 
 
-def read_trace(text: str, step_ms: float | None = None) -> StepTrace:
-    """The trace in a file, or that of a replay workload such as replay:resnet50."""
+def read_trace(
+    text: str, step_ms: float | None = None, device: str | None = None
+) -> StepTrace:
+    """The trace in a file, or that of a replay workload such as replay:resnet50.
+
+    `device` is whose milliseconds `step_ms` are.
+    """
     if not text.startswith("replay:"):
         if step_ms is not None:
             raise ValueError(f"{text} says how long a step takes: leave out --step-ms")
@@ -101,7 +106,10 @@ def read_trace(text: str, step_ms: float | None = None) -> StepTrace:
     if name not in ARCHITECTURES:
         known = ", ".join(f"replay:{a}" for a in ARCHITECTURES)
         raise ValueError(f"no workload {text!r}: choose one of {known}, or a file")
-    return replayed(name, step_ms)
+    found = replayed(name, step_ms)
+    if step_ms is None or device is None:
+        return found
+    return replace(found, device=device)
 
 
 def replayed(architecture: str, step_ms: float | None) -> StepTrace:

@@ -25,7 +25,7 @@ MARKERS = "os^Dv<>pPX*hd8"
 
 def show(grid: Grid, console: Console) -> None:
     """A table for every rate: milliseconds a step, and the efficiency in percent."""
-    console.print(f"device: {told_of(grid.network)}", highlight=False)
+    console.print(f"device: {told_of(grid.network, grid.trace)}", highlight=False)
     for rate in grid.rates:
         name, link = grid.trace.name, rate_name(rate)
         table = tables.grid(
