@@ -6,8 +6,10 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ import gradtide
 from gradtide.admission import refuse_elastic
 from gradtide.elastic import Batches, Lighthouse
 from gradtide.scheme import parse
-from tests.lighthouse import Job, alike, lighthouse, run
+from tests.lighthouse import Job, Words, alike, lighthouse, run
 
 # Where many others run, ranks that load and compile keep others waiting.
 pytestmark = pytest.mark.timeout(300)
@@ -311,6 +313,59 @@ def test_one_that_is_left_alone_trains_on() -> None:
         found = run(ends, "ab", address)
     assert found["b"] == -signal.SIGKILL
     assert found["a"]["ranks"] == 1
+
+
+def apart(
+    name: str, tell: Tell, address: str, scheme: str, folder: Path
+) -> dict[str, Any]:
+    """Two lose sight of each other, and meet again when both have done 4 steps."""
+    torch.set_num_threads(1)
+    heard, (model, optimizer) = Words(), build(ord(name))
+    sync = gradtide.replicate(
+        model, optimizer, scheme, elastic=members(address, name), buffers="local"
+    )
+    generator, alone = torch.Generator().manual_seed(ord(name)), 4
+    while (now := sync.meet()) < 24 or sync.metrics()["ranks"] < 2:
+        if now == alone:
+            tell(os.getpid())
+            if name == "a":  # and b, which comes meanwhile, does not see it
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while not (folder / "both").exists():
+                time.sleep(0.02)
+        x = torch.randn(8, 8, generator=generator)
+        step(model, optimizer, x, torch.tanh(x[:, :4]))
+        if now >= alone:
+            time.sleep(0.05)
+    sync.end_round()
+    sync.flush()
+    exact = scheme in ("wfbp", "dear")  # others' optimizers are their own
+    state = str(optimizer.state_dict()["state"]) if exact else ""
+    return {"digest": digest(model), "state": state, "words": heard.words}
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", SCHEMES[4], "diloco(every=4)"])
+def test_runs_that_were_apart_are_not_mixed_where_they_meet(
+    scheme: str, tmp_path: Path
+) -> None:
+    with lighthouse(1) as address:
+        job, stopped = Job(apart, address, scheme, tmp_path), []
+
+        def heard(name: str, process: int) -> None:
+            if name == "a":
+                stopped.append(process)
+                time.sleep(2.0)  # longer than ranks are silent that live
+                job.start("b")
+            else:
+                os.kill(stopped[0], signal.SIGCONT)
+                (tmp_path / "both").touch()
+
+        job.start("a")
+        job.wait(heard)
+    found = {name: told.pop("words") for name, told in job.ended.items()}
+    assert alike(job.ended)
+    words = " ".join(found["a"]) + " ".join(found["b"])
+    assert "trained apart from this run" in words
+    assert "this rank has trained apart from the others" in words
 
 
 def other_buffers(name: str, tell: Tell, address: str) -> list[float]:

@@ -325,7 +325,8 @@ def _roster(counted: Any) -> Roster:
     for one in sorted(counted.participants, key=lambda one: one.replica_id):
         data = one.data or {}
         with contextlib.suppress(TypeError, ValueError):
-            standing = Standing(int(data["progress"]), bool(data["lost"]))
+            told = int(data["progress"]), bool(data["lost"]), str(data["run"])
+            standing = Standing(*told)
             members.append(Member(one.replica_id, one.store_address, standing))
     return Roster(number, members)
 

@@ -136,7 +136,7 @@ class Regrouping:
         self._session, self._membership = session, membership
         self._roster: Roster | None = None
         self._own: Remains | None = None  # between two generations
-        self._progress = -1  # as in `Standing`
+        self._progress, self._run = -1, ""  # as in `Standing`
         self.generation = 0
         self.losses, self.lost_steps = Losses(), 0
         self.shortened_rounds = self.left_out_steps = 0
@@ -216,7 +216,8 @@ class Regrouping:
     def stepped(self, training: Training, silent: bool) -> None:
         """A step is over, in which something was exchanged unless it was `silent`."""
         if not (training.lost or silent):
-            self._membership.ask(Standing(self._session.engine.progress))
+            progress = self._session.engine.progress
+            self._membership.ask(Standing(progress, run=self._run))
 
     def due(self, training: Training) -> bool:
         """A training forward begins; returns whether ranks have met anew."""
@@ -287,7 +288,7 @@ class Regrouping:
             self._progress = self._session.engine.progress
         while True:
             if roster is None:
-                self._membership.ask(Standing(self._progress, lost=True))
+                self._membership.ask(Standing(self._progress, True, self._run))
                 roster = self._membership.answer()
             if roster is not None:
                 try:
@@ -314,8 +315,7 @@ class Regrouping:
         session, members = self._session, roster.members
         standing = [member.standing for member in members]
         rank = [member.name for member in members].index(self._membership.name)
-        most = standing[roster.source].progress
-        late = [one.progress < most for one in standing]
+        most, late = standing[roster.source].progress, roster.late
         if most < 0 and self.generation:
             raise RuntimeError(NOBODY)
         behind = most - self._progress
@@ -324,6 +324,8 @@ class Regrouping:
             self._own = regroup.take(training, behind)
             session.detach()
         own = self._own = self._own or Remains()
+        if apart := roster.apart:
+            own = self._own = self._part(own, apart)
         if late[rank] and not self.opened:
             own.whole = False  # it has begun to load, at most
         own.left = None
@@ -345,9 +347,33 @@ class Regrouping:
         found = session.train()
         regroup.resume(found, own)
         session.engine.progress = self._progress = max(most, 0)
+        self._run = standing[roster.source].run or roster.number
         self._note(roster, rank, own, found)
         self._opening, self._late = True, self._late or late[rank]
         return found
+
+    def _part(self, own: Remains, apart: Sequence[str]) -> Remains:
+        """Ranks have met that have trained `apart`; returns what this one goes on with.
+
+        Two runs are not averaged: each of their ranks knows something else of steps,
+        optimizers and residuals.
+        """
+        if self._membership.name not in apart:
+            LOG.warning(
+                "%s trained apart from this run, and %s from it now: what was done there"
+                " counts no more",
+                ", ".join(apart),
+                "goes on" if len(apart) == 1 else "go on",
+            )
+            return own
+        LOG.warning(
+            "this rank has trained apart from the others, which had lost sight of it or "
+            "it of them, and goes on from their run now: its own, of %d steps, counts no "
+            "more. Let the lighthouse count no fewer than more than half of all ranks "
+            "(min_replicas)",
+            own.numbers[0],
+        )
+        return Remains(compiled=own.compiled)
 
     def _gone(self, roster: Roster) -> list[str]:
         """The names of those who were there before, and are not now."""

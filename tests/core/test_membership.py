@@ -35,4 +35,22 @@ def test_another_process_or_a_lost_rank_is_another_group() -> None:
 
 
 def test_a_standing_is_told_in_plain_values() -> None:
-    assert Standing(7, lost=True).tell() == {"progress": 7, "lost": True}
+    told = {"progress": 7, "lost": True, "run": "3.1"}
+    assert Standing(7, lost=True, run="3.1").tell() == told
+
+
+def test_of_two_runs_that_are_as_far_more_ranks_keep_theirs() -> None:
+    runs = [(4, "a"), (4, "b"), (-1, ""), (4, "b"), (3, "b"), (0, "c")]
+    members = [
+        Member(f"r{i}", f"host {i}", Standing(progress, run=run))
+        for i, (progress, run) in enumerate(runs)
+    ]
+    there = Roster("9", members)
+    assert there.source == 1
+    assert there.late == [True, False, True, False, True, True]
+    assert there.apart == ["r0", "r5"]
+    assert Roster("9", members[:2]).source == 0  # as many: the first
+    assert Roster("9", members[:2]).apart == ["r1"]
+    further = [Member("r9", "host 9", Standing(5, run="c")), *members]
+    assert Roster("9", further).source == 0
+    assert Roster("9", further).late == [False, *[True] * 6]

@@ -86,6 +86,7 @@ NAMES = {
         torch._C._distributed_c10d.Store
         torch._C._distributed_c10d.TCPStore
         torch.distributed.distributed_c10d._get_default_store
+        torch.distributed.distributed_c10d._world.group_count
         torch.distributed.ProcessGroup._get_backend
         torch.nn.parallel.DistributedDataParallel._active_ddp_module
         torch.nn.parallel.DistributedDataParallel._check_default_group

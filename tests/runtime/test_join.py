@@ -224,12 +224,13 @@ def test_the_mean_can_be_over_those_that_still_train(scheme: str) -> None:
         assert step == pytest.approx(steps[0], rel=rel, abs=1e-2 * (rel > 1e-4))
 
 
-def test_early_termination_raises_everywhere() -> None:
+@pytest.mark.parametrize("name", ["wfbp", "dear", "topka2a(0.1)", "diloco(every=2)"])
+def test_early_termination_raises_everywhere_before_a_backward(name: str) -> None:
     def run() -> int:
         rank, steps = dist.get_rank(), []
         model = net(False)
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync = gradtide.replicate(model, opt)
+        sync = gradtide.replicate(model, opt, name)
 
         def loop() -> None:
             with sync.join(throw_on_early_termination=True):
@@ -241,6 +242,8 @@ def test_early_termination_raises_everywhere() -> None:
 
         with pytest.raises(RuntimeError, match="rank 1 ran out of batches"):
             loop()
+        sync.flush()
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
         return len(steps)
 
     assert run_ranks(3, run) == [3, 3, 3]

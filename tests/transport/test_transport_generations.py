@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import socket
 import sys
 import threading
@@ -94,6 +96,79 @@ def _with_one_that_declines(name: str, tell: Any, rank: int) -> tuple[str, float
         generations.form("1", [where, lives], rank, 20.0)
     del own, other
     return str(error.value), time.monotonic() - begin
+
+
+def _address(folder: Path, name: str) -> str:
+    """What a rank has told of its store, once it has."""
+    while not Path(folder, name).exists():
+        time.sleep(0.02)
+    return Path(folder, name).read_text()
+
+
+def _tell(folder: Path, name: str, text: str) -> None:
+    Path(folder, f"{name}.new").write_text(text)
+    Path(folder, f"{name}.new").rename(Path(folder, name))
+
+
+def _with_one_that_is_stopped(
+    name: str, tell: Any, folder: Path, later: float
+) -> tuple[str, float]:
+    """It takes calls, as the system does for a process, and does not answer."""
+    store, where = generations.open_store()
+    generations.MEETING = 2.0, 2.0  # type: ignore[assignment]
+    if name == "0":
+        _tell(folder, "pid", str(os.getpid()))
+        _tell(folder, "0", where)
+        time.sleep(later)  # without: the other has not even called yet
+        os.kill(os.getpid(), signal.SIGSTOP)
+    first, begin = _address(folder, "0"), time.monotonic()
+    with pytest.raises(CommunicationError) as error:
+        generations.form("1", [first, where], 1, 20.0)
+    seconds = time.monotonic() - begin
+    os.kill(int(_address(folder, "pid")), signal.SIGKILL)
+    del store
+    return str(error.value), seconds
+
+
+@pytest.mark.parametrize("later", [0.0, 0.6])
+def test_a_store_that_does_not_answer_is_waited_for_as_long_as_ranks_are(
+    tmp_path: Path, later: float
+) -> None:
+    job = Job(_with_one_that_is_stopped, tmp_path, later)
+    for name in "01":
+        job.start(name)
+    job.wait(lambda *_: None)
+    _, seconds = job.ended["1"]
+    assert seconds < 8
+
+
+def _after_a_group_that_did_not_come_to_be(name: str, tell: Any, folder: Path) -> float:
+    """One of the ranks has failed while a group was made, and the other has not."""
+    store, where = generations.open_store()
+    _tell(folder, name, where)
+    addresses = [_address(folder, other) for other in "01"]
+    if name == "0":
+        gather, generations._gather = generations._gather, lambda *_: None
+        with pytest.raises(CommunicationError, match="no group of 2 ranks"):
+            generations.form("1", addresses, 0, 1.0)
+        generations._gather = gather
+        _tell(folder, "failed", "")
+    _address(folder, "failed")
+    generations.form("2", addresses, int(name), 5.0)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    del store
+    return float(total)
+
+
+def test_a_group_that_did_not_come_to_be_does_not_keep_ranks_apart(
+    tmp_path: Path,
+) -> None:
+    job = Job(_after_a_group_that_did_not_come_to_be, tmp_path)
+    for name in "01":
+        job.start(name)
+    job.wait(lambda *_: None)
+    assert job.ended == {"0": 2.0, "1": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ class Standing:
 
     progress: int = 0  # exchanges of buckets that have taken effect; -1: it has no run
     lost: bool = False  # its exchanges have failed since it was counted last
+    run: str = ""  # what no other run is called; empty: it has none
 
     def tell(self) -> dict[str, Any]:
         """This standing as a dictionary of plain values."""
@@ -50,9 +51,31 @@ class Roster:
 
     @property
     def source(self) -> int:
-        """The first rank whose run is the furthest: the others go on from its."""
-        progress = [member.standing.progress for member in self.members]
-        return progress.index(max(progress))
+        """The rank that the others go on from: the first whose run is the furthest.
+
+        Of several runs that are as far, as of ranks that have lost sight of each other,
+        the one that more ranks have.
+        """
+        standing = [member.standing for member in self.members]
+        most, runs = max(one.progress for one in standing), [s.run for s in standing]
+        furthest = [i for i, one in enumerate(standing) if one.progress == most]
+        return max(furthest, key=lambda i: (runs.count(runs[i]), -i))
+
+    @property
+    def late(self) -> list[bool]:
+        """Of each, whether it has yet to hear of what the source has."""
+        there = self.members[self.source].standing
+        return [
+            m.standing.progress < there.progress or m.standing.run != there.run
+            for m in self.members
+        ]
+
+    @property
+    def apart(self) -> list[str]:
+        """The names of those that have a run, which is not the source's."""
+        run = self.members[self.source].standing.run
+        told = [(m.name, m.standing) for m in self.members]
+        return [name for name, one in told if one.progress >= 0 and one.run != run]
 
     def differs(self, before: Roster) -> bool:
         """Whether these have to form a group anew, who were together `before`."""

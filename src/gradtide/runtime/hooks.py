@@ -246,6 +246,7 @@ class Hooks:
         if (hooks := self._meet()) is not None:
             hooks._before_forward()
             return
+        training.actions.members.begin()
         training.forwarded = True
         deferred = training.step.schedule.update == "forward"
         if deferred and not self._in_step:  # as a closure's forward is

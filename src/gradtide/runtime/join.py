@@ -11,7 +11,7 @@ that has joined is told where every rank tells that (`weights`).
 [Note: words] The word is a work item before what it announces, so the order on the wire
 is still that of the program; the program of a rank that has joined is the loop in
 `finish`. Who trains waits for the answer only to learn whose buffers to take, or if it
-is to raise.
+is to raise: then there is a word before every forward, too, which nobody shadows.
 
 [Note: members] Several replicas may train inside, as the two of a GAN. Each is a member
 and exchanges by an engine of its own. Words with their number travel by yet another
@@ -55,7 +55,7 @@ class Join:
         over_all: bool,
     ) -> None:
         Join.inside += 1
-        self._engine, self._throw = engine, throw
+        self._engine, self.throws = engine, throw
         self.counts = over_all  # the mean is over all ranks, also those that joined
         self._members = [Member(self, i, *own) for i, own in enumerate(members)]
         self.apart = len(members) > 1  # the engine is for words: [Note: members]
@@ -98,7 +98,7 @@ class Join:
         self._read()
         self._unread = self._say(event, number, member)
         soon = event in (Event.FORWARD, Event.PARAMETERS)
-        if soon or self._throw:
+        if soon or self.throws:
             self._read()
         return number
 
@@ -142,7 +142,7 @@ class Join:
                 f"ranks are about to exchange different things in join(): {events}; "
                 "all ranks that have batches have to do the same with them"
             )
-        if self._throw and self.uneven:
+        if self.throws and self.uneven:
             joined = [str(rank) for rank in range(len(rows)) if rank not in active]
             raise RuntimeError(
                 f"rank {', '.join(joined)} ran out of batches before the others, and "
@@ -194,6 +194,14 @@ class Member:
     def announce(self, event: Event, number: float = 0.0) -> float:
         """Say what this replica exchanges next, as `Join.announce`."""
         return self.join.announce(event, number, self._number)
+
+    def begin(self) -> None:
+        """A forward begins: RuntimeError, if a rank has joined and that is an error.
+
+        In a backward it would leave gradients that no rank has averaged.
+        """
+        if self.join.throws:
+            self.announce(Event.FORWARD)
 
     def end(self) -> None:
         """Say that a backward ends, see [Note: members]."""

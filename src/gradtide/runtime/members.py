@@ -38,6 +38,9 @@ class Members(Protocol):
     def announce(self, event: Event, number: float = 0.0) -> float:
         """Say what this replica exchanges next; returns the number to go by."""
 
+    def begin(self) -> None:
+        """A forward begins: an error, if some rank has run out and that is to be one."""
+
     def end(self) -> None:
         """Say that a backward ends."""
 
@@ -58,6 +61,8 @@ class Everybody:
 
     def announce(self, event: Event, number: float = 0.0) -> float:
         return number
+
+    def begin(self) -> None: ...
 
     def end(self) -> None: ...
 

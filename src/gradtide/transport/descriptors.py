@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import stat
+import struct
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +46,26 @@ def short_of(size: int) -> str:
         f"`ulimit -n {max(4096, 4 * soft)}`, or call sync.remove() where a replica has "
         "done its work"
     )
+
+
+def limit_reads(host: str, port: int, seconds: float) -> None:
+    """Have this process's reads from an address fail that take longer.
+
+    Where the system does not tell which files are open it does nothing.
+    """
+    if sys.platform == "win32" or not OPEN.exists():
+        return
+    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    for number in map(int, os.listdir(OPEN)):
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as found:
+                if found.family == socket.AF_UNIX:
+                    continue
+                there, to = found.getpeername()[:2]
+                if (there.removeprefix("::ffff:"), to) == (host, port):
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def left() -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -18,13 +20,14 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gradtide.core.torch_internals.distributed import TCPStore
+from gradtide.core.torch_internals.distributed import TCPStore, count_groups_anew
 from gradtide.core.transport import CommunicationError
 from gradtide.transport.addresses import chosen
+from gradtide.transport.descriptors import limit_reads
 from gradtide.transport.doors import refuses
 from gradtide.transport.fault import AGENT, GONE
 
-MEETING = timedelta(seconds=20)  # for ranks to come, and for a store to answer
+MEETING = 5.0, 20.0  # seconds for ranks to come, and for a store to answer: the bounds
 PATIENCE = 0.5  # seconds before a rank looks whether those live that have not come
 TURN = 0.001, 0.02  # seconds between two looks, at first and at most
 DECLINED = "declined"  # by a rank of the generation
@@ -67,17 +70,16 @@ def form(number: str, addresses: Sequence[str], rank: int, seconds: float) -> No
     Raises CommunicationError if a rank has ended, declines, or does not come.
     """
     end()
+    count_groups_anew()
+    patience = meeting_seconds(seconds)
     # The store is a rank's, whatever has started this process.
     os.environ.pop(AGENT, None)
     if rank and is_gone(addresses[0]):  # it would be called for as long as may be
         raise CommunicationError(f"rank {rank}: rank 0 {GONE}, before the others met")
     host, port = addresses[0].split()
     try:
-        store = TCPStore(
-            host, int(port), is_master=False, wait_for_workers=False, timeout=MEETING
-        )
-        generation = PrefixStore(f"generation {number}", store)
-        _gather(generation, addresses, rank)
+        generation = PrefixStore(f"generation {number}", _reach(addresses[0], patience))
+        _gather(generation, addresses, rank, patience)
         _unwrap()
         dist.init_process_group(
             "gloo",
@@ -108,7 +110,44 @@ def _unwrap() -> None:
     _hooks[:] = [sys.excepthook]
 
 
-def _gather(store: PrefixStore, addresses: Sequence[str], rank: int) -> None:
+def meeting_seconds(seconds: float) -> float:
+    """For how long ranks wait for each other whose group has such a timeout."""
+    least, most = MEETING
+    return max(least, min(seconds, most))
+
+
+def _reach(address: str, seconds: float) -> TCPStore:
+    """A connection to a rank's store, for whose answers nobody waits any longer.
+
+    A process that is stopped has its calls taken by the system, and answers none; torch
+    would wait for ever, for a store that is made, and for each thing that it is asked.
+    Raises CommunicationError where there is no answer.
+    """
+    host, port = address.split()
+    made: Future[TCPStore] = Future()
+
+    def call() -> None:
+        own = {"is_master": False, "wait_for_workers": False}
+        try:
+            late = timedelta(seconds=seconds)
+            made.set_result(TCPStore(host, int(port), **own, timeout=late))
+        except BaseException as error:  # raised where it is waited for
+            made.set_exception(error)
+
+    threading.Thread(target=call, name="gradtide calls", daemon=True).start()
+    try:
+        store = made.result(seconds)
+    except TimeoutError:
+        raise CommunicationError(
+            f"the rank at {host}, port {port} does not answer: it may be stopped"
+        ) from None
+    limit_reads(host, int(port), seconds)
+    return store
+
+
+def _gather(
+    store: PrefixStore, addresses: Sequence[str], rank: int, patience: float
+) -> None:
     """Wait until all have come; CommunicationError if one never will."""
     store.set(f"here/{rank}", "")
     awaited, begin = list(range(len(addresses))), time.monotonic()
@@ -128,10 +167,10 @@ def _gather(store: PrefixStore, addresses: Sequence[str], rank: int) -> None:
                     f"rank {rank}: rank {', '.join(gone)} {GONE}, before it came to "
                     "the new group"
                 )
-        if now - begin > MEETING.total_seconds():
+        if now - begin > patience:
             raise CommunicationError(
                 f"rank {rank}: rank {', '.join(map(str, awaited))} did not come to the "
-                f"new group in {MEETING.total_seconds():g} s"
+                f"new group in {patience:g} s"
             )
         time.sleep(pause)
         pause = min(2 * pause, longest)
@@ -141,11 +180,8 @@ def decline(number: str, address: str) -> None:
     """Have nobody wait for this rank in a generation, whose first store is given."""
     if is_gone(address):
         return
-    host, port = address.split()
     with suppress(RuntimeError, ValueError):
-        store = TCPStore(
-            host, int(port), is_master=False, wait_for_workers=False, timeout=MEETING
-        )
+        store = _reach(address, MEETING[0])
         PrefixStore(f"generation {number}", store).set(DECLINED, "")
 
 

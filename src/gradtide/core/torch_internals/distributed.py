@@ -33,6 +33,15 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def count_groups_anew() -> None:
+    """Have the next default group be called as in a process that has had none.
+
+    Its name is the prefix of what its ranks tell each other, and has a number that torch
+    sets back where a group is given up, but not where none came to be.
+    """
+    dist.distributed_c10d._world.group_count = 0
+
+
 def timeout_of(pg: dist.ProcessGroup, device: torch.device) -> timedelta:
     """A group's, for what is on a device."""
     found: timedelta = pg._get_backend(device).options._timeout
