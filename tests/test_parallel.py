@@ -845,3 +845,27 @@ def test_what_stands_in_the_wrong_place_is_named(
 def test_a_scheme_that_is_no_text_is_named() -> None:
     with pytest.raises(ValueError, match="the scheme is a NoneType"):
         gradtide.scheme.as_scheme(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", ["dear", "topka2a(0.5, schedule='dear')"])
+def test_one_optimizer_steps_two_wrapped_modules(scheme: str) -> None:
+    """What one of them does to its part of the state is no edit for the other."""
+
+    def run(scheme: str) -> list[float]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(6, 5).double(), nn.Linear(5, 3).double()
+        wrapped = [DistributedDataParallel(m, scheme=scheme) for m in (first, second)]
+        params = [p for m in wrapped for p in m.parameters()]
+        optimizer = torch.optim.AdamW(params, lr=0.05)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(6):
+            x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+            wrapped[1](wrapped[0](x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.sum().item() for p in params]
+
+    found = run_ranks(2, run, scheme)
+    assert found[0] == found[1]
+    if scheme == "dear":
+        assert found[0] == pytest.approx(run_ranks(2, run, "wfbp")[0], rel=1e-12)

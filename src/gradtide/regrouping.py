@@ -360,17 +360,16 @@ class Regrouping:
         """
         if self._membership.name not in apart:
             LOG.warning(
-                "%s trained apart from this run, and %s from it now: what was done there"
-                " counts no more",
+                "%s trained apart from this run: what was done there counts no more, "
+                "and all go on from here",
                 ", ".join(apart),
-                "goes on" if len(apart) == 1 else "go on",
             )
             return own
         LOG.warning(
-            "this rank has trained apart from the others, which had lost sight of it or "
-            "it of them, and goes on from their run now: its own, of %d steps, counts no "
-            "more. Let the lighthouse count no fewer than more than half of all ranks "
-            "(min_replicas)",
+            "this rank has trained apart from the others, as they had lost sight of "
+            "each other, and goes on from their run: its own, of %d steps, counts no "
+            "more. A lighthouse that counts more than half of all ranks, or none "
+            "(min_replicas), rules that out",
             own.numbers[0],
         )
         return Remains(compiled=own.compiled)

@@ -424,12 +424,11 @@ class Session:
         self._shared_buffers.arrive()
 
     def refuse_moment(self, call: str) -> None:
-        """Raise RuntimeError unless all that was exchanged has been made use of."""
+        """Raise RuntimeError unless all that was exchanged was used or dropped."""
         if (moment := moment_of(self)) is not None:
-            raise RuntimeError(
-                f"{call}() {moment}: call it after optimizer.step(), before the next "
-                "backward"
-            )
+            remedy = "call it after optimizer.step(), before the next backward"
+            raise RuntimeError(f"{call}() {moment}: {remedy}")
+        self.training.gather()
 
     def apply_pending(self, end_round: bool = True) -> None:
         """Apply what is deferred, and decide what waits to be decided."""
@@ -444,10 +443,10 @@ class Session:
     def state_dict(self, world_size: int | None, shards: int | None) -> StateDict:
         """As `Replica.state_dict`."""
         self.flush()
-        if self.training.step.held:
+        if self.training.wanted:
             raise RuntimeError(
                 "state_dict() between backward and step, while means are on their way: "
-                "call it after optimizer.step()"
+                "call it after step() or zero_grad(), or gather_gradients() before it"
             )
         self.training.note_skipped()
         how = self.training, lambda: self.scheme, self._choosing()

@@ -68,7 +68,10 @@ class GradtideStrategy(DDPStrategy):  # type: ignore[misc]
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """Write rank 0's checkpoint, and every rank's own state beside it."""
-        state = self._state if self.replica is None else self.replica.state_dict()
+        state = self._state
+        if self.replica is not None:
+            self.replica.gather_gradients()  # of a backward without a step
+            state = self.replica.state_dict()
         if state is not None and "optimizer_states" in checkpoint:
             states.save(state, self.global_rank, _beside(filepath))
             checkpoint = {**checkpoint, _STEPS: [state["step"]]}
@@ -100,6 +103,7 @@ class GradtideStrategy(DDPStrategy):  # type: ignore[misc]
         replica, self.replica = self.replica, None
         if replica is not None and not self._failed:
             replica.end_round()
+            replica.gather_gradients()
             self._state = replica.state_dict()
             replica.remove()
         super().teardown()

@@ -59,10 +59,12 @@ def load(replica: Replica, folder: str, step: int | None = None) -> None:
 
 
 def save_all(replicas: Sequence[Replica], folder: str) -> list[int]:
-    """Write this rank's states, where one checkpoint is of several models. Local.
+    """Write this rank's states, where one checkpoint is of several models.
 
-    Returns the steps that each replica has taken.
+    This is a collective call. Returns the steps that each replica has taken.
     """
+    for replica in replicas:
+        replica.gather_gradients()  # of a backward without a step
     found = [replica.state_dict() for replica in replicas]
     for replica, state, own in zip(replicas, found, _numbered(folder), strict=False):
         save(state, replica.engine.transport.group.rank, own)

@@ -278,8 +278,8 @@ class Network:
 
     def on(self, processor: Preset) -> Network:
         """What if: ranks with such processors."""
-        slower = {"interference": processor.slowed, "starved": processor.starved}
-        return replace(self, device=processor.device, **slower)
+        there = replace(self, device=processor.device, starved=processor.starved)
+        return replace(there, interference=processor.slowed)
 
     def save(self, path: Path) -> None:
         """Write JSON."""

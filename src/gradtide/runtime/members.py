@@ -39,7 +39,7 @@ class Members(Protocol):
         """Say what this replica exchanges next; returns the number to go by."""
 
     def begin(self) -> None:
-        """A forward begins: an error, if some rank has run out and that is to be one."""
+        """A forward begins: an error if some rank has run out and that is to be one."""
 
     def end(self) -> None:
         """Say that a backward ends."""

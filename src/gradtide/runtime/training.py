@@ -19,6 +19,7 @@ from gradtide.core.step import Event, Stage
 from gradtide.core.torch_internals.autograd import after_backward, in_backward
 from gradtide.runtime.actions import Actions, Setup
 from gradtide.runtime.checkpoint import RunState
+from gradtide.runtime.deferred.due import watch
 from gradtide.runtime.deferred.grads import DeferredGrad
 from gradtide.runtime.deferred.unexchanged import UNSEEN, Unexchanged
 from gradtide.runtime.layout.placement import Placement
@@ -277,6 +278,7 @@ class Training:
         self._deferred = self.step.step()
         self.turns.begin_step(alone=self._deferred)
         if self._deferred:
+            watch(self)
             self.step.apply(self.updates.expect())
         self._stepping, self._untaken = True, False
 
@@ -454,10 +456,13 @@ class Training:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Deliver now what is held until step()."""
+        """Deliver now what is held until step(); gradients that were dropped stay so."""
+        dropped = self.step.held and not self.wanted
         with self.turns:
             self.step.gather()
             self.updates.withdraw()
+        if dropped:
+            self.drop_gradients()
 
     def moment(self) -> str | None:
         """Where a step stands; None between a step and the next backward."""
@@ -466,9 +471,14 @@ class Training:
         if self.actions.members.inside:
             return "inside join()"
         left = any(p.grad is not None for p in self.placement.places)
-        if self.step.held or (self.step.fresh and left):
+        if self.wanted or (not self.step.held and self.step.fresh and left):
             return "between backward and step()"
         return None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether means wait for step(): the program has not dropped the gradients."""
+        return self.step.held and _accumulating(self.placement.places)
 
 
 def _accumulating(params: Iterable[nn.Parameter]) -> bool:

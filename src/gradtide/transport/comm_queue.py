@@ -248,6 +248,14 @@ class CommQueue:
             self._after.put(None)
         return all(ended) and self._after.ended(seconds)
 
+    def fail_forked(self) -> None:
+        """Have what is submitted fail, in a process that was forked from this one."""
+        self._asking = threading.Lock()  # whoever had it is not here
+        self.error = CommunicationError(
+            "this process was forked from one of the ranks, and can exchange nothing: "
+            "train in the process that called replicate(), or start others by 'spawn'"
+        )
+
     def _late(self) -> float:
         """Somebody waits for long. Raises what ended the queue, or ends it now."""
         with self._asking:
@@ -319,6 +327,16 @@ class CommQueue:
 
 # Those of this process, by their names.
 QUEUES: WeakValueDictionary[str, CommQueue] = WeakValueDictionary()
+
+
+def _orphan() -> None:
+    """In a process that was forked: its queues have no threads, and fail."""
+    for queue in list(QUEUES.values()):
+        queue.fail_forked()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_orphan)
 
 
 def anew(error: BaseException) -> BaseException:

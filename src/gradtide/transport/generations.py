@@ -78,7 +78,7 @@ def form(number: str, addresses: Sequence[str], rank: int, seconds: float) -> No
         raise CommunicationError(f"rank {rank}: rank 0 {GONE}, before the others met")
     host, port = addresses[0].split()
     try:
-        generation = PrefixStore(f"generation {number}", _reach(addresses[0], patience))
+        generation = PrefixStore(f"generation {number}", reach(addresses[0], patience))
         _gather(generation, addresses, rank, patience)
         _unwrap()
         dist.init_process_group(
@@ -116,7 +116,7 @@ def meeting_seconds(seconds: float) -> float:
     return max(least, min(seconds, most))
 
 
-def _reach(address: str, seconds: float) -> TCPStore:
+def reach(address: str, seconds: float) -> TCPStore:
     """A connection to a rank's store, for whose answers nobody waits any longer.
 
     A process that is stopped has its calls taken by the system, and answers none; torch
@@ -181,7 +181,7 @@ def decline(number: str, address: str) -> None:
     if is_gone(address):
         return
     with suppress(RuntimeError, ValueError):
-        store = _reach(address, MEETING[0])
+        store = reach(address, MEETING[0])
         PrefixStore(f"generation {number}", store).set(DECLINED, "")
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gradtide.core.torch_internals.distributed import TCPStore
 from gradtide.core.transport import CommunicationError
-from gradtide.transport.generations import MEETING, is_gone
+from gradtide.transport.generations import MEETING, is_gone, reach
 
 LOOKS = 10  # in a grace
 SHORTEST, LONGEST = 0.02, 5.0  # seconds between two looks
@@ -136,14 +135,8 @@ class StoreGrace:
         if now.store is None:
             if is_gone(now.address):  # before torch says so at length
                 raise OSError(now.address)
-            host, port = now.address.split()
-            store = TCPStore(
-                host,
-                int(port),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=MEETING,  # a look-up of a name may take seconds at first
-            )
+            # A look-up of a name may take seconds at first.
+            store = reach(now.address, max(MEETING))
             now.store = PrefixStore(f"grace {now.name}", store)
         return now.store
 

@@ -36,8 +36,8 @@ def default_store() -> Store:
 def count_groups_anew() -> None:
     """Have the next default group be called as in a process that has had none.
 
-    Its name is the prefix of what its ranks tell each other, and has a number that torch
-    sets back where a group is given up, but not where none came to be.
+    Its name is the prefix of what its ranks tell each other, and has a number that
+    torch sets back where a group is given up, but not where none came to be.
     """
     dist.distributed_c10d._world.group_count = 0
 

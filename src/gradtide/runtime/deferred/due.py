@@ -13,14 +13,22 @@ Python's, from `begin_due` to `end_due`.
 past that class: a `p.data` that was kept, a flat view of all parameters, another
 parameter. Torch counts who shares a storage, and where that is anybody who is not known
 here, the update is not deferred.
+
+[Note: forks] A process that is forked has the memory of this one and none of its
+threads: what is due there never comes. So updates are applied before a fork. What it
+asks of other ranks itself fails (`transport.comm_queue`).
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -182,3 +190,34 @@ def _span(p: Tensor) -> int:
 def _shared(p: Tensor) -> bool:
     """Whether other processes can read the memory."""
     return p.device.type == "cpu" and p.untyped_storage().is_shared()
+
+
+# - Forks ---------------------------------------------------------------------------
+
+
+class Flushed(Protocol):
+    """What has updates that may be due."""
+
+    def flush(self) -> None:
+        """Apply all that is due."""
+
+
+_forked = WeakSet[Flushed]()
+
+
+def watch(training: Flushed) -> None:
+    """Have its updates applied before this process forks: see [Note: forks]."""
+    _forked.add(training)
+    _register()
+
+
+@cache
+def _register() -> None:
+    if hasattr(os, "register_at_fork"):  # Windows has no forks
+        os.register_at_fork(before=_flush)
+
+
+def _flush() -> None:
+    for training in list(_forked):
+        with suppress(Exception):  # whoever waits for it next is told
+            training.flush()

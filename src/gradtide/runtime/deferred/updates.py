@@ -209,7 +209,7 @@ class Updates:
         """step() is over: gradients can be read again, or zeroed."""
         self._undefer()
         if self._step is not None and not self._dividing:  # owners go on with theirs
-            self._step.mark()
+            self._step.mark(self._placement.places)
         for bucket, grads in self._deferred_grads.items():
             due = bucket.stage is Stage.DUE
             for deferred in grads:

@@ -9,7 +9,7 @@ Knows optimizers; nothing of buckets, modules, or of when anything happens.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol, runtime_checkable
@@ -82,6 +82,7 @@ class DeferredStep:
         self._held = {name: _each(value, DeferredStep) for name, value in held}
         own = (vars(one).get("state") for one in (optimizer, *holds(optimizer)))
         self._states = [state for state in own if isinstance(state, dict)]
+        self._marked: Collection[Tensor] = ()
         self._marks: list[int] | None = None
         # Tensors are cloned: schedulers change them in place.
         self._groups: list[dict[str, Any]] = [
@@ -94,8 +95,12 @@ class DeferredStep:
             for p in group["params"]:
                 self._groups_of.setdefault(id(p), []).append(i)
 
-    def mark(self) -> None:
-        """From now on the state is to stay as it is, until some of this is applied."""
+    def mark(self, params: Collection[Tensor]) -> None:
+        """The state of some parameters is to stay as it is, until this is applied.
+
+        That of others of the optimizer's may be another replica's business.
+        """
+        self._marked = params
         self._marks = self._versions()
 
     def _versions(self) -> list[int]:
@@ -104,8 +109,8 @@ class DeferredStep:
             return [
                 value._version
                 for state in self._states
-                for own in state.values()
-                if own.__class__ is dict
+                for p in self._marked
+                if (own := state.get(p)).__class__ is dict
                 for value in own.values()
                 if value.__class__ is Tensor
             ]
