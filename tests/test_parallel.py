@@ -869,3 +869,28 @@ def test_one_optimizer_steps_two_wrapped_modules(scheme: str) -> None:
     assert found[0] == found[1]
     if scheme == "dear":
         assert found[0] == pytest.approx(run_ranks(2, run, "wfbp")[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("late", ["found", "attached"])
+@pytest.mark.parametrize("scheme", ["wfbp", "dear", "topk(0.5, schedule='local')"])
+def test_what_is_frozen_when_the_optimizer_is_found_may_thaw(
+    scheme: str, late: str
+) -> None:
+    def run(kind: Any) -> list[float]:
+        model = network().double()
+        wrapped = kind(model)
+        optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.01)
+        for step in range(6):
+            model[0].requires_grad_(step >= 3)
+            if late == "attached" and step == 1 and hasattr(wrapped, "attach"):
+                wrapped.attach(optimizer)
+            wrapped(batch(step).double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.sum().item() for p in model.parameters()]
+
+    found = run_ranks(2, run, partial(DistributedDataParallel, scheme=scheme))
+    assert found[0] == found[1]
+    if "local" not in scheme:
+        theirs = run_ranks(2, run, partial(Torchs, find_unused_parameters=True))
+        assert found[0] == pytest.approx(theirs[0], rel=1e-12)

@@ -39,7 +39,7 @@ from gradtide.runtime.guards.validation import (
 )
 from gradtide.runtime.hooks import Hooks
 from gradtide.runtime.layout.broadcast import synchronize
-from gradtide.runtime.layout.parameters import averaged
+from gradtide.runtime.layout.parameters import averaged, thawed
 from gradtide.runtime.notices import Heard, Notices
 from gradtide.runtime.optimizer.deferred_step import holds
 from gradtide.runtime.optimizer.finder import Finder
@@ -328,7 +328,8 @@ class Session:
         """Go on with another optimizer, or none yet, when nothing is on its way."""
         before = self.training
         self.detach()
-        self._begin_anew(before, optimizer)
+        with thawed(before.placement.places):  # some may be frozen for now
+            self._begin_anew(before, optimizer)
 
     def _begin_anew(self, before: Training, optimizer: Optimizer | None) -> None:
         self._unknown = optimizer is None

@@ -6,7 +6,8 @@ DistributedDataParallel leaves alone what a module names in the attribute
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -17,6 +18,19 @@ def shared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that are the same on all ranks, by name."""
     ignored = _ignored(model)
     return ((n, p) for n, p in model.named_parameters() if n not in ignored)
+
+
+@contextmanager
+def thawed(params: Iterable[Tensor]) -> Iterator[None]:
+    """Parameters require gradients inside, also those that are frozen."""
+    frozen = [p for p in params if not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
 
 
 def averaged(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
