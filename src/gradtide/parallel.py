@@ -96,7 +96,7 @@ class DistributedDataParallel(Torchs):
             step without it.
         check_reduction: Ignored, as by DDP.
         gradient_as_bucket_view: Ignored: gradients are views of buckets anyway.
-        static_graph: Ignored: nothing depends on it.
+        static_graph: Ignored; for reentrant checkpoints there is "sequential".
         delay_all_reduce_named_params: Ignored: these are averaged with the others.
         param_to_hook_all_reduce: Ignored, as above.
         mixed_precision: Refused if not None: use torch.autocast.

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,56 @@ while True:
     place = Place(4, rate="100mbit")
     Planning.asked(None, place, schemes="dear", json=again).of(step)
     assert again.read_text() == plan.read_text()
+
+
+@pytest.mark.waits
+def test_an_optimizer_that_steps_more_rarely_is_waited_for(tmp_path: Path) -> None:
+    """As a GAN's generator, after some steps of its critic."""
+    script = """
+model = nn.Sequential(net(64, 64), net(64, 512, 8))
+small = torch.optim.SGD(model[0].parameters(), 0.1)
+large = torch.optim.AdamW(model[1].parameters())
+frozen = torch.optim.SGD([torch.ones(3)], 0.1)  # never steps
+train(model, small, small, small, large)
+"""
+    found, told = recorded(tmp_path, script)
+    assert (told.optimizer, told.others) == ("AdamW", ("SGD",))
+    assert found.numel == 64 * 65 + 65 * 512 + 513 * 8
+
+
+@pytest.mark.waits
+def test_sparse_gradients_are_refused_as_where_one_trains(tmp_path: Path) -> None:
+    script = """
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(9, 64, sparse=True), nn.Linear(64, 8)
+    def forward(self, x):
+        return self.head(self.bag(x.abs().long() % 9))
+model = Bag()
+train(model, torch.optim.SparseAdam(model.bag.parameters()),
+      torch.optim.Adam(model.head.parameters()))
+"""
+    with pytest.raises(NotRecorded, match="bag has sparse gradients, which gradtide"):
+        recorded(tmp_path, script)
+
+
+@pytest.mark.waits
+def test_a_closure_that_is_called_again_is_told_of(tmp_path: Path) -> None:
+    script = """
+model = net(64, 8)
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=4)
+def closure():
+    optimizer.zero_grad()
+    loss = (model(torch.randn(4, 64)) - 1).square().mean()
+    loss.backward()
+    return loss
+while True:
+    optimizer.step(closure)
+"""
+    _, told = recorded(tmp_path, script)
+    assert told.closes
+    assert told.passes > 1
 
 
 @pytest.mark.waits
@@ -469,6 +520,9 @@ def test_the_answer_begins_with_whether_it_pays() -> None:
     assert "1000 ms that no recipe shortens" in said
     assert "SGD steps, too" in said
     assert "4 backward passes" in said
+    closed = replace(busy, closes=True)
+    said = answer(slow, trace, network, closed, ["train.py"])
+    assert "calls its closure 4 times" in said
 
 
 def test_ranks_wait_for_each_other_for_less_than_a_program_may_run() -> None:

@@ -38,6 +38,7 @@ class Told:
     ranks: int
     passes: int  # backward passes of a step
     between: float
+    closes: bool = False  # the passes are those of its closure
 
 
 class Notes:

@@ -40,8 +40,11 @@ from gradtide.advise.subject import Called, numel, outermost, whole, wrappers
 from gradtide.core.torch_internals import disable_dynamo
 from gradtide.planner.trace import StepTrace
 from gradtide.planner.watch import Watch
+from gradtide.runtime.guards.validation import refuse_sparse
+from gradtide.runtime.optimizer.deferred_step import closes, holds
 
 PLAIN = "wfbp"
+SOON = 20  # steps of all optimizers, by when each has made one
 PATIENCE = 10.0  # seconds that a rank waits for the others' last steps
 FAILED = 70  # the exit code where this failed, and not the program
 
@@ -57,8 +60,9 @@ def begin(folder: str, module: nn.Module) -> None:
 class Recorder:
     """Looks on until an optimizer steps again, watches the next steps, and leaves.
 
-    By then all optimizers and modules of a round have been seen. The optimizer that
-    steps most parameters is chosen.
+    By then all optimizers and modules of a round have been seen, unless one that is
+    there steps more rarely: it is waited for, for some steps. The optimizer that steps
+    most parameters is chosen.
     """
 
     def __init__(self, notes: Notes) -> None:
@@ -79,9 +83,11 @@ class Recorder:
         if self._called.add(module) == 1:
             self._notes.note("forward", type(module).__name__)
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._outer is None or self._outer() is None:
             self._outer = weakref.ref(optimizer)
+            if self._watched is not None:
+                self._watched.closes |= closes(args, kwargs)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         """Of a step inside another's step nothing is made."""
@@ -101,10 +107,25 @@ class Recorder:
         if self._watched is not None:
             self._watched.stepped_by(optimizer)
         elif any(known() is optimizer for known in self._stepped):
+            if self._steps < SOON and self._others_are_to_come():
+                return
             self._forwards.remove()
             self._watched = _Watched(self._notes, self._called, self._optimizers())
         else:
             self._stepped.append(weakref.ref(optimizer))
+
+    def _others_are_to_come(self) -> bool:
+        """Whether an optimizer is there that has yet to step, as a GAN's second one."""
+        known = self._optimizers()
+        inside = {id(held) for one in known for held in holds(one)}
+        return any(
+            isinstance(found, Optimizer)
+            and id(found) not in inside
+            and not any(found is one for one in known)
+            and any(p.requires_grad for g in found.param_groups for p in g["params"])
+            for found in gc.get_objects()
+            if issubclass(type(found), Optimizer)
+        )
 
     def _optimizers(self) -> list[Optimizer]:
         found = [known() for known in self._stepped]
@@ -131,7 +152,10 @@ class _Watched:
         torchs = [w for w in wrappers(called) if not hasattr(w, "replica")]
         self._wrapped, self._ends = bool(torchs), list[float]()
         exchange_nothing(torchs)
+        self.closes = False  # its step is given what computes gradients
         model = whole(self._tops, self._optimizer)
+        for name, module in model.named_modules():
+            refuse_sparse(name or _name(model), module)
         effort = self._wanted.steps, self._wanted.warmup
         self._watch = Watch(model, self._optimizer, *effort, self._tops)
 
@@ -171,6 +195,7 @@ class _Watched:
             wrapped=self._wrapped,
             ranks=ranks,
             passes=round(median(self._watch.passes())),
+            closes=self.closes,
             between=max(seconds - trace.compute, 0.0),
         )
 

@@ -92,7 +92,12 @@ def _from(
             f"{', '.join(told.others)} steps, too; {told.optimizer} steps most "
             "parameters, and the plan is for its step."
         )
-    if told.passes > 1:
+    if told.passes > 1 and told.closes:
+        yield (
+            f"A step calls its closure {told.passes} times, and each time gradients are"
+            " exchanged: the plan counts one of these exchanges."
+        )
+    elif told.passes > 1:
         yield (
             f"A step has {told.passes} backward passes, of which the last one's "
             "gradients are exchanged."

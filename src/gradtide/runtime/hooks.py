@@ -405,8 +405,8 @@ def _take_again(bucket: GradientBucket, slot: Slot) -> None:
     if bucket.stage is Stage.SENT:
         raise RuntimeError(
             f"{slot.name} got a second gradient in one backward pass after its "
-            "bucket had left: use checkpoint(..., use_reentrant=False), or a "
-            "scheme with schedule=SEQUENTIAL"
+            "bucket had left: use checkpoint(..., use_reentrant=False), or the scheme "
+            "'sequential', which sends all of them at the end of a backward"
         )
     if slot.copied:
         bucket.copy_in_one(slot)

@@ -456,7 +456,7 @@ class Training:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Deliver now what is held until step(), but for gradients that were dropped."""
+        """Deliver now what is held until step(), but for dropped gradients."""
         dropped = self.step.held and not self.wanted
         with self.turns:
             self.step.gather()

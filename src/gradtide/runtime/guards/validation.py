@@ -68,11 +68,7 @@ def validate(
                     "which exchanges gradients itself: pass the "
                     "plain module, or one that fully_shard() has sharded"
                 )
-        if getattr(module, "sparse", False) is True:
-            raise ValueError(
-                f"{name} has sparse gradients, which gradtide does not average: build "
-                "the embedding with sparse=False"
-            )
+        refuse_sparse(name or "the model", module)
     trainable = averaged(model)
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient")
@@ -449,3 +445,12 @@ def describe_optimizer(optimizer: Optimizer | None) -> Signature:
     """A rank's signature of its optimizer: its class, or that there is none."""
     kind = "none" if optimizer is None else type(optimizer).__name__
     return {"the optimizer": kind}
+
+
+def refuse_sparse(name: str, module: nn.Module) -> None:
+    """Raise ValueError for an embedding whose gradients are sparse tensors."""
+    if getattr(module, "sparse", False) is True:
+        raise ValueError(
+            f"{name} has sparse gradients, which gradtide does not average: build "
+            "the embedding with sparse=False"
+        )
