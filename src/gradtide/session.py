@@ -444,11 +444,7 @@ class Session:
     def state_dict(self, world_size: int | None, shards: int | None) -> StateDict:
         """As `Replica.state_dict`."""
         self.flush()
-        if self.training.wanted:
-            raise RuntimeError(
-                "state_dict() between backward and step, while means are on their way: "
-                "call it after step() or zero_grad(), or gather_gradients() before it"
-            )
+        saving.refuse_held(self.training)
         self.training.note_skipped()
         how = self.training, lambda: self.scheme, self._choosing()
         return saving.save(*how, world_size, shards)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from gradtide.core.payload import traits
 from gradtide.runtime import checkpoint
 from gradtide.runtime.checkpoint import RunState, Saved, StateDict
 from gradtide.runtime.guards.validation import Signature, check_ranks_agree
@@ -61,6 +62,21 @@ class Run:
     def load(self, found: RunState) -> None:
         checkpoint.load(self._placement, self._scheme(), found)
         self._training.resume(found)
+
+
+def refuse_held(training: Training) -> None:
+    """RuntimeError where means are on their way that a save would be without.
+
+    Of an exact scheme nothing is saved that they change, once they were dropped.
+    """
+    if not training.step.held:
+        return
+    own = any(traits(b.collective).residual for b in training.placement.buckets)
+    if own or training.wanted:
+        raise RuntimeError(
+            "state_dict() after a backward whose means are on their way: call it after "
+            "optimizer.step(), or gather_gradients() before it, on every rank"
+        )
 
 
 def save(

@@ -470,8 +470,8 @@ class Training:
             return "during a backward pass"
         if self.actions.members.inside:
             return "inside join()"
-        left = any(p.grad is not None for p in self.placement.places)
-        if self.wanted or (not self.step.held and self.step.fresh and left):
+        fresh = self.step.held or self.step.fresh
+        if fresh and _accumulating(self.placement.places):
             return "between backward and step()"
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -392,3 +393,92 @@ def test_nobody_waits_where_one_rank_alone_makes_such_a_step(buffers: bool) -> N
     for rank, (step, count, text) in enumerate(run_ranks(2, end, limit=TIMEOUT)):
         assert (step, count) == (3, rank == 0)
         assert "All ranks have to make the same calls" in text
+
+
+DROPPED = ["dear", "dear(wire='e3m0')", "topka2a(0.5, schedule='dear')"]
+
+
+@pytest.mark.parametrize("call", ["state_dict", "adopt", "refresh", "attach"])
+@pytest.mark.parametrize("scheme", DROPPED)
+def test_gradients_that_were_dropped_hold_nothing_up(scheme: str, call: str) -> None:
+    """As those that a GAN's generator leaves in its critic."""
+
+    def run(scheme: str) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        sync = gradtide.replicate(model, optimizer, scheme)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        calls = {
+            "state_dict": sync.state_dict,
+            "adopt": lambda: sync.adopt(scheme),
+            "refresh": sync.refresh,
+            "attach": lambda: sync.attach(optimizer),
+        }
+
+        def backward() -> None:
+            x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+            model(x).square().mean().backward()
+
+        for step in range(6):
+            backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            backward()
+            held = "between backward and step|after a backward whose means"
+            with pytest.raises(RuntimeError, match=held):
+                calls[call]()
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+            if call == "state_dict" and scheme != "dear":  # a residual is to be saved
+                with pytest.raises(RuntimeError, match=held):
+                    calls[call]()
+                sync.gather_gradients()
+                assert all(p.grad is None for p in model.parameters())
+            calls[call]()
+        sync.flush()
+        return [p.sum().item() for p in model.parameters()]
+
+    found = run_ranks(2, run, scheme)
+    assert found[0] == found[1]
+    if scheme == "dear" and call != "state_dict":
+        assert found[0] == pytest.approx(run_ranks(2, run, "wfbp")[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("scheme", DROPPED)
+def test_what_is_saved_then_is_what_a_run_goes_on_from(scheme: str) -> None:
+    def run(scheme: str) -> bool:
+        def begin() -> tuple[nn.Module, torch.optim.Optimizer, gradtide.Replica]:
+            torch.manual_seed(0)
+            model = nn.Linear(6, 8)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            return model, optimizer, gradtide.replicate(model, optimizer, scheme)
+
+        def train(
+            model: nn.Module, optimizer: torch.optim.Optimizer, seed: int
+        ) -> None:
+            generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+            for _ in range(3):
+                model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        model, optimizer, sync = begin()
+        train(model, optimizer, 1)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.zero_grad()
+        if scheme != "dear":
+            sync.gather_gradients()
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        state = copy.deepcopy(sync.state_dict())
+        train(model, optimizer, 2)
+        sync.flush()
+        sync.remove()
+        other, optimizer, again = begin()
+        other.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        again.load_state_dict(state)
+        train(other, optimizer, 2)
+        again.flush()
+        return torch.equal(model.weight, other.weight)
+
+    assert run_ranks(2, run, scheme) == [True, True]
