@@ -46,17 +46,17 @@ demo: $(READY) ## race schemes to a loss on four emulated hosts at 50 Mb/s (minu
 	@echo "  $(DEMO_OUT)/table.txt    the table above"
 	@echo "  $(DEMO_OUT)/record.json  all numbers, with versions, machine and commit"
 
-test: $(READY) ## run the tests, without those that are slow
+test: $(READY) ## run the tests, without slow ones and most cases of products
 	@set -e; \
 	few() { "$$@" || test $$? -eq 5; }; \
 	marked() { grep -rl --include='test_*.py' "mark\.$$1" tests; }; \
 	few $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	    -m 'not alone and not waits $(LEFT_OUT)' $(ARGS); \
-	few $(BIN)/python -m pytest -n 4 --dist worksteal -m 'waits $(LEFT_OUT)' \
+	few $(BIN)/python -m pytest -n 6 --dist worksteal -m 'waits $(LEFT_OUT)' \
 	    $$(marked waits) $(ARGS); \
 	few $(BIN)/python -m pytest -m 'alone $(LEFT_OUT)' $$(marked alone) $(ARGS)
 
-test-all: ## run all tests, as .ci/run does: also other programs, frameworks, inductor
+test-all: ## run all tests, as .ci/run does: also slow ones, and all cases of products
 	@$(MAKE) --no-print-directory test LEFT_OUT=
 
 versions: $(READY) ## the main tests with other versions of torch and Python

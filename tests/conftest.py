@@ -6,6 +6,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 gc.disable()  # until all is imported: the heap would be looked through again and again
 
+EACH = 3  # one in so many cases of a `product` runs where slow tests are left out
 Product = Callable[..., list[tuple[Any, ...]]]
 Run = Callable[..., Any]
 
@@ -72,12 +74,41 @@ def _name(value: Any) -> str:
     return getattr(value, "__name__", str(value)).strip("_")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` may be told that what they run never ran on one."""
+@pytest.hookimpl(trylast=True)  # what -k and -m leave out is no case here
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Tests marked `gpu` may be told that what they run never ran on one.
+
+    Where slow ones are left out, so are most cases of those that are marked `product`.
+    """
     told = "ignore:.* has run for minutes:UserWarning"
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings(told))
+    if "not slow" in config.option.markexpr:
+        chosen = some_cases(items)
+        left_out = set(items) - set(chosen)
+        config.hook.pytest_deselected(items=[i for i in items if i in left_out])
+        items[:] = chosen
+
+
+def some_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Without most cases of products: the first stays, and few of the others.
+
+    A checksum of the name chooses one in `each`: it is in step with no axis of the
+    parameters, and all workers find the same.
+    """
+    begun: set[str] = set()
+    chosen = []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        mark = item.get_closest_marker("product")
+        each = mark.kwargs.get("each", EACH) if mark else 1
+        if function not in begun or zlib.crc32(item.nodeid.encode()) % each == 0:
+            chosen.append(item)
+        begun.add(function)
+    return chosen
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -85,6 +85,7 @@ def everybodys(value: Any) -> list[Any]:
     return values
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_dense_runs_do_not_change_by_a_bit(size: int) -> None:
     run_ranks(size, _dense_product)
@@ -132,6 +133,7 @@ class Part(nn.Module):
         return (self.weight * slope).sum()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_what_was_left_behind_is_kept_and_then_delivered(size: int) -> None:
     run_ranks(size, _conserved)
@@ -365,6 +367,7 @@ def _kept_gradients() -> None:
     sync.remove()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_wrong_moments_are_refused(schedule: str) -> None:
     run_ranks(2, _moments, schedule)
@@ -410,6 +413,7 @@ LOCALS = {
 }
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("kind", LOCALS)
 @pytest.mark.parametrize("before", ["wfbp", "dear", "TopK(1.0)"])
 def test_steps_begin_where_gradients_leave_nothing(kind: str, before: str) -> None:

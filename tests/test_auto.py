@@ -85,6 +85,7 @@ def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("size", "chosen"),
     [
@@ -134,6 +135,7 @@ def raising(rank: int, name: str) -> Callable[..., Any]:
     return work
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("rank", "name"), [(1, "measure"), (0, "measure"), (0, "plan"), (2, "Seen")]
 )
@@ -284,6 +286,7 @@ def drop(sync: gradtide.Replica) -> None:
     next(sync.model.parameters()).grad = None
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("between", "words"),
     [
@@ -525,6 +528,7 @@ def test_what_is_wrong_with_it_is_said(text: str, words: str) -> None:
 # - Later on ---------------------------------------------------------------------------
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize(
     ("first", "then"),
     [

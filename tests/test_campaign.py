@@ -36,6 +36,7 @@ def program() -> Iterator[Any]:
         yield found
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize("row", SHORT)
 def test_a_trial_of_each_kind_ends_as_it_has_to(row: str, program: Any) -> None:
@@ -144,6 +145,7 @@ def test_no_fault_comes_before_all_ranks_have_met(program: Any, tmp_path: Any) -
     assert struck == [True]
 
 
+@pytest.mark.slow
 def test_a_process_knows_for_how_long_it_has_been_there(program: Any) -> None:
     words = "import campaign_rank as c, time; time.sleep(1); print(c.age())"
     folder, begin = program.HERE.parent, time.monotonic()
@@ -172,6 +174,7 @@ def test_shared_memory_of_other_programs_is_not_left_behind(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_soak_in_short(program: Any) -> None:
     found = program.soaks.soak("topka2a(0.1, schedule='local')", 120, 0, 60.0)

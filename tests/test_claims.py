@@ -50,6 +50,7 @@ def claim_of(program: Any, record: str) -> Any:
     return found
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("record", RUN)
 def test_a_claim_holds_now(program: Any, record: str) -> None:
     claim = claim_of(program, record)

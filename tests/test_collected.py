@@ -74,6 +74,7 @@ def left(scheme: str) -> tuple[bool, int, int]:
     return known() is not None, now[0] - first[0], now[1] - first[1]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_replica_that_is_dropped_leaves_nothing(scheme: str) -> None:
     assert run_ranks(2, left, scheme) == [(False, 0, 0)] * 2
@@ -101,6 +102,7 @@ def dropped(scheme: str, how: str) -> list[Any]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear"])
 @pytest.mark.parametrize("how", ["dropped", "parts", "late"])
 def test_training_goes_on_without_what_replicate_returned(

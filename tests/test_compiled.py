@@ -178,6 +178,7 @@ def every_way() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_every_way_to_compile_gives_the_same_bits() -> None:
     for wrong in run_ranks(2, every_way, limit=300):
         assert wrong == []
@@ -198,6 +199,7 @@ def of_torchs_own_class() -> list[tuple[str, bool, list[int], int]]:
     return out
 
 
+@pytest.mark.slow
 def test_a_model_whose_own_hooks_are_traced() -> None:
     """Only what has to be done in every forward breaks the graph, and says why."""
     for buffers, same, graphs, breaks in run_ranks(2, of_torchs_own_class, limit=300)[

@@ -131,6 +131,7 @@ def run(page: Path, folder: Path) -> None:
         exec(compile("\n" * line + code, str(page), "exec"), names)
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("page", [p for p in PAGES if python(p)], ids=name)
 def test_code_runs(page: Path, tmp_path: Path) -> None:
     if page.name in NEEDS:

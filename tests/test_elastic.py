@@ -308,6 +308,7 @@ def ends(name: str, tell: Tell, address: str) -> Any:
     return train(name, tell, address, "wfbp", dies, until=lambda _: True)
 
 
+@pytest.mark.slow
 def test_one_that_is_left_alone_trains_on() -> None:
     with lighthouse(1) as address:
         found = run(ends, "ab", address)
@@ -397,6 +398,7 @@ def wrong(name: str, tell: Tell, address: str) -> Any:
     return None
 
 
+@pytest.mark.slow
 def test_one_that_comes_with_another_scheme_ends_alone() -> None:
     waiting = ["z"]
     with lighthouse(2) as address:
@@ -447,6 +449,7 @@ def cut(name: str, tell: Tell, address: str, scheme: str) -> Any:
     return [done.tolist(), moved.tolist(), left.tolist(), sync.metrics()["lost_steps"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["topk(0.2, schedule='local')"])
 def test_steps_that_were_under_way_are_not_lost(scheme: str) -> None:
     """Where links break and all live: what all did is delivered, or left."""
@@ -460,6 +463,7 @@ def test_steps_that_were_under_way_are_not_lost(scheme: str) -> None:
     torch.testing.assert_close(done.sum(0), 3 * moved[0] + left.sum(0))
 
 
+@pytest.mark.slow
 def test_a_lighthouse_that_is_not_there_is_named() -> None:
     pytest.importorskip("torchft", reason="gradtide[elastic] is not installed")
     model, optimizer = build(0)

@@ -211,6 +211,7 @@ def all_lost(tmp_path: Path, scheme: str, loss: bool, comes: bool, after: int) -
         torch.testing.assert_close(now[name], value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize(
     ("scheme", "loss", "comes", "after"),
@@ -286,6 +287,7 @@ def stopped(tmp_path: Path, scheme: str, dies: bool) -> None:
         assert one == {key: found[name][key] for key in one}
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize(("scheme", "dies"), [("wfbp", False), ("dear", True)])
 def test_all_leave_after_the_same_step(tmp_path: Path, scheme: str, dies: bool) -> None:
@@ -323,6 +325,7 @@ def comes(
     return {**run.found(), **more}
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize("scheme", ["wfbp", "diloco(every=3)"])
 def test_one_that_comes_has_what_others_have(tmp_path: Path, scheme: str) -> None:
@@ -422,6 +425,7 @@ def test_ranks_wait_for_those_that_have_files(tmp_path: Path) -> None:
     assert [len(job.ended[name][2]) for name in "abc"] == [1, 1, 0]
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize("lossy", [False, True])
 def test_nobody_waits_for_good(tmp_path: Path, lossy: bool) -> None:
@@ -492,6 +496,7 @@ WRONG = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("how", WRONG)
 def test_all_are_told_what_differs(tmp_path: Path, how: str) -> None:
     with lighthouse(2) as address:
@@ -500,6 +505,7 @@ def test_all_are_told_what_differs(tmp_path: Path, how: str) -> None:
         assert re.search(WRONG[how], told), told
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize("how", ["none", "every", "wrong"])
 def test_one_that_comes_otherwise_ends_alone(tmp_path: Path, how: str) -> None:
@@ -566,6 +572,7 @@ def graced(name: str, tell: Tell, address: str, folder: str) -> dict[str, Any]:
     return {"saved": saved, "left": run.sync.metrics()["left_out_steps"]}
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_with_a_grace_all_save_where_a_round_ends(tmp_path: Path) -> None:
     with lighthouse(2) as address:
@@ -688,6 +695,7 @@ def measured(
     return {**told, "log": [word for word in log.words if "lost with" in word]}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "topk(0.1)", "diloco(every=4)"])
 def test_what_is_lost_with_a_rank_is_told(scheme: str, tmp_path: Path) -> None:
     norms: list[float] = []

@@ -79,6 +79,7 @@ def both(schemes: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("part", range(4))
 def test_recipes_train_alike_with_other_defaults(part: int) -> None:
     names = [name for name in RECIPES if name != "auto"]

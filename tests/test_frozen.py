@@ -103,6 +103,7 @@ def optimizer_of(name: str) -> str:
     return {"momentum": "momentum", "int8": "adamw", "local": "adamw"}.get(name, "sgd")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", EXACT_AFTERWARDS)
 def test_idle_steps_change_no_bit(name: str) -> None:
     """With idle steps in between a parameter ends as it does without them."""
@@ -158,6 +159,7 @@ def test_a_round_that_comes_late_moves_nothing_that_is_frozen() -> None:
         assert last == found[0][2]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("schedule", "together", "levels"),
     [
@@ -249,6 +251,7 @@ def test_what_waits_does_not_travel() -> None:
         assert others == [{"layers.1": False, "layers.0": True}] * 3
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "name", ["topk", "momentum", "sign", "local", "outer", "diloco"]
 )

@@ -152,6 +152,7 @@ def work(names: Sequence[str]) -> None:
         ranks.told_each(groups, names, call, limit=20)
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_ranks_go_on_without_what_fails(tmp_path: Path) -> None:
     path = tmp_path / "record.json"

@@ -251,6 +251,7 @@ def markdown(found: Sequence[Sequence[Stepped]]) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_the_page_says_how_many_messages_wait_for_each_other_in_a_step() -> None:
     first, *others = run_ranks(SIZE, all_trained, limit=240.0)
     assert all(other == first for other in others)

@@ -95,6 +95,7 @@ def remove(sync: gradtide.Replica) -> None:
     time.sleep(LIMIT - 4)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("size", "short", "scheme", "then", "words"),
     [
@@ -172,6 +173,7 @@ def save_and_load(sync: gradtide.Replica) -> None:
     sync.load_state_dict(sync.state_dict())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("scheme", "call", "words"),
     [
@@ -203,6 +205,7 @@ def test_a_call_that_one_rank_makes_alone_is_named(
         assert "link" not in each
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("patient", [None, 0, 1])
 def test_a_step_of_muon_without_a_backward_is_named(
     tmp_path: Path, patient: int | None, monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,7 @@ def test_numbers_of_a_training(name: str) -> None:
         assert last["step"] == 5
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", SCHEMES)
 def test_no_number_of_the_training_changes(name: str) -> None:
     def all_three() -> list[list[float]]:
@@ -217,6 +218,7 @@ def with_and_without_naps(scheme: str) -> tuple[float, float]:
     return prompt, waited(scheme, NAP)
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize("name", SCHEMES)
 def test_who_waits_for_a_late_rank_and_who_is_late_is_told(name: str) -> None:
@@ -251,6 +253,7 @@ def skipped(scheme: str, to_none: bool) -> list[float]:
     return counts
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_a_scaler_skips_is_counted_by_the_next_backward(

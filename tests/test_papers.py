@@ -33,6 +33,7 @@ def test_the_page_is_that_of_its_record(program: Any) -> None:
     assert program.PAGE.read_text() == expected, "make the page: make papers"
 
 
+@pytest.mark.product
 @pytest.mark.timeout(400)  # of 256 ranks, where many others run
 @pytest.mark.parametrize("section", QUICK)
 def test_the_record_is_what_the_code_prints_now(program: Any, section: str) -> None:

@@ -69,6 +69,7 @@ def refusal(error: type[Exception], call: Callable[[], Any]) -> str:
 # - The optimizer that comes later -----------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["dear", "topk", LOCAL, "mpd_kfac", "auto"])
 def test_a_scheme_begins_when_the_optimizer_has_stepped(scheme: Any) -> None:
     def work() -> Any:
@@ -387,6 +388,7 @@ def average(state: Any, buffers: dict[str, Tensor]) -> Any:
             dist.all_reduce(buffer.div_(2))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "options",
     [
@@ -558,6 +560,7 @@ def siblings() -> tuple[nn.Module, nn.Module]:
     return tuple(nn.Sequential(shared, nn.Linear(8, n)) for n in (3, 4))  # type: ignore[return-value]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", LOCAL])
 def test_a_wrapper_that_loses_a_parameter_says_so(scheme: Any) -> None:
     def work() -> Any:
@@ -593,6 +596,7 @@ def test_a_former_wrapper_that_is_gone_is_no_obstacle() -> None:
     run_ranks(2, work)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", LOCAL])
 def test_one_wrapper_for_two_models_that_share_a_parameter(scheme: Any) -> None:
     """What the refusals advise."""
@@ -627,6 +631,7 @@ def test_one_wrapper_for_two_models_that_share_a_parameter(scheme: Any) -> None:
         assert first == run_ranks(2, ddp)[0]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", LOCAL])
 def test_a_module_may_keep_its_own_wrapper(scheme: Any) -> None:
     class Agent(nn.Module):

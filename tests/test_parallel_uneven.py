@@ -65,6 +65,7 @@ class Run:
         self.optimizer.zero_grad()
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("batches", [(1, 2), (0, 2), (2, 5), (3, 0)])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_optimizer_that_nobody_passed_is_known_inside_join(
@@ -117,6 +118,7 @@ def test_an_optimizer_that_exchanges_something_itself_is_refused_inside_join() -
     run_ranks(2, refused)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_last_window_may_be_cut_short(scheme: str) -> None:
     """On one rank, whose last forward is inside `no_sync`, and not on the other."""
@@ -131,6 +133,7 @@ def test_the_last_window_may_be_cut_short(scheme: str) -> None:
     assert first == second
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("call", ["end_round", "refresh", "adopt"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_behind_no_sync_ranks_may_do_what_is_between_steps(

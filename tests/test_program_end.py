@@ -65,6 +65,7 @@ def test_a_program_ends_well_behind_its_last_step(tmp_path: Path) -> None:
         assert process.returncode == 0, said
 
 
+@pytest.mark.slow
 def test_a_rank_that_failed_waits_for_nobody(tmp_path: Path) -> None:
     other, failed = started("dear", 1, tmp_path)
     _, said = failed.communicate(timeout=100)

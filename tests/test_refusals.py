@@ -491,6 +491,7 @@ def _not_finite() -> None:
 # - Failures ---------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", DEAR, "wfbp(wire='bf16')"])
 def test_a_dead_peer_is_named_in_time(scheme: str) -> None:
     named = r"CommunicationError: rank [02]: .*rank 1 is gone"

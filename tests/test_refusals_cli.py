@@ -237,6 +237,7 @@ def test_an_accelerator_that_is_not_there(words: str) -> None:
     refused(f"{words} --device cuda", "--device cuda")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ranks", ["", " --ranks 2"])
 @pytest.mark.parametrize(
     ("words", "said"),

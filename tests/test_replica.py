@@ -140,6 +140,7 @@ def same_as_ddp(
     assert all(other == agreed[0] for other in agreed), "ranks drifted apart"
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_product_of_features_equals_ddp(size: int, product: Product) -> None:
     axes = (sgd, adamw), (1, 3), (None, 0.3), (False, True)
@@ -262,6 +263,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize(
     ("size", "large"),
     [(2, buckets.LARGE), (3, buckets.LARGE), (2, 1)],  # 1: all taken in at once
@@ -478,6 +480,7 @@ def _gradients() -> None:
         sync.remove()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("to_none", "optimizer"), [(True, sgd), (False, sgd), (True, fused)]
 )
@@ -693,6 +696,7 @@ def _copied() -> None:
     sync.remove()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", [DEAR, "topk(schedule='local')", "mpd_kfac", "auto"])
 def test_a_whole_model_can_be_saved_and_is_a_plain_one_again(scheme: str) -> None:
     for saved, weights in run_ranks(2, _saved, scheme):

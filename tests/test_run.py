@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from gradtide import run, startup
+from gradtide import installing, parallel, run, startup
 from gradtide.startup import sitecustomize
 
 # Makes torch's class on two ranks, in the way that argv says.
@@ -89,6 +91,7 @@ def test_a_program_is_reached_whoever_starts_its_ranks(program: str, how: str) -
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.slow
 def test_the_environment_is_enough_for_an_installed_package(tmp_path: Path) -> None:
     line = Path(startup.__path__[0]).parents[1] / "gradtide_startup.pth"
     begin = f"import os\nexec({line.read_text()!r})\n"
@@ -123,6 +126,19 @@ def test_another_sitecustomize_runs_too(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
     assert done.stdout.split() == ["1", "Hook", "False"], done.stderr
+
+
+def test_what_is_installed_is_undone_when_it_is_closed() -> None:
+    def found() -> tuple[object, ...]:
+        torchs, ours = installing.Torchs, parallel.DistributedDataParallel
+        there = nn.parallel.DistributedDataParallel
+        return there, torchs.__init__, ours.default_scheme
+
+    before = found()
+    with installing.install("dear"):
+        during = found()
+    assert not any(map(operator.is_, before, during))
+    assert all(map(operator.is_, before, found()))
 
 
 @pytest.mark.parametrize(

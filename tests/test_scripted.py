@@ -46,6 +46,7 @@ def trained(scheme: str, kind: str) -> Any:
     return [p.tolist() for p in model.parameters()]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", ["whole", "parts"])
 @pytest.mark.parametrize("scheme", ["wfbp", "dear"])
 def test_what_is_scripted_trains_as_by_ddp(scheme: str, kind: str) -> None:
@@ -95,6 +96,7 @@ def scripted_in_training(scheme: str, kind: str | None) -> Any:
     return all(equal), [p.tolist() for p in model.parameters()]
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("kind", ["model", "copy", "beside"])
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "diloco(every=4)"])
 def test_a_model_is_scripted_in_the_middle_of_training(scheme: str, kind: str) -> None:

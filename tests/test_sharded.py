@@ -184,6 +184,7 @@ def product() -> Any:
     return accumulated(), policies(), torchs_clipping(), unused()
 
 
+@pytest.mark.slow
 def test_accumulation_precision_clipping_and_unused_parameters() -> None:
     added, policy, clipping, present = run_ranks(4, product)[0]
     assert max(added.values()) < 1e-12, added
@@ -296,6 +297,7 @@ def sparse() -> Any:
     )
 
 
+@pytest.mark.slow
 def test_sparse_schemes_train_and_ranks_agree_on_what_is_wrong() -> None:
     ranks = run_ranks(4, sparse)
     found, resumed, apart, _, _ = ranks[0]

@@ -72,6 +72,7 @@ def train(
     }
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize(
     "scheme", [DILOCO, STREAMING, *(pytest.param(s, marks=SLOWLY) for s in OTHERS)]

@@ -79,6 +79,7 @@ def named(collective: str, density: float, schedule: str) -> str:
     )
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize(
     ("collective", "size"),
     [*((name, 2) for name in RECOMMENDED), *((name, 3) for name in SPARSE)],
@@ -126,6 +127,7 @@ def test_where_everything_travels_it_is_the_dense_mean() -> None:
             )
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_may_be_taken_in_as_they_arrive(schedule: str) -> None:
     def run() -> list[list[float]]:
@@ -162,6 +164,7 @@ def poisoned(scheme: str, scaled: bool) -> str | list[float]:
     return weights(model).tolist()
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("collective", SPARSE + LOW_RANK)
 def test_nan_is_refused_by_name_or_skipped_everywhere(collective: str) -> None:
     schemes = [named(collective, 0.05, s) for s in ("WFBP", "DEAR", "LOCAL")]
@@ -220,6 +223,7 @@ def by_torch_save(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(buffer, weights_only=True)  # type: ignore[no-any-return]
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("collective", SPARSE + LOW_RANK + COARSE)
 def test_a_resumed_run_is_the_same_run(collective: str) -> None:
     schemes = [named(collective, 0.05, schedule) for schedule in ("WFBP", "DEAR")]

@@ -83,6 +83,7 @@ def requests(rank: int, size: int) -> list[Op]:
     ]
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_answers(size: int) -> None:
     run_ranks(size, _answers)
@@ -105,6 +106,7 @@ def _answers() -> None:
     transport.close()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 2), (1, 3), (4, 1)])
 def test_answers_among_some_ranks(hosts: int, local: int) -> None:
     run_ranks(hosts * local, _among, local)
@@ -152,6 +154,7 @@ def ask(transport: Transport, op: Op) -> Any:
     return transport.wait(transport.issue(op))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_payload_is_the_least_there_is(size: int) -> None:
     for sent in run_ranks(size, _payload):
@@ -230,6 +233,7 @@ def _many() -> None:
     transport.close()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [2, 4, 5])
 def test_requests_travel_together(size: int) -> None:
     run_ranks(size, _together)

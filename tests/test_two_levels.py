@@ -95,6 +95,7 @@ def train(
     return weights(model)
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 2)])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_product_of_features(
@@ -124,6 +125,7 @@ def test_the_product_of_features(
             torch.testing.assert_close(other, near, **rounding, msg=str(case))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["dense", "int8", "topka2a", "oktopk"])
 def test_a_run_that_is_stopped_goes_on_bit_by_bit(name: str) -> None:
     def run() -> list[list[float]]:
@@ -141,6 +143,7 @@ def test_steps_can_be_exchanged() -> None:
     assert all(other == first for other in others)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("collective", "schedule", "data"),
     [

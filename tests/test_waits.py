@@ -55,6 +55,7 @@ def waits(scheme: str, between: Callable[[nn.Module, Any], None]) -> dict[str, i
     return dict(seen)
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize(
     ("scheme", "between", "expected"),
     [

@@ -44,6 +44,7 @@ def sparse(kind: str, wire: str, schedule: str) -> str:
     return f"Scheme({kind}(0.1, wire='{wire}'), {SMALL}, schedule={schedule})"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_product_of_features(size: int, product: Product) -> None:
     """All ranks have the same bits, under every schedule; and near the exact ones."""

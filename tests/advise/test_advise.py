@@ -168,6 +168,7 @@ while True:
     assert told.passes > 1
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_under_torchrun_all_ranks_leave_and_nothing_is_exchanged(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -186,6 +187,7 @@ def test_under_torchrun_all_ranks_leave_and_nothing_is_exchanged(
     assert {unit.name for unit in found.units} == names
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize(
     "script",
@@ -266,6 +268,7 @@ train(model, torch.optim.SGD(model.parameters(), 0.1))
     assert found.backward > 0
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize(
     ("script", "code", "told"),
@@ -309,6 +312,7 @@ def test_what_cannot_be_recorded_says_what_was_seen(
     assert own != ("gradtide profile trace mypkg.train:build" in words)
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize(
     "begin",
     [

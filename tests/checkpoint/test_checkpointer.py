@@ -57,6 +57,7 @@ def undisturbed(folder: Path, scheme: str, kind: str, stop: int) -> Any:
     return second.end() == expected
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_resumed_run_is_the_undisturbed_one(
@@ -67,6 +68,7 @@ def test_a_resumed_run_is_the_undisturbed_one(
     assert run_ranks(size, undisturbed, tmp_path, scheme, kind, stop) == [True] * size
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -270,6 +272,7 @@ def gone_on(folder: Path, scheme: str, places: list[int], **how: Any) -> Any:
     return run.end(), total, begin
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -290,6 +293,7 @@ def test_files_are_found_on_whichever_host(
         assert end == other
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize(("then", "now"), [(3, 2), (2, 3), (3, 1)])
 @pytest.mark.parametrize("scheme", ["topka2a(0.2)", "exdyna(0.2, schedule='local')"])
 def test_other_numbers_of_ranks_keep_the_sum(
@@ -432,6 +436,7 @@ def test_a_first_save_that_was_interrupted_begins_anew(tmp_path: Path) -> None:
     run_ranks(2, begun)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -502,6 +507,7 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(d.name.removeprefix("step-")) for d in folder.glob("step-*"))
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("keep", [1, 2, 3])
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "diloco(every=2)"])
 def test_the_newest_stay(scheme: str, keep: int, tmp_path: Path) -> None:
@@ -575,6 +581,7 @@ def test_nothing_is_removed_that_a_slow_rank_needs(tmp_path: Path) -> None:
 # - A disk that is full ----------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "scheme", ["wfbp", "dear", "diloco(every=4)", "oktopk(.1, schedule='local')"]
 )
@@ -655,6 +662,7 @@ def test_what_fails_last_is_told_by_close(tmp_path: Path) -> None:
 # - An orderly end ---------------------------------------------------------------------
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize(
     ("scheme", "last"),
     [

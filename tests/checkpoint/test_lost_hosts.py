@@ -88,6 +88,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("hosts", [[0, 1, 2], [0, 0, 1]], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_run_goes_on_without_the_folder_of_a_host(
@@ -100,6 +101,7 @@ def test_a_run_goes_on_without_the_folder_of_a_host(
     assert [end for _, end in found] == expected
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", [LOCAL, "exdyna(0.2)"])
 def test_two_copies_outlive_two_hosts(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +133,7 @@ def test_hosts_that_changed_folders_go_on(tmp_path: Path) -> None:
     assert found == [(6, end) for end in expected]
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("now", [[0, 2], [2, 0], [0, 2, 1, 3], [0, 0, 2, 2]], ids=str)
 @pytest.mark.parametrize("scheme", ["exdyna(0.2)", LOCAL])
 def test_other_numbers_of_ranks_and_hosts_keep_the_sum(
@@ -158,6 +161,7 @@ def test_other_numbers_of_ranks_and_hosts_keep_the_sum(
         assert total == pytest.approx(expected, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_hosts_are_lost_one_after_the_other(tmp_path: Path) -> None:
     """What a new host lacks is there again before anything else is saved."""
 
@@ -198,6 +202,7 @@ def test_a_damaged_file_is_replaced_by_its_copy(tmp_path: Path) -> None:
     assert found == [(3, end) for end in expected]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("scheme", "each"),
     [
@@ -235,6 +240,7 @@ def test_what_a_copy_takes(scheme: str, each: int, tmp_path: Path) -> None:
 # - What stays -------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_old_copies_go_with_old_files(number: int, tmp_path: Path) -> None:
     def kept() -> None:
@@ -317,6 +323,7 @@ def test_nothing_counts_whose_copy_is_missing(tmp_path: Path) -> None:
 # - What fails -------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "diloco(every=4)", LOCAL])
 def test_a_full_disk_at_a_neighbour_is_told_on_all_ranks(
     scheme: str, tmp_path: Path
@@ -351,6 +358,7 @@ def test_a_full_disk_at_a_neighbour_is_told_on_all_ranks(
     assert again == [15] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["a copy leaves", "a copy comes"])
 def test_a_rank_that_is_killed_while_copying_ends_all(
     where: str, tmp_path: Path

@@ -124,6 +124,7 @@ def test_what_is_not_finite(inner: Collective, wrap: str, product: Product) -> N
         assert later(loads) == told, "and nobody after it"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("wire", FORMATS)
 def test_what_is_not_finite_on_a_wire_of_few_bits(wire: Any, product: Product) -> None:
     """What it shares a block with arrives as NaN; buffers stay finite."""
@@ -141,6 +142,7 @@ def test_what_is_not_finite_on_a_wire_of_few_bits(wire: Any, product: Product) -
             assert all(load.flat.isfinite().all() for load in loads)
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("wire", TOO_LARGE)
 def test_what_the_wire_makes_infinite(wire: str, product: Product) -> None:
     cases = product(collectives(wire), WRAPPED, range(SIZE))

@@ -101,6 +101,7 @@ def crossed(make: Any, hosts: int, local: int) -> float:
     return sum(traffic.values()) / size / STEPS
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("local", [2, 4])
 @pytest.mark.parametrize(
     "make",

@@ -143,6 +143,7 @@ def test_k_entries_are_delivered_at_every_scale(refresh: int) -> None:
     assert delivered == pytest.approx([k] * 100, rel=0.01)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_volume_is_between_the_bounds_of_the_paper(size: int) -> None:
     numel, steps = 10_000 * size, 8

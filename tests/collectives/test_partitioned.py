@@ -147,6 +147,7 @@ def found_by(flat: Tensor, plan: Plan, turn: int, rank: int) -> list[int]:
     return found
 
 
+@pytest.mark.product
 @every_partition
 @pytest.mark.parametrize("name", ["x0.01", "x1", "x100", "jump up", "jump down"])
 def test_the_density_is_the_asked_one_on_every_scale(

@@ -231,6 +231,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(made, size, id=name, marks=marks)
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize(("collective", "size"), [*cases()])
 def test_others_have_the_transports_error_and_can_begin_anew(
     collective: Collective, size: int

@@ -147,6 +147,7 @@ def at(when: int, change: Callable[..., Any]) -> Callable[..., Any]:
 CHANGES = [reload, cast, swap_one, reload_alone]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_hooks_follow_parameters_that_are_swapped(size: int, product: Product) -> None:
     every = product(SCHEMES, CHANGES, (1, 2, 3))
@@ -232,6 +233,7 @@ def look(model: nn.Module, by_grad: bool) -> None:
     assert each["0.weight"].shape == (4, 16, 6)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", [*SCHEMES, "dp_kfac"])
 def test_one_rank_may_look_by_torch_func_at_any_time(scheme: str) -> None:
     def run() -> None:

@@ -162,6 +162,7 @@ def _bounded() -> None:
     engine.transport.close()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "exdyna(schedule='local')"])
 def test_a_default_profile_has_ranges_of_exchanges(scheme: str) -> None:
     def work() -> set[str]:

@@ -62,6 +62,7 @@ def doctors(*environments: dict[str, str], words: tuple[str, ...] = ()) -> list[
     ]
 
 
+@pytest.mark.product
 @pytest.mark.alone  # it measures
 @pytest.mark.parametrize("launcher", [torchrun, srun])
 def test_two_processes_on_one_host(launcher: Any, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def valley(bottom: float) -> Any:
     return lambda fusion: 1 + 0.1 * abs(math.log2(fusion.megabytes / bottom))
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("bottom", [0.5, 11.0, 400.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bottom_is_found(kind: Any, bottom: float) -> None:

@@ -83,6 +83,7 @@ def test_dense_equals_ddp(views: bool) -> None:
         torch.testing.assert_close(by_hook, by_ddp, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["TopK(0.05)", "GTopK(0.05)"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_equals_replicate(scheme: str, size: int) -> None:

@@ -50,6 +50,7 @@ def saved(folder: Path) -> list[float]:
     return total.tolist()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1), (2, 3), (3, 2)])
 def test_the_sum_is_kept_by_any_number_of_ranks(
     before: int, after: int, tmp_path: Path
@@ -80,6 +81,7 @@ def exchange(folder: Path) -> None:
     (folder / "rank1.pt").write_bytes((folder / "rank0.pt").read_bytes())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("harm", "step", "message"),
     [

@@ -67,6 +67,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_equal_one_process(size: int) -> None:
     schemes = [*EXACT, "spd_kfac(schedule='dear')"]

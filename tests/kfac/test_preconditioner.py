@@ -48,6 +48,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(2))
 def test_models_of_users(turn: int) -> None:
     """Each model with two of three ways to distribute K-FAC."""

@@ -89,6 +89,7 @@ def cases(size: int) -> list[tuple[str, str, str, int, float | None]]:
     return [(c, k, *next(rest)) for c, k in pairs[size % 4 :: 4]]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_schedules_are_equal_and_ranks_agree(size: int) -> None:
     def all_of(number: int, case: Any) -> tuple[Any, list[list[float]]]:

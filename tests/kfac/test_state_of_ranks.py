@@ -50,6 +50,7 @@ def load(run: Run, saved: bytes, merged: dict[str, Any] | None = None) -> None:
     sync.load_state_dict(state if merged is None else merged)
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize(
     ("schedule", "cases"),
     [

@@ -69,6 +69,7 @@ def test_from_spec_to_folder(
     assert any(" " in name for name in names), names  # "bucket what"
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

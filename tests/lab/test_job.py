@@ -31,6 +31,7 @@ print(during, threads())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are told by /proc")
 def test_its_threads_end_with_it() -> None:
     words = [sys.executable, "-c", PROGRAM]

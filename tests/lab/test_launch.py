@@ -93,6 +93,7 @@ def test_a_killed_rank_is_a_failed_rank(rate: float | None) -> None:
     assert (caught.value.code, caught.value.lines) == (-11, ("last",))
 
 
+@pytest.mark.product
 @RATES
 def test_others_may_end_politely_when_one_fails(rate: float | None) -> None:
     script = """

@@ -13,6 +13,7 @@ from gradtide.lab.probe import asked, pairs, probe, survey, table
 pytestmark = pytest.mark.alone
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("rate", [5e7, 2.5e8])
 def test_links_deliver_what_was_asked_and_no_more(rate: float) -> None:
     needs_networks(rate)
@@ -37,6 +38,7 @@ def test_a_single_host_cannot_be_probed() -> None:
         probe(Cluster(hosts=1, rate=1e8))
 
 
+@pytest.mark.slow
 def test_what_lies_between_each_two_hosts_is_measured() -> None:
     needs_distance()
     far, near, none = Path(0.03, loss=0.2), Path(0.004), Path()

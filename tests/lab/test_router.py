@@ -124,7 +124,10 @@ if rank == 0:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("delay", "jitter"), [(0.01, 0.0), (0.2, 0.0), (0.04, 0.02)])
+@pytest.mark.parametrize(
+    ("delay", "jitter"),
+    [(0.01, 0.0), pytest.param(0.2, 0.0, marks=pytest.mark.slow), (0.04, 0.02)],
+)
 def test_a_round_trip_takes_what_was_asked(delay: float, jitter: float) -> None:
     needs_distance()
     lines: list[str] = []

@@ -171,6 +171,7 @@ def test_a_link_goes_down_silently_and_comes_back() -> None:
     assert told[-3:] == ["True", "False", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_rank_that_is_killed_is_no_failure_and_can_be_started_anew() -> None:
     needs_distance()

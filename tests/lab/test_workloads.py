@@ -39,6 +39,7 @@ def train(workload: Workload, num_steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("name", "num_parameters", "num_tensors"),
     [
@@ -76,6 +77,7 @@ def test_batch_is_a_pure_function_of_seed_rank_and_step(name: str) -> None:
     assert len(late[0]) == 4
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", COMPUTED)
 def test_global_random_state_is_left_alone(name: str) -> None:
     before = torch.get_rng_state()
@@ -86,6 +88,7 @@ def test_global_random_state_is_left_alone(name: str) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", COMPUTED)
 def test_evaluation_is_deterministic_and_restores_the_mode(name: str) -> None:
     workload = build(name, rank=0, size=2)
@@ -96,6 +99,7 @@ def test_evaluation_is_deterministic_and_restores_the_mode(name: str) -> None:
     assert all(module.training for module in workload.model.modules())
 
 
+@pytest.mark.slow
 def test_gpt_learns() -> None:
     workload = build("gpt", rank=0, size=1, batch_size=2)
     losses = train(workload, 30)

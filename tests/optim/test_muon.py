@@ -142,6 +142,7 @@ def products() -> None:
         assert total == 33 * 7 + 12 * 33 + 12 * 12 + 12  # each by one rank
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_product_of_features_has_torchs_bits(size: int) -> None:
     run_ranks(size, products)

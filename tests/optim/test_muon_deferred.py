@@ -119,6 +119,7 @@ def products() -> None:
     )
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_the_bits_are_those_of_wfbp_whatever_is_done_around_a_step(size: int) -> None:
     run_ranks(size, products)
@@ -391,6 +392,7 @@ def apart() -> None:
         assert other.param_groups[1] is other.optimizers[1].param_groups[0]
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize(
     "case",
     [scaled, reads, raised, layout, narrow, refused, again, changing, saved, apart],

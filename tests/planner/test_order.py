@@ -68,6 +68,7 @@ def _all_trained() -> dict[str, tuple[list[str], list[str]]]:
     return {scheme: _trained(scheme) for scheme in SCHEMES}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_requests_come_in_the_order_of_a_real_replica(
     scheme: str, trained: dict[str, tuple[list[str], list[str]]]

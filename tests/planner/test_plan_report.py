@@ -40,6 +40,7 @@ def advice(seconds: float, network: Network) -> Advice:
     return advise(choices, network.size)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("seconds", "ranks", "rate", "expected", "rule"),
     [
@@ -94,6 +95,7 @@ def test_milliseconds_that_are_told_are_those_of_the_device_that_is() -> None:
         assert ("others" in told_of(there, made)) is others
 
 
+@pytest.mark.slow
 def test_many_ranks_refuse_the_gather() -> None:
     found = advice(0.3, Network.ideal(200, 1, 1e9))
     assert [choice.name for choice in found.choices if choice.refused] == ["topk"]

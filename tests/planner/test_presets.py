@@ -84,6 +84,7 @@ def on(name: str, trace: StepTrace) -> dict[str, float]:
     return {choice.name: choice.prediction.apply for choice in ranked}
 
 
+@pytest.mark.slow
 def test_a_gpus_update_is_not_that_of_a_core() -> None:
     trace = read_trace("replay:bert-large")
     core, card = on("cpu", trace), on("v100", trace)

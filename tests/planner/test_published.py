@@ -30,6 +30,7 @@ def test_published_times_are_predicted_as_the_record_and_the_docs_say() -> None:
         assert all(f"{100 * error:.1f}" in text for error in worst), page
 
 
+@pytest.mark.slow
 def test_more_rows_are_predicted_as_the_record_and_the_docs_say() -> None:
     program = runpy.run_path(str(ROOT / "benchmarks/published.py"))
     rows, record = program["rows"](program["MORE"]), json.loads(OTHERS.read_text())

@@ -78,6 +78,7 @@ def test_what_is_recommended_is_tried_but_not_what_decides_itself() -> None:
     assert "auto" not in candidates()
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_are_planned_for() -> None:
     ranked = rank(trace(), Network.ideal(1024, 1, 1e10), tune=False)
     assert {choice.name for choice in ranked} == {*DENSE, *candidates()}

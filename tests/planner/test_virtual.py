@@ -31,6 +31,7 @@ def ideal(size: int, share: float, alpha: float = 0.0) -> Network:
     return Network.ideal(size, 1, rate, alpha=alpha, device=Device())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("fusion", [BySize(), BySize(2.0, ends=1.0), PerTensor()])
 @pytest.mark.parametrize("size", [4, 64])
 @pytest.mark.parametrize("forward", [0.02, 0.1, 0.2])
@@ -239,6 +240,7 @@ def test_ranks_behind_one_card_pay_for_direct_messages_only() -> None:
         assert seconds(text, four) < 1.02 * seconds(text, one)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [4, 16, 64])
 @pytest.mark.parametrize("pair", range(4))
 def test_crossover_densities_come_out_of_the_clock(size: int, pair: int) -> None:

@@ -22,6 +22,7 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(app, ["network", *words])
 
 
+@pytest.mark.slow
 def test_on_loopback(tmp_path: Path) -> None:
     out, chart = tmp_path / "network.json", tmp_path / "chart.png"
     words = ("--hosts", "2", "--rate", "none", "--seconds", "1")

@@ -120,6 +120,7 @@ def test_with_an_empty_cache_steps_compile_nothing(tmp_path: Path) -> None:
     assert found == {scheme: [] for scheme in schemes}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", [k for k in COLLECTIVES if k.__name__ != "Dense"])
 def test_collectives_say_whether_they_scan(
     kind: type, monkeypatch: pytest.MonkeyPatch

@@ -198,6 +198,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_another_buffer_on_one_rank_is_named_on_all(change: Any) -> None:
     first, second = run_ranks(2, _change, change)

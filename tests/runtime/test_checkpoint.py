@@ -175,6 +175,7 @@ PIECES = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", PIECES)
 def test_one_bit_in_any_piece_is_found_on_all_ranks(scheme: str) -> None:
     for told in run_ranks(2, _flip_each, scheme):
@@ -231,6 +232,7 @@ def _flip(state: dict[str, Any], place: tuple[str, ...]) -> None:
         state[place[-1]] = held ^ 1
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", PIECES)
 def test_a_piece_that_is_missing_or_empty_is_named_on_all_ranks(scheme: str) -> None:
     for told in run_ranks(2, _take_away, scheme):
@@ -253,6 +255,7 @@ def _take_away(scheme: str) -> dict[str, str]:
     return told
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", PIECES)
 def test_a_piece_in_the_place_of_another_is_refused_on_all_ranks(scheme: str) -> None:
     for told in run_ranks(2, _swap_each, scheme):
@@ -272,6 +275,7 @@ def _swap_each(scheme: str) -> list[str]:
     return told
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", PIECES)
 def test_states_of_versions_without_digests_are_loaded(scheme: str) -> None:
     run_ranks(2, _without_digests, scheme)
@@ -317,6 +321,7 @@ def _elsewhere() -> None:
     sync.remove()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "scheme", ["dear", "exdyna(0.2, schedule='dear')", "dear(wire='sign')"]
 )

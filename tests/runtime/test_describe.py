@@ -74,6 +74,7 @@ NAMES += ["Warmup(OkTopk(0.02), 3, (1.0, 0.5))", "OkTopk(0.02, wire='int8')"]
 NAMES += ["Dense('bf16')", "TopK(0.05, select=Exact())", "MomentumCorrection(TopK())"]
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_foreseen_is_what_happens(name: str, levels: int) -> None:

@@ -64,6 +64,7 @@ def everything(model: nn.Module) -> list[list[float]]:
     return [t.double().flatten().tolist() for t in model.state_dict().values()]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", DENSE[:3])
 @pytest.mark.parametrize("counts", [[0, 4], [5, 1], [1, 2]])
 def test_exact_schemes_train_as_ddp(scheme: str, counts: list[int]) -> None:
@@ -101,6 +102,7 @@ def test_exact_schemes_train_as_ddp(scheme: str, counts: list[int]) -> None:
         assert later == ddp_later
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("scheme", [*DENSE, *SPARSE])
 @pytest.mark.parametrize(
     ("size", "batches"),
@@ -140,6 +142,7 @@ def test_a_silent_step_more_is_counted_by_all() -> None:
     assert run_ranks(2, one_more_step) == [5, 5]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", [*DENSE, *SPARSE])
 def test_equal_inputs_are_the_same_bits_with_join_and_without(scheme: str) -> None:
     def run() -> list[Any]:
@@ -164,6 +167,7 @@ def test_equal_inputs_are_the_same_bits_with_join_and_without(scheme: str) -> No
         assert inside == outside
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "scheme", ["topk(0.1)", "oktopk(schedule='dear')", "exdyna", "gtopk"]
 )
@@ -197,6 +201,7 @@ def test_no_mass_is_lost(scheme: str) -> None:
     assert max(run_ranks(2, run)) < 1e-3
 
 
+@pytest.mark.product
 @pytest.mark.filterwarnings("ignore:the gradient of")
 @pytest.mark.parametrize("scheme", DENSE)
 def test_the_mean_can_be_over_those_that_still_train(scheme: str) -> None:
@@ -284,6 +289,7 @@ def test_what_cannot_be_joined_is_refused() -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.slow
 def test_other_things_on_other_ranks_are_named() -> None:
     def run() -> None:
         model = net(True)
@@ -358,6 +364,7 @@ def gan(scheme: str, counts: list[int], join: bool) -> list[Any]:
     return [everything(net) for net in nets]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "scheme", ["wfbp", DEAR, "topk(0.1)", "exdyna(0.1, schedule='local')"]
 )

@@ -100,6 +100,7 @@ def digits(scheme: str, by_class: bool) -> tuple[list[float], list[float], list[
     return apart, losses, held
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("by_class", [False, True])
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "oktopk(0.05, schedule='local')"])
 def test_statistics_are_those_of_sync_batch_norm(scheme: str, by_class: bool) -> None:
@@ -267,6 +268,7 @@ def test_batches_that_are_accumulated_count() -> None:
     assert apart < 0.05  # ranks that differ for good: their chance is not told apart
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("steps", [3, 6, 8])
 def test_they_are_alike_at_the_end_of_a_round(steps: int) -> None:
     def work(model: Net, sync: gradtide.Replica, seen: Seen) -> Any:
@@ -434,6 +436,7 @@ def spoilt(scheme: str, bad: int) -> Any:
     return held(model)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize(
     "scheme", ["wfbp", "dear", "Scheme(schedule=Schedule('step', every=4))"]
@@ -468,6 +471,7 @@ def sent(buffers: Any) -> int:
     return int(sync.metrics()["sent_bytes"])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_are_at_most_those_of_broadcast(size: int) -> None:
     local, one, mean = (

@@ -467,6 +467,7 @@ def outcomes(names: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.filterwarnings("ignore")  # of optimizers that are not ours
 @pytest.mark.parametrize(
     ("size", "names"),

@@ -14,6 +14,7 @@ BEFORE = ["topka2a(0.1, schedule='local')", "diloco(every=2)"]
 AFTER = ["wfbp", "dear", "topka2a(0.1, schedule='local', warmup=6)", "diloco(every=2)"]
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("before", BEFORE)
 def test_ranks_go_on_alike_after_replicating_again(before: str, wrapped: bool) -> None:

@@ -22,6 +22,7 @@ with imported("refresh") as program:
     law, walk = program.law, program.walk
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_stays_is_carried_over(name: str) -> None:
     ranks = run_ranks(2, walk, SCHEMES[name], 5, 10)
@@ -31,6 +32,7 @@ def test_what_stays_is_carried_over(name: str) -> None:
         assert rank["ends"] == ranks[0]["ends"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["wfbp", "dear", "local"])
 def test_on_hosts_of_several_ranks(name: str) -> None:
     ranks = run_ranks(4, walk, SCHEMES[name][:-1] + ", levels=2)", 4, 5)
@@ -54,6 +56,7 @@ def unchanged(scheme: str, refresh: bool) -> list[float]:
 EXACT = ("sequential", "local", "int8", "momentum", "warmup", "rounds")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", EXACT)
 def test_a_refresh_that_changes_nothing_changes_nothing(name: str) -> None:
     # Thresholds are learnt anew, so entries are selected exactly.
@@ -87,6 +90,7 @@ def differing(change: Callable[[Any], None], schedule: str) -> list[str]:
     return [told, *map(str, (x for p in run.model.parameters() for x in p.flatten()))]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("schedule", ["wfbp", "dear", "local"])
 @pytest.mark.parametrize("change", [Run.freeze, Run.add])
 def test_ranks_that_differ_are_told_the_parameter(
@@ -182,6 +186,7 @@ def grown(scheme: str) -> tuple[list[float], float]:
     return run.ends(), apart
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["wfbp", "dear", "local"])
 def test_a_parameter_that_has_grown_begins_anew(name: str) -> None:
     (one, apart), (other, _) = run_ranks(2, grown, SCHEMES[name])
@@ -272,6 +277,7 @@ def by_class(scheme: str) -> list[float]:
     return [x for p in model.parameters() for x in p.flatten().tolist()]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "oktopk(0.05)"])
 def test_the_class_has_it_too(scheme: str) -> None:
     one, other = run_ranks(2, by_class, scheme)

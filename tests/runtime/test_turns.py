@@ -134,6 +134,7 @@ def every(scheme: str, norm: bool) -> list[Any]:
     return [trained(scheme, read, norm) for read in (None, *reads(scheme))]
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_thread_that_reads_changes_nothing(scheme: str) -> None:
     for first, *others in run_ranks(2, every, scheme, False):
@@ -150,6 +151,7 @@ def with_buffers(scheme: str) -> list[Any]:
     return [trained(scheme, read, norm=True)[1] for read in (evaluate, act, trace)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", EXACT)
 def test_a_thread_that_reads_sends_no_buffers(scheme: str) -> None:
     assert run_ranks(2, with_buffers, scheme) == [[[], [], []]] * 2
@@ -206,6 +208,7 @@ def here(scheme: str) -> Any:
     return [t.tolist() for t in net.state_dict().values()]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", [*EXACT, "spd_kfac(schedule='dear')"])
 def test_who_trains_is_found_out(scheme: str) -> None:
     assert run_ranks(2, elsewhere, scheme) == run_ranks(2, here, scheme)
@@ -260,6 +263,7 @@ def traced(scheme: str, tracer: str, alone: bool) -> Any:
     return [p.tolist() for p in net.parameters()]
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_a_trace_has_no_update_in_it_and_sends_nothing(tracer: str) -> None:
     if tracer in ("trace", "fx"):  # with export it would be the same

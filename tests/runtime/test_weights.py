@@ -113,6 +113,7 @@ def weighed(
     return found
 
 
+@pytest.mark.product
 @pytest.mark.pairs(
     scheme=[*EXACT, "dear(wire='bf16')"],
     clip=[False, True],
@@ -156,6 +157,7 @@ def of_both(scheme: str) -> list[Any]:
     return [bits(scheme, weight) for weight in (None, 7.1)]
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("scheme", [*RECIPES, *OTHERS])
 def test_equal_weights_change_no_bit_and_send_no_message(scheme: str) -> None:
     for (plain, asked), (own, told) in run_ranks(SIZE, of_both, scheme):
@@ -186,6 +188,7 @@ def unequal_messages(scheme: str) -> list[Any]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", STEPS, ROUNDS])
 def test_weights_travel_in_messages_that_there_are(scheme: str) -> None:
     for plain, own in run_ranks(SIZE, unequal_messages, scheme):
@@ -266,6 +269,7 @@ def conserved(scheme: str) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     return [[t.tolist() for t in each] for each in (added, moved, left)]  # type: ignore[return-value]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["topk(0.1)", "topka2a(0.1)", "exdyna(0.1)"])
 def test_the_law_holds_with_weights_on_real_ranks(scheme: str) -> None:
     found = run_ranks(SIZE, conserved, scheme)
@@ -378,6 +382,7 @@ def skips(
     return found, int(counted)
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("how", ["", "normed", "clip scaler weights"])
 @pytest.mark.parametrize("scheme", RECIPES)
 def test_ranks_that_skip_end_as_the_others(scheme: str, how: str) -> None:
@@ -386,6 +391,7 @@ def test_ranks_that_skip_end_as_the_others(scheme: str, how: str) -> None:
     assert found[0][1] == 25
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("how", ["weights", "clip weights", "clip scaler weights"])
 @pytest.mark.parametrize("scheme", EXACT[:2])
 def test_the_mean_is_over_those_that_do_not_skip(scheme: str, how: str) -> None:
@@ -420,6 +426,7 @@ def joined(scheme: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", LOCAL, ROUNDS])
 def test_ranks_skip_inside_join(scheme: str) -> None:
     found = run_ranks(SIZE, joined, scheme)
@@ -448,6 +455,7 @@ def nothing(scheme: str) -> list[Any]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "topk(0.2)", STEPS])
 def test_nothing_changes_if_nobody_counts(scheme: str) -> None:
     first, *others = run_ranks(SIZE, nothing, scheme)
@@ -473,6 +481,7 @@ def spoilt(scheme: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "topk(0.2)", STEPS, LOCAL])
 def test_gradients_that_count_by_0_need_be_no_numbers(scheme: str) -> None:
     first, *others = run_ranks(SIZE, spoilt, scheme)
@@ -642,6 +651,7 @@ def resumed(scheme: str) -> list[Any]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "topk(0.2)", ROUNDS, FRAGMENTS])
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_went_on(scheme: str) -> None:
     for whole, _, later in run_ranks(SIZE, resumed, scheme):

@@ -62,6 +62,7 @@ def test_candidates_are_all_but_what_has_a_reason() -> None:
         assert undecided(scheme) is None
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("row", RECOMMENDED, ids=RECIPES)
 def test_what_a_row_says_of_bytes_is_what_is_sent(row: object) -> None:
     """Shares that are given in words or per cent, on 4 and 8 hosts."""
@@ -100,6 +101,7 @@ def test_what_is_for_another_optimizer_says_so() -> None:
     assert not unsuited("topk(0.3)", "adam")
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("rate", [1e7, 1e8, 1e9, 1e11])
 def test_plan_and_doctor_recommend_what_the_table_has(rate: float) -> None:
     """And the same of it, for every network."""

@@ -71,6 +71,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_equals_ddp(name: str, tmp_path: Path) -> None:
     schemes = ["wfbp", *["dear"] * (name not in REFUSED)]
@@ -97,6 +98,7 @@ def flat(said: Any) -> list[float]:
     return [said]
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in REFUSED])
 def test_learns_with_sparse_steps(name: str, tmp_path: Path) -> None:
     ranks = run_ranks(2, lambda: run(name, SPARSE, str(tmp_path)))

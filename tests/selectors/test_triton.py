@@ -127,6 +127,7 @@ def test_a_selection_on_a_gpu(compiled: bool, monkeypatch: pytest.MonkeyPatch) -
             assert len(waits) == 1, waits
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("kernel", ["_mark", "_compact"])
 def test_compiles_for_a_gpu(

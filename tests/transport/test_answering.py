@@ -111,6 +111,7 @@ def test_a_file_that_a_stopped_rank_has_locked_holds_nobody_up(tmp_path: Path) -
         assert time.monotonic() - begin < 3
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ends", [True, False])
 def test_its_thread_ends(ends: bool) -> None:
     before = set(threading.enumerate())

@@ -90,6 +90,7 @@ def be_several() -> None:
     Meeting._listen = outside  # type: ignore[method-assign]
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_far_ranks_train_to_the_same_bits(scheme: str) -> None:
     near, *_ = run_ranks(4, _train, scheme, False)
@@ -97,6 +98,7 @@ def test_far_ranks_train_to_the_same_bits(scheme: str) -> None:
         assert far == near
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ranks_with_several_connections_train_to_the_same_bits(
@@ -199,6 +201,7 @@ def _collected() -> bool:
     return known() is None
 
 
+@pytest.mark.slow
 def test_a_measured_network_says_how_far_its_ranks_are() -> None:
     """So that the planner asks as these ranks do."""
     for network in run_ranks(2, _measured):

@@ -98,6 +98,7 @@ def _host_of_store() -> int | None:
     return host
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "scheme", ["wfbp", "dear", "dear(wire='bf16')", "topka2a(schedule='local')"]
 )

@@ -56,6 +56,7 @@ def _train() -> None:
     assert len(before | after) > len(before & after)
 
 
+@pytest.mark.slow
 def test_others_go_through_host_memory_and_failures_end_nccl() -> None:
     run_ranks(4, _failed)
 

@@ -77,6 +77,7 @@ def shapes(size: int) -> list[list[int]]:
     return [[4] * size, uneven, [0] * (size - 1) + [9], lonely, [70_001] * size]
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.pairs(
     inside=[True, False],
     several=[1, 3],

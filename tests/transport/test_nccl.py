@@ -77,6 +77,7 @@ def odd(rank: int, size: int) -> list[Op]:
     ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("asked", [requests, odd])
 def test_answers(size: int, asked: Callable[[int, int], list[Op]]) -> None:
@@ -115,6 +116,7 @@ RECIPES = (
 )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("levels", [None, 2])
 def test_recipes_ask_for_nothing_else(levels: int | None) -> None:
     run_ranks(2 if levels is None else 4, train, levels, transport_on)
@@ -154,6 +156,7 @@ def _streams() -> None:
         assert Stream.devices == {other}
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("local", [1, 2])
 def test_words_are_waited_for_where_they_are_read(local: int) -> None:
     run_ranks(2 * local, _words, local)

@@ -39,6 +39,7 @@ def link() -> gradtide.Replica:
     return gradtide.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dead", [0, 2])
 @pytest.mark.parametrize("when", ["before", "connecting"])
 def test_a_rank_that_dies_before_it_is_linked_is_named(
@@ -212,6 +213,7 @@ def test_who_can_be_reached_is_called(addresses: tuple[str, str], caller: int) -
         meeting.close()
 
 
+@pytest.mark.slow
 def test_who_is_stopped_while_all_make_a_group_is_named() -> None:
     """Torch's error names nobody, and the others named who had ended by it."""
     told = run_ranks(3, _make_together)

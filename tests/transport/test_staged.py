@@ -62,6 +62,7 @@ def filled_late(op: Any, device: Device) -> Any:
     return op
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_answers(size: int) -> None:
     run_ranks(size, _answers)

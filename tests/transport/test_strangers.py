@@ -44,6 +44,7 @@ def program() -> ModuleType:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.skipif(sys.platform != "linux", reason="it finds sockets in /proc")
 @pytest.mark.parametrize("way", ["unix", "tcp"])

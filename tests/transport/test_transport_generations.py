@@ -171,6 +171,7 @@ def test_a_group_that_did_not_come_to_be_does_not_keep_ranks_apart(
     assert job.ended == {"0": 2.0, "1": 2.0}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("work", "rank", "words"),
     [

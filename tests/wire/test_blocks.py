@@ -55,6 +55,7 @@ def coded(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return message, heard, rest
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_codec_keeps_its_contract(tool: str, wire: Any, dtype: torch.dtype) -> None:
@@ -83,6 +84,7 @@ def test_a_codec_keeps_its_contract(tool: str, wire: Any, dtype: torch.dtype) ->
                 torch.testing.assert_close(total[finite], sums, **near, msg=about)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire", FORMATS)
 def test_compiled_codecs_give_the_bits_of_the_definition(

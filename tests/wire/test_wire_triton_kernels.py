@@ -105,6 +105,7 @@ def _as_gpus_do() -> None:
     interpreter._convert_float = converted
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire", WIRES)
 def test_kernels_give_the_bits_of_the_definition(
@@ -144,6 +145,7 @@ def test_nothing_waits_for_the_gpu(wire: Any) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("wire", NARROW)
 @pytest.mark.parametrize(
     ("function", "dtype"),

@@ -21,6 +21,7 @@ from gradtide.testing import check_law, lockstep
 from gradtide.wire import WIRES
 
 
+@pytest.mark.product
 @pytest.mark.pairs(wire=[None, *WIRES], size=[2, 3, 8], levels=[False, True])
 def test_law_on_every_wire(wire: Any, size: int, levels: bool) -> None:
     if levels:

@@ -83,6 +83,7 @@ def test_gradients_of_half_precision(dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [3, 4, 6])
 def test_what_is_coded_in_half_precision_is_not_coded_again(size: int) -> None:
     """As codes of small numbers it would be something else: for some ranks alone."""

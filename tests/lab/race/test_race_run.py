@@ -37,6 +37,7 @@ def test_from_spec_to_folder(
     assert exdyna < 0.5 * ddp
 
 
+@pytest.mark.slow
 def test_who_is_in_the_record_does_not_train_again(tmp_path: Path) -> None:
     spec = replace(SPEC, schemes=("wfbp", "ddp"), seconds=0.2, target="ddp")
     course = [Point(0.0, 0, 0, 2.4), Point(0.5, 7, 100, 0.9)]

@@ -143,6 +143,7 @@ def test_a_race(program: str, name: str, tmp_path: Path) -> None:
     assert min(ddp) < ddp[0]
 
 
+@pytest.mark.product
 @pytest.mark.waits
 @pytest.mark.parametrize(
     ("name", "words"),

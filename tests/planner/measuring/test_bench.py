@@ -102,6 +102,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("rank", "where", "name", "after"),
     FAILURES,
@@ -127,6 +128,7 @@ def test_what_is_raised_on_one_rank_is_raised_on_all_at_once(
         assert passed < TIMEOUT
 
 
+@pytest.mark.slow
 def test_ranks_whose_clocks_and_speeds_differ_do_the_same() -> None:
     def work() -> tuple[Network, int]:
         with connected() as transport:

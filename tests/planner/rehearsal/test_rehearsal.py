@@ -106,6 +106,7 @@ def test_reflections_stand_for_the_other_ranks(
     assert sent(alone, 8) == pytest.approx(sent(real, 8), rel=0.05)
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize(
     "collective",
     [OkTopk(0.02), PartitionedTopK(0.02, partition=Dynamic()), PartitionedTopK(0.02)],
@@ -134,6 +135,7 @@ def test_trees_get_deeper() -> None:
         widened(swap, swap, 2.0, 128)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("collective", SPARSE, ids=repr)
 @pytest.mark.parametrize("size", [12, 48])
 def test_any_number_of_ranks_is_rehearsed(size: int, collective: Collective) -> None:
@@ -172,6 +174,7 @@ def test_selection_and_entries_are_counted() -> None:
     assert played(CLTk(0.9), 64, 2).acts[0].work.scanned == 0  # travels densely
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.timeout(400)  # of 256 ranks, where many others run
 @pytest.mark.parametrize("size", [4, 64, 256])
 def test_who_delivers_nothing_of_its_own_has_selected(size: int) -> None:

@@ -111,6 +111,7 @@ def traced(ready: list[str] | None = None) -> StepTrace:
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_requests_are_those_of_a_real_replica(
     scheme: str, trained: list[dict[str, tuple[list[str], list[str]]]]

@@ -98,6 +98,7 @@ def scheme(collective: str = "Dense()", schedule: str = "WFBP") -> str:
     return f"Scheme({collective}, fusion={SEARCH}, schedule={schedule})"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_ranks_find_the_best_and_nothing_else_changes(size: int) -> None:
     def run() -> list[Any]:

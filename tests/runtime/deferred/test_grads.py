@@ -211,6 +211,7 @@ def other_norms(loop: Loop) -> list[float]:
 TOUCHES = largest, edited, sliced, saved, as_arrays, norms, other_norms
 
 
+@pytest.mark.product(each=12)
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_rank_alone_may_read_gradients(size: int) -> None:
     run_ranks(size, _alone)
@@ -578,6 +579,7 @@ def unscaled(loop: Loop) -> float:
     return float(found)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("do", [edited_after_own_clip, told_twice, unscaled])
 def test_what_the_last_of_two_backwards_does_not_use_counts(
     do: Callable[[Loop], Any],
@@ -610,6 +612,7 @@ class Twice(torch.optim.SGD):
         return closure() if closure else loss
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", [DEAR, LOCAL, CURVED])
 def test_a_closure_that_is_called_twice_is_refused(scheme: str) -> None:
     def run() -> None:
@@ -641,6 +644,7 @@ def test_a_closure_is_the_loop_without_one(scheme: str) -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_of_the_optimizer_see_gradients(when: str, closed: bool) -> None:

@@ -107,6 +107,7 @@ def train(scheme: str, optimizer: str, how: str) -> str:
     return result
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_exchange_does_what_the_end_of_a_backward_does(
     size: int, product: Product
@@ -214,6 +215,7 @@ def steps_until_told(scheme: str, kind: str) -> tuple[int, list[str], str]:
 KINDS = ["hand", "no_sync", "last by hand", "last", "last, outside", "behind"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "topk(0.2)"])
 def test_ranks_that_part_are_told_in_that_step(scheme: str) -> None:
     def run() -> list[Any]:

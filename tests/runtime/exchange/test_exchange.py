@@ -66,6 +66,7 @@ def _trained(schedule: str, passes: int) -> list[list[Any]]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("schedule", ["wfbp", "dear", "sequential"])
 def test_another_exchange_is_one_class(schedule: str) -> None:
     for ours, expected in run_ranks(2, _trained, schedule, 2):

@@ -82,6 +82,7 @@ def train(model: Any, micro: int) -> list[list[float]]:
     return [t.double().flatten().tolist() for t in model.state_dict().values()]
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "topk"])
 def test_hooks_do_what_they_do_under_ddp(scheme: str) -> None:
     """To the bit with two ranks; PowerSGD draws at random, bucket by bucket."""

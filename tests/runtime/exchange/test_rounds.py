@@ -192,6 +192,7 @@ CASES: dict[str, tuple[Schedule, OuterSGD, bool]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_recipe_equals_its_twin_in_every_step(size: int) -> None:
     lengths = {name: 5 * case[0].every for name, case in CASES.items()}
@@ -486,6 +487,7 @@ RESUMED = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_in_the_middle_of_a_round_bit_for_bit() -> None:
     def run() -> list[str]:
         rank, wrong = dist.get_rank(), []
@@ -612,6 +614,7 @@ def _mixed() -> list[str]:
     return told
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", RUNS)
 def test_what_one_rank_alone_has_agreed_on_is_named_at_the_next_exchange(
     scheme: str,

@@ -71,6 +71,7 @@ def over_ranks(own: Tensor) -> Tensor:
 # - What travels -----------------------------------------------------------------------
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("collective", [*SPARSE, "PowerSGD"])
 def test_nothing_of_a_step_is_lost(collective: str) -> None:
     def run(optimizer: str, gain: float) -> None:
@@ -166,6 +167,7 @@ def test_a_dense_exchange_is_the_mean_of_what_each_rank_would_have_done() -> Non
     run_ranks(2, run)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("collective", RECOMMENDED + LOW_RANK)
 def test_the_product_of_features(collective: str, product: Product) -> None:
     combined = product(OPTIMIZERS, (1, 2), (None, 0.1))
@@ -197,6 +199,7 @@ class Lopsided(nn.Module):
         return (slopes * self.weight).sum()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("collective", SPARSE)
 def test_of_steps_alike_the_steepest_travel(collective: str) -> None:
     def run() -> list[int]:
@@ -380,6 +383,7 @@ def test_a_run_resumed_in_its_warm_up_is_the_same_run() -> None:
         assert all(run_ranks(2, lambda s=scheme: resumed(s, by_torch_save)))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "collective", ["TopK", "OkTopk", "PartitionedTopK", "PowerSGD"]
 )
@@ -520,6 +524,7 @@ def test_an_optimizer_whose_steps_are_not_seen_is_refused() -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("unlike", [0, 1, 2])
 @pytest.mark.parametrize("early", [False, True])
 def test_a_step_from_unlike_parameters_is_refused(unlike: int, early: bool) -> None:

@@ -80,6 +80,7 @@ def train(
     return steps
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_edit_on_one_rank_is_named_on_every_rank(scheme: str) -> None:
     def run() -> int:
@@ -129,6 +130,7 @@ def test_the_first_step_is_looked_at() -> None:
     assert run_ranks(2, run) == [2, 2]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ranks_that_are_alike_train_the_same_bits_with_it(scheme: str) -> None:
     """Also through accumulation, `adopt`, steps left out and a resumed run."""

@@ -75,6 +75,7 @@ def steps_until_told(scheme: str, where: str, fused: bool, given: bool) -> Any:
     return None
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_unlike_scales_are_named_within_one_step(scheme: str) -> None:
     def run() -> list[Any]:
@@ -98,6 +99,7 @@ def test_where_steps_are_exchanged_each_rank_may_have_its_own(scheme: str) -> No
     ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_after_join_all_ranks_have_the_same_scale(scheme: str) -> None:
     def run() -> Any:

@@ -45,6 +45,7 @@ def weights(sync: gradtide.Replica) -> list[float]:
     return nn.utils.parameters_to_vector(sync.model.parameters()).tolist()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES, ids=["wfbp", "dear", "local"])
 def test_what_is_undone_leaves_no_residual(scheme: str) -> None:
     def work() -> Any:
@@ -68,6 +69,7 @@ def test_what_is_undone_leaves_no_residual(scheme: str) -> None:
         assert undone == pytest.approx(alone, abs=1e-7)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES, ids=["wfbp", "dear", "local"])
 def test_an_average_that_is_loaded_and_put_back_changes_nothing(scheme: str) -> None:
     def work() -> Any:
@@ -124,6 +126,7 @@ def with_momentum(scheme: str, optimizer: str = "sgd") -> gradtide.Replica:
     return gradtide.replicate(model, make(model.parameters()), scheme)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("schedule", ["", ", schedule=DEAR"], ids=["wfbp", "dear"])
 def test_what_is_undone_leaves_no_momentum(schedule: str, optimizer: str) -> None:
@@ -156,6 +159,7 @@ def still(sync: gradtide.Replica, steps: int) -> None:
         sync.optimizer.zero_grad()
 
 
+@pytest.mark.product(each=6)
 @pytest.mark.parametrize("way", ["adopted", "loaded"])
 @pytest.mark.parametrize("levels", [1, 2])
 def test_a_residual_gets_no_momentum_where_the_correction_begins(

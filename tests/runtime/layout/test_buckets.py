@@ -74,6 +74,7 @@ def test_what_was_handed_out_may_be_given_other_memory() -> None:
         bucket.rearm()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", ["wfbp", "dear", "dear(wire='int8')", "topka2a(.1)"])
 def test_gradients_that_are_kept_stay_what_they_were(scheme: str) -> None:
     run_ranks(2, _two_tasks, scheme)
@@ -195,6 +196,7 @@ def test_only_a_cpu_copies_large_gradients_at_once() -> None:
     assert not copied_at_once(torch.empty(LARGE - 1))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "scheme", ["wfbp(wire='sign')", "demo(schedule='wfbp')", "gtopk(0.3, wire='2bit')"]
 )

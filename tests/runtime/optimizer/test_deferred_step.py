@@ -66,6 +66,7 @@ def trained(
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_before_the_update_is_refused_and_behind_a_flush_it_counts(
     edit: Callable[[Optimizer], None],

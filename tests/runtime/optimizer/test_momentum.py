@@ -202,6 +202,7 @@ def test_alone_it_stays_with_the_optimizer() -> None:
     assert corrected == plain
 
 
+@pytest.mark.slow
 def test_under_adam_schedules_agree_and_replicas_do_not_differ() -> None:
     product = list(itertools.product((1, 2), (False, True), (False, True)))
 
