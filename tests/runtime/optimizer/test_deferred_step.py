@@ -95,12 +95,12 @@ def test_a_mark_lasts_until_something_is_applied() -> None:
     backward(*params)
     step: Any = DeferredStep(optimizer)
     step.apply(params[:1], True)  # what nobody watches is applied at once
-    step.mark(params)
+    step.mark({*map(id, params)})
     step.apply(params[1:], True)
     # What it did itself was no edit; from now on the state is the program's.
     optimizer.state[params[0]]["momentum_buffer"].zero_()
     step.apply(params[1:], True)
-    step.mark(params)
+    step.mark({*map(id, params)})
     optimizer.state[params[0]]["momentum_buffer"].add_(1.0)
     with pytest.raises(RuntimeError, match="was changed after"):
         step.apply(params[1:], True)

@@ -15,7 +15,7 @@ read too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import chain
 from sys import getrefcount
@@ -58,6 +58,7 @@ class Updates:
         self._kinds: dict[GradientBucket, list[tuple[nn.Parameter, Kind, Kind]]] = {}
         self._rigid: list[nn.Parameter] = []  # those that can have no other class
         self._deferred_grads: dict[GradientBucket, list[DeferredGrad]] = {}
+        self._params: Set[int] = frozenset()  # the ids of all of them
         self.promised = False  # gradients of the last backward are deferred
         self._step: DeferredStep | None = None
         self._dividing: list[Divides] = []  # optimizers, of that step
@@ -112,6 +113,7 @@ class Updates:
                     DeferredGrad.of(slot, self._gradient_info) for slot in bucket.slots
                 ]
                 self._deferred_grads[bucket] = grads
+            self._params = frozenset(map(id, self._placement.places))
         self._gradient_info.begin()
         self.promised = True
         for bucket, grads in self._deferred_grads.items():
@@ -209,7 +211,7 @@ class Updates:
         """step() is over: gradients can be read again, or zeroed."""
         self._undefer()
         if self._step is not None and not self._dividing:  # owners go on with theirs
-            self._step.mark(self._placement.places)
+            self._step.mark(self._params)
         for bucket, grads in self._deferred_grads.items():
             due = bucket.stage is Stage.DUE
             for deferred in grads:

@@ -9,7 +9,7 @@ Knows optimizers; nothing of buckets, modules, or of when anything happens.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol, runtime_checkable
@@ -82,7 +82,7 @@ class DeferredStep:
         self._held = {name: _each(value, DeferredStep) for name, value in held}
         own = (vars(one).get("state") for one in (optimizer, *holds(optimizer)))
         self._states = [state for state in own if isinstance(state, dict)]
-        self._marked: Collection[Tensor] = ()
+        self._others: Set[int] = frozenset()
         self._marks: list[int] | None = None
         # Tensors are cloned: schedulers change them in place.
         self._groups: list[dict[str, Any]] = [
@@ -95,12 +95,13 @@ class DeferredStep:
             for p in group["params"]:
                 self._groups_of.setdefault(id(p), []).append(i)
 
-    def mark(self, params: Collection[Tensor]) -> None:
-        """The state of some parameters is to stay as it is, until this is applied.
+    def mark(self, params: Set[int]) -> None:
+        """The state of parameters is to stay as it is, until this is applied (hot).
 
-        That of others of the optimizer's may be another replica's business.
+        They are named by their ids. Of others the optimizer may be told by somebody
+        else, as by another replica.
         """
-        self._marked = params
+        self._others = self._groups_of.keys() - params
         self._marks = self._versions()
 
     def _versions(self) -> list[int]:
@@ -109,8 +110,9 @@ class DeferredStep:
             return [
                 value._version
                 for state in self._states
-                for p in self._marked
-                if (own := state.get(p)).__class__ is dict
+                for p, own in state.items()
+                if own.__class__ is dict
+                and not (self._others and id(p) in self._others)
                 for value in own.values()
                 if value.__class__ is Tensor
             ]
