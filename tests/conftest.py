@@ -18,7 +18,7 @@ import pytest
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 gc.disable()  # until all is imported: the heap would be looked through again and again
 
-EACH = 5  # one in so many cases of a `product` runs where slow tests are left out
+EACH = 3  # one in so many cases of a `product` runs where slow tests are left out
 Product = Callable[..., list[tuple[Any, ...]]]
 Run = Callable[..., Any]
 
