@@ -43,9 +43,12 @@ def test_it_reads_parameters_with_all_updates(scheme: str) -> None:
         model = nn.Linear(8, 4)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         sync = gradtide.replicate(model, optimizer, scheme)
-        before = model.weight.detach().clone()
-        model(X).sum().backward()
-        optimizer.step()
+        for _ in range(4):  # the first ones are not deferred
+            optimizer.zero_grad()
+            sync.flush()
+            before = model.weight.detach().clone()
+            model(X).sum().backward()
+            optimizer.step()
         read, write = os.pipe()
 
         def child() -> bool:
