@@ -109,8 +109,8 @@ class Loop:
         This is a collective call, between backward and step, for a loop that has K-FAC
         under DEAR, and reads or edits gradients; without K-FAC, reading them does the
         same. The next `step()` changes the parameters at once, and the second half of
-        this step's exchange hides behind nothing. Under other schedules gradients are
-        there already, and nothing happens.
+        this step's exchange hides behind nothing. Gradients that were dropped stay so.
+        Under other schedules gradients are there already, and nothing happens.
         """
         self._training.gather()
 

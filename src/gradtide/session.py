@@ -429,7 +429,8 @@ class Session:
         if (moment := moment_of(self)) is not None:
             remedy = "call it after optimizer.step(), before the next backward"
             raise RuntimeError(f"{call}() {moment}: {remedy}")
-        self.training.gather()
+        if self.training.step.held:
+            self.training.gather()
 
     def apply_pending(self, end_round: bool = True) -> None:
         """Apply what is deferred, and decide what waits to be decided."""

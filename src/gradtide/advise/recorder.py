@@ -42,9 +42,10 @@ from gradtide.planner.trace import StepTrace
 from gradtide.planner.watch import Watch
 from gradtide.runtime.guards.validation import refuse_sparse
 from gradtide.runtime.optimizer.deferred_step import closes, holds
+from gradtide.runtime.optimizer.finder import existing
 
 PLAIN = "wfbp"
-SOON = 20  # steps of all optimizers, by when each has made one
+SOON = 12  # steps of all optimizers, by when each has made one
 PATIENCE = 10.0  # seconds that a rank waits for the others' last steps
 FAILED = 70  # the exit code where this failed, and not the program
 
@@ -118,13 +119,13 @@ class Recorder:
         """Whether an optimizer is there that has yet to step, as a GAN's second one."""
         known = self._optimizers()
         inside = {id(held) for one in known for held in holds(one)}
+        inside |= {id(one) for one in known}
         return any(
-            isinstance(found, Optimizer)
-            and id(found) not in inside
-            and not any(found is one for one in known)
-            and any(p.requires_grad for g in found.param_groups for p in g["params"])
-            for found in gc.get_objects()
-            if issubclass(type(found), Optimizer)
+            p.requires_grad
+            for found in existing()
+            if id(found) not in inside
+            for group in found.param_groups
+            for p in group["params"]
         )
 
     def _optimizers(self) -> list[Optimizer]:

@@ -278,8 +278,12 @@ class Network:
 
     def on(self, processor: Preset) -> Network:
         """What if: ranks with such processors."""
-        there = replace(self, device=processor.device, starved=processor.starved)
-        return replace(there, interference=processor.slowed)
+        return replace(
+            self,
+            device=processor.device,
+            interference=processor.slowed,
+            starved=processor.starved,
+        )
 
     def save(self, path: Path) -> None:
         """Write JSON."""

@@ -99,12 +99,10 @@ def not_its_own(network: Network, trace: StepTrace) -> list[str]:
     there = like(trace.device).device
     if not (trace.device and network.device.name) or network.device == there:
         return []
-    whose, remedy = trace.device, "make the trace there"
-    if trace.name.startswith("replay:"):
-        whose, remedy = there.name.partition(",")[0], "say --step-ms"
     return [
-        f"The {1e3 * trace.compute:.4g} ms of compute are those of {whose}: on this "
-        f"device they are others, and another recipe may be best ({remedy})"
+        f"The {1e3 * trace.compute:.4g} ms of compute are those of {trace.device}: on "
+        "this device they are others, and another recipe may be best (make the trace "
+        "there; for a replay say --step-ms)"
     ]
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -135,12 +135,11 @@ def reach(address: str, seconds: float) -> TCPStore:
             made.set_exception(error)
 
     threading.Thread(target=call, name="gradtide calls", daemon=True).start()
-    try:
-        store = made.result(seconds)
-    except TimeoutError:
+    if not wait([made], seconds).done:
         raise CommunicationError(
             f"the rank at {host}, port {port} does not answer: it may be stopped"
-        ) from None
+        )
+    store = made.result()
     limit_reads(host, int(port), seconds)
     return store
 

@@ -484,3 +484,29 @@ def test_what_is_saved_then_is_what_a_run_goes_on_from(scheme: str) -> None:
         return torch.equal(model.weight, other.weight)
 
     assert run_ranks(2, run, scheme) == [True, True]
+
+
+@pytest.mark.parametrize("call", ["adopt", "refresh", "attach"])
+def test_gradients_can_be_read_after_calls_between_steps(call: str) -> None:
+    def run(scheme: str) -> list[float]:
+        model = mlp().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, optimizer, scheme)
+        for step in range(5):
+            optimizer.zero_grad()
+            torch.manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(3, 6).double()).square().mean().backward()
+            optimizer.step()
+        calls: dict[str, Callable[[], None]] = {
+            "adopt": lambda: sync.adopt(scheme),
+            "refresh": sync.refresh,
+            "attach": lambda: sync.attach(optimizer),
+        }
+        calls[call]()
+        grads = [p.grad for p in model.parameters()]
+        return [0.0 if g is None else g.sum().item() for g in grads]
+
+    found, expected = run_ranks(2, run, "dear"), run_ranks(2, run, "wfbp")
+    assert found[0] == found[1]
+    assert any(expected[0])
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)

@@ -52,8 +52,7 @@ class Finder:
 
     def known(self) -> list[Optimizer]:
         """Those that there are already, whether they have stepped or not; slow."""
-        there = (o for o in gc.get_objects() if issubclass(type(o), Optimizer))
-        return [o for o in there if self._holds(o)]
+        return [o for o in existing() if self._holds(o)]
 
     def rest(self) -> None:
         """Look no longer, at any moment: hooks that do nothing stay behind."""
@@ -78,3 +77,8 @@ class Finder:
         if ends is not None and outer is not None and outer() is optimizer:
             self._outer = None
             ends(optimizer)
+
+
+def existing() -> list[Optimizer]:
+    """All optimizers of this process; slow."""
+    return [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
