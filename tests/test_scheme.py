@@ -238,7 +238,10 @@ def test_momentum_correction_uses_the_optimizers_momentum_after_dense_steps() ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("wfbp(1, 2)", "wfbp takes wire, fusion, levels, and not 2 values"),
+        (
+            "wfbp(1, 2, 3)",
+            "wfbp takes wire, lossless, fusion, levels, and not 3 values",
+        ),
         ("dear(colour=1)", "colour"),
         ("oktopk(warmup=3)", "number of steps, 4"),
         ("oktopk(warmup=0.5)", "number of steps"),

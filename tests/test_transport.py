@@ -106,6 +106,35 @@ def _answers() -> None:
     transport.close()
 
 
+def test_what_matters_of_rows_arrives() -> None:
+    """And no more than that travels."""
+    run_ranks(3, used_rows, connect)
+
+
+def used_rows(made: Callable[[Any, torch.device], Any]) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    transport = made(None, torch.device("cpu"))
+    used = [[1, 9, 400_000][(r + i) % 3] for r in range(size) for i in range(size)]
+    rows = [row(r, 400_000, torch.int64) for r in range(size)]
+    own = used[size * rank : size * (rank + 1)]
+    ones, others = [1] * size, [int(r != rank) for r in range(size)]
+    sent = [n for r, n in enumerate(own) if r != rank]
+    asked = [
+        AllToAll(rows[rank].expand(size, -1), ones, ones, own),
+        AllToAll(rows[rank].expand(size - 1, -1), others, others, sent),
+    ]
+    for i, op in enumerate(asked):
+        before, found = transport.payload_bytes, []
+        asking = Job(nothing, lambda a=found, op=op: a.append(ask(transport, op)))  # type: ignore[misc]
+        transport.submit(asking).join()
+        assert transport.payload_bytes - before == 8 * sum(sent), i
+        sources = [r for r in range(size) if i == 0 or r != rank]
+        for source, heard in zip(sources, found[0], strict=True):
+            n = used[size * source + rank]
+            assert heard[:n].equal(rows[source][:n]), (i, source)
+    transport.close()
+
+
 @pytest.mark.product
 @pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 2), (1, 3), (4, 1)])
 def test_answers_among_some_ranks(hosts: int, local: int) -> None:

@@ -202,13 +202,23 @@ def _reduce_scatter(row: Sequence[ops.ReduceScatter]) -> list[Tensor]:
 
 
 def _all_to_all(row: Sequence[ops.AllToAll]) -> list[Tensor]:
-    rows = [torch.split(op.tensor, list(op.send)) for op in row]
+    rows = [torch.split(_shown(op), list(op.send)) for op in row]
     answers = []
     for rank, op in enumerate(row):
         got = [rows[source][rank] for source in range(len(row))]
         _same(list(op.recv), list(map(len, got)), f"rows for rank {rank}")
         answers.append(torch.cat(got))
     return answers
+
+
+def _shown(op: ops.AllToAll) -> Tensor:
+    """What arrives: all ones in bits where a sender said that it does not matter."""
+    if op.used is None:
+        return op.tensor
+    shown = op.tensor.clone()
+    for each, used in zip(shown, op.used, strict=True):
+        each[used:].view(torch.uint8).fill_(255)
+    return shown
 
 
 # - The law ----------------------------------------------------------------------------

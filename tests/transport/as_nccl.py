@@ -87,15 +87,23 @@ class AsNccl:
         self,
         out: Tensor,
         x: Tensor,
-        recv: list[int],
-        send: list[int],
-        group: Any,
+        recv: list[int] | None = None,
+        send: list[int] | None = None,
+        group: Any = None,
         **_: Any,
     ) -> Work:
         check(out, x)
-        rank = group.rank()
+        rank, send = group.rank(), send or [len(x) // group.size()] * group.size()
         rows = gathered((x, send), group)
         out.copy_(torch.cat([torch.split(x, send)[rank] for x, send in rows]))
+        return Work()
+
+    def all_to_all(
+        self, out: list[Tensor], x: list[Tensor], group: Any, **_: Any
+    ) -> Work:
+        check(*out, *x)
+        for part, row in zip(out, gathered(x, group), strict=True):
+            part.copy_(row[group.rank()])
         return Work()
 
     def broadcast(self, x: Tensor, group_src: int, group: Any, **_: Any) -> Work:

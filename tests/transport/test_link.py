@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import select
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -134,6 +135,33 @@ def test_a_connection_that_ends_within_a_frame_is_a_loss(count: int) -> None:
             read_all(there, [0] * 5)
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_a_thread_is_woken_by_a_message_that_is_shorter_than_its_room(
+    far: bool,
+) -> None:
+    x, into = torch.arange(3.0), torch.zeros(1 << 20)
+    with pair(far) as (here, there):
+        owner = Outstanding((1, 1, 0), 0, 1)
+        there.expect(Coming(0, arrival(into, short=True), owner), early=False)
+        there.await_more(there.streams[0])
+        Leaving(x, (1, 1, 0)).go(here)
+        poll = select.poll()
+        poll.register(there.connection, select.POLLIN)
+        assert poll.poll(1000)
+        there.read()
+        assert not owner.unread
+        assert into[:3].equal(x)
+
+
+def test_a_message_that_is_longer_than_its_room_is_told() -> None:
+    with pair() as (here, there):
+        owner = Outstanding((1, 1, 0), 0, 1)
+        there.expect(Coming(0, arrival(torch.zeros(5), True), owner), early=False)
+        Leaving(torch.zeros(6), (1, 1, 0)).go(here)
+        with pytest.raises(LostError, match=r"of 24 bytes, where .* of 20 bytes"):
+            there.read()
+
+
 def test_what_nobody_has_asked_for_stays_where_it_is_if_nothing_is_behind_it() -> None:
     x, into = torch.arange(10.0), torch.zeros(10)
     with pair() as (here, there):
@@ -226,7 +254,12 @@ def test_any_order_of_sending_and_asking_arrives(
         for item, count in requests.items()
         for request in range(count)
     }
-    into = {asked: torch.zeros_like(x) for asked, x in messages.items()}
+    # Some messages are shorter than what they arrive in.
+    rooms = {
+        asked: torch.zeros(len(x) + rng.choice([0, 0, 1, 70_000]), dtype=x.dtype)
+        for asked, x in messages.items()
+    }
+    into = {asked: rooms[asked][: len(x)] for asked, x in messages.items()}
     leaving = {asked: Leaving(x, asked) for asked, x in messages.items()}
     owners: dict[Asked, Outstanding] = {}
     done: list[int] = []
@@ -249,7 +282,12 @@ def test_any_order_of_sending_and_asking_arrives(
                 asked = some(to_ask)
                 to_ask.remove(asked)
                 owners[asked] = owner = Outstanding(asked, 0, 1)
-                coming = Arrival(into[asked].nbytes, pieces(into[asked], rng, done))
+                room = rooms[asked]
+                if len(room) > len(into[asked]):
+                    coming = arrival(room, short=True)
+                    done.append(into[asked].nbytes)
+                else:
+                    coming = Arrival(room.nbytes, pieces(room, rng, done))
                 there.expect(Coming(0, coming, owner), early=True)
             for stream in rng.sample(there.streams, several):
                 if rng.random() < 0.7:
@@ -261,5 +299,6 @@ def test_any_order_of_sending_and_asking_arrives(
         assert not there._held
         assert not there.coming
     assert all(into[asked].equal(x) for asked, x in messages.items())
+    assert not any(rooms[asked][len(x) :].any() for asked, x in messages.items())
     assert sum(done) == sum(x.nbytes for x in messages.values())
     assert not any(each.owner.unsent for each in leaving.values())

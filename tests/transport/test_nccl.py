@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.test_transport import ask, nothing, requests, row
+from tests.test_transport import ask, nothing, requests, row, used_rows
 from tests.transport.as_nccl import Stream, as_nccl
 from torch import nn
 
@@ -101,8 +101,18 @@ def _answers(asked: Callable[[int, int], list[Op]]) -> None:
         transport.close()
 
 
+def test_what_matters_of_rows_arrives() -> None:
+    run_ranks(3, _used_rows)
+
+
+def _used_rows() -> None:
+    with as_nccl():
+        used_rows(lambda _, device: transport_on(device))
+
+
 RECIPES = (
     "wfbp",
+    "wfbp(wire='bf16', lossless=True)",
     "dear(wire='bf16')",
     "wfbp(wire='e3m0')",
     "topka2a(0.1)",

@@ -74,12 +74,15 @@ class AllToAll:
     """Answer: the rows that the ranks sent to this one, in rank order.
 
     `tensor` holds the rows for each rank one after the other; `send` and `recv` count
-    the rows for and from every rank.
+    the rows for and from every rank. With `used` they are at most one, and of every
+    row of `tensor` so many leading elements matter, of which no other rank knows
+    before: what is behind them may travel or not, and arrives as anything.
     """
 
     tensor: Tensor
     send: Sequence[int]
     recv: Sequence[int]
+    used: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,15 @@ def part_sizes(
     return [length // size] * size
 
 
+def sent_to(op: AllToAll) -> list[int]:
+    """How many elements travel to every rank."""
+    if op.used is None:
+        row = op.tensor.numel() // max(len(op.tensor), 1)
+        return [row * rows for rows in op.send]
+    used = iter(op.used)
+    return [next(used) if rows else 0 for rows in op.send]
+
+
 def payload_bytes(op: Op, group: Group) -> int:
     """Bytes of payload that this rank puts on the wire to have `op` answered.
 
@@ -214,8 +226,9 @@ def payload_bytes(op: Op, group: Group) -> int:
         case AllGather(tensor=x):
             sizes = part_sizes(op, group)
             return (sum(sizes) - sizes[(rank + 1) % size]) * x.element_size()
-        case AllToAll(tensor=x, send=send):
-            return (sum(send) - send[rank]) * (x.nbytes // max(len(x), 1))
+        case AllToAll(tensor=x):
+            sent = sent_to(op)
+            return (sum(sent) - sent[rank]) * x.element_size()
         case Swap(tensor=x, peer=peer):
             return x.nbytes if peer != rank else 0
         case Broadcast(tensor=x, source=source):

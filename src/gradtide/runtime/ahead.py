@@ -34,6 +34,10 @@ def prepare(params: Iterable[Tensor], scheme: Scheme) -> None:
             if rehearsing or density_of(part) is not None:
                 indices.prepare(device)
             wire.prepare(wire_of(part), dtype, device)
+            if getattr(part, "lossless", False):
+                from gradtide.wire import lossless
+
+                lossless.prepare(device)
 
 
 def _load(scheme: Scheme) -> None:

@@ -270,12 +270,14 @@ class GlooTransport:
         return out, asked.begin(Transfer(asked.track, leaving, {other: arrival(out)}))
 
     def _all_to_all(self, op: ops.AllToAll, asked: _Asked) -> tuple[Tensor, Begun]:
-        rank, x = asked.group.rank, op.tensor.contiguous()
+        rank, x = asked.group.rank, op.tensor
         out = asked.room_for(x, (sum(op.recv), *x.shape[1:]))
-        leaving = torch.split(x, list(op.send))
-        arriving = torch.split(out, list(op.recv))
-        arriving[rank].copy_(leaving[rank])
-        begun = rotation.all_to_all(leaving, arriving, asked.peers)
+        rows = zip(torch.split(x, list(op.send)), ops.sent_to(op), strict=True)
+        leaving = [row.flatten()[:numel] for row, numel in rows]
+        arriving = [row.view(-1) for row in torch.split(out, list(op.recv))]
+        arriving[rank][: len(leaving[rank])].copy_(leaving[rank])
+        short = op.used is not None
+        begun = rotation.all_to_all(leaving, arriving, asked.peers, short=short)
         return out, asked.begin(begun)
 
     def _all_reduce(

@@ -55,11 +55,13 @@ Asked: TypeAlias = tuple[int, int, int]  # an item, its request, its name's dige
 class Arrival(NamedTuple):
     """What is to come from a rank, for one request.
 
-    Of `memories`, none of them empty, the next one is asked for when one is full.
+    Of `memories`, none of them empty, the next one is asked for when one is full. A
+    `short` one has a single memory, of which the sender decides how much it fills.
     """
 
     nbytes: int
     memories: Iterator[Memory]
+    short: bool = False
 
 
 class Coming:
@@ -67,13 +69,22 @@ class Coming:
 
     def __init__(self, peer: int, arrival: Arrival, owner: Outstanding) -> None:
         self.item = owner.asked[0]
-        self._said = *owner.asked, arrival.nbytes
+        self._said: tuple[int, ...] = *owner.asked, arrival.nbytes
         self._peer, self._owner, self._left = peer, owner, arrival.nbytes
-        self._memories = arrival.memories
+        self._memories, self._short = arrival.memories, arrival.short
         self.due = next(self._memories)  # the rest of what is filled now; at last none
+
+    @property
+    def least(self) -> int:
+        """Bytes of what is due that are sure to come."""
+        return 0 if self._short else len(self.due)
 
     def check(self, said: tuple[int, ...], nbytes: int) -> None:
         """Raise LostError if a frame is not of what is due."""
+        *asked, length = said
+        if self._short and tuple(asked) == self._said[:-1] and length <= self._left:
+            self._short, self._said, self._left = False, said, length
+            self.due = self.due[:length]
         if said == self._said and nbytes <= self._left:
             return
         (item, request, _, whole), (mine, own, _, due) = said, self._said
@@ -311,5 +322,5 @@ class Link:
         """Have this thread be woken by a piece, or by as much of a long one."""
         behind = 0
         if len(self.streams) == 1:
-            behind = min(len(each[0].due) for each in self.coming.values())
+            behind = min(each[0].least for each in self.coming.values())
         stream.await_more(behind)

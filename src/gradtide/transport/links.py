@@ -318,9 +318,9 @@ class Links:
         return LostError(waiting[0], f"Timed out after {self._seconds:g} s")
 
 
-def arrival(x: Tensor) -> Arrival:
-    """A tensor that is to come as a whole."""
-    return Arrival(x.nbytes, iter([memory_of(x)]))
+def arrival(x: Tensor, short: bool = False) -> Arrival:
+    """A tensor that is to come as a whole, or only its beginning if it may be short."""
+    return Arrival(x.nbytes, iter([memory_of(x)]), short)
 
 
 def memory_of(x: Tensor) -> Memory:

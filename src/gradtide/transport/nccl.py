@@ -229,7 +229,7 @@ def begin(asked: ops.Message, group: Group, pg: dist.ProcessGroup) -> Begun:
             return _scatter(asked, group, pg)
         case ops.AllGather():
             return _gather(asked, group, pg)
-        case ops.AllToAll(tensor=x, send=send, recv=recv):
+        case ops.AllToAll(tensor=x, send=send, recv=recv, used=None):
             out = x.new_empty((sum(recv), *x.shape[1:]))
             return out, dist.all_to_all_single(
                 _real(out),
@@ -239,6 +239,8 @@ def begin(asked: ops.Message, group: Group, pg: dist.ProcessGroup) -> Begun:
                 group=pg,
                 async_op=True,
             )
+        case ops.AllToAll():
+            return _used(asked, pg)
         case ops.Broadcast(tensor=x, source=root):
             work = dist.broadcast(_real(x), group_src=root, group=pg, async_op=True)
             return x, work
@@ -255,6 +257,23 @@ def arrived(answer: Tensor, work: Any) -> Tensor:
 
 def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _used(op: ops.AllToAll, pg: dist.ProcessGroup) -> Begun:
+    """Send what matters of rows alone: the host waits for how much others send."""
+    x, sent = op.tensor, ops.sent_to(op)
+    own = torch.tensor(sent, dtype=torch.int64, device=x.device)
+    counts = torch.empty_like(own)
+    dist.all_to_all_single(counts, own, group=pg)
+    out = x.new_empty((sum(op.recv), *x.shape[1:]))
+    leaving, arriving = (
+        [row.flatten()[:n] for row, n in zip(rows, numels, strict=True)]
+        for rows, numels in (
+            (torch.split(x, list(op.send)), sent),
+            (torch.split(out, list(op.recv)), counts.tolist()),
+        )
+    )
+    return out, dist.all_to_all(arriving, leaving, group=pg, async_op=True)
 
 
 def _scatter(op: ops.ReduceScatter, group: Group, pg: dist.ProcessGroup) -> Begun:

@@ -21,11 +21,13 @@ def all_to_all(
     arriving: Sequence[Tensor],
     peers: Peers,
     after: Callable[[], object] = lambda: None,
+    short: bool = False,
 ) -> Transfer:
     """Begin to send to every rank, and to fill what is to come from it.
 
     `leaving` and `arriving` hold a contiguous tensor for and from every rank, some of
-    them empty; this rank's own are left alone.
+    them empty; this rank's own are left alone. If messages may be `short`, what arrives
+    fills no more than its place.
     """
     (rank, size), track, ranks = peers
     targets = [(rank + i) % size for i in range(1, size)]
@@ -34,7 +36,7 @@ def all_to_all(
         for peer in targets
         if leaving[peer].numel()
     )
-    into = {ranks[peer]: arrival(arriving[peer]) for peer in targets}
+    into = {ranks[peer]: arrival(arriving[peer], short) for peer in targets}
     return Transfer(track, out, into, after=after)
 
 

@@ -28,12 +28,12 @@ compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, error_model="n
 part: Callable[..., Any] = numba.njit(error_model="numpy", inline="always")
 
 
-def _one(instruction: str, source: Any, target: Any) -> Any:
+def instruction(name: str, source: Any, target: Any) -> Any:
     """What takes a value of one type for another, by one instruction of LLVM."""
 
     def typed(typing: Any, x: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            make = getattr(builder, instruction)
+            make = getattr(builder, name)
             return make(args[0], context.get_value_type(target))
 
         return target(source), generate
@@ -41,9 +41,9 @@ def _one(instruction: str, source: Any, target: Any) -> Any:
     return intrinsic(typed)
 
 
-_bits = _one("bitcast", types.float32, types.int32)
-_float = _one("bitcast", types.int32, types.float32)
-_byte = _one("trunc", types.int32, types.uint8)  # the lowest eight bits
+_bits = instruction("bitcast", types.float32, types.int32)
+_float = instruction("bitcast", types.int32, types.float32)
+byte = instruction("trunc", types.int32, types.uint8)  # the lowest eight bits
 
 
 @compiled
@@ -77,7 +77,7 @@ def _encode_int8(x: Any, codes: Any, levels: Any, b: Any, most: Any) -> None:
     levels[b, 0] = scale
     for i in range(BLOCK):
         moved = np.float32(np.float32(x[b, i]) * inverse) + MAGIC
-        codes[b, i] = _byte(_bits(moved))
+        codes[b, i] = byte(_bits(moved))
         x[b, i] -= np.float32((moved - MAGIC) * scale)
 
 
@@ -101,7 +101,7 @@ def _encode_e3m0(x: Any, codes: Any, levels: Any, b: Any, most: Any) -> None:
             level = np.int32((_bits(ratio) >> 23) - np.int32(123))
             level = level if level > np.int32(0) else np.int32(0)
             sign = np.int32((bits >> 31) & np.int32(1))
-            codes[b, i] |= _byte(np.int32((level | sign << 3) << (4 * p)))
+            codes[b, i] |= byte(np.int32((level | sign << 3) << (4 * p)))
             size = np.float32(_power(level) * scale)
             x[b, 128 * p + i] -= _float(np.int32(_bits(size) | np.int32(sign << 31)))
 
@@ -127,7 +127,7 @@ def _encode_sign(
     for p in range(8):
         for i in range(32):
             sign = np.int32((_bits(np.float32(x[b, 32 * p + i])) >> 31) & np.int32(1))
-            codes[b, i] |= _byte(np.int32(sign << p))
+            codes[b, i] |= byte(np.int32(sign << p))
             x[b, 32 * p + i] -= _float(np.int32(_bits(scale) | np.int32(sign << 31)))
 
 
@@ -155,7 +155,7 @@ def _encode_two(x: Any, codes: Any, levels: Any, b: Any, most: Any, count: Any) 
             bits = _bits(np.float32(x[b, 64 * p + i]))
             big = np.int32(_float(np.int32(bits & UNSIGNED)) >= middle)
             sign = np.int32((bits >> 31) & np.int32(1))
-            codes[b, i] |= _byte(np.int32((big | sign << 1) << (2 * p)))
+            codes[b, i] |= byte(np.int32((big | sign << 1) << (2 * p)))
             value = large if big else small
             x[b, 64 * p + i] -= _float(np.int32(_bits(value) | np.int32(sign << 31)))
 

@@ -31,9 +31,11 @@ def sketched(op: Op, group: Group) -> Op:
     match op:
         case ops.ReduceScatter() | ops.AllGather():
             rest = (tuple(ops.part_sizes(op, group)),)
-        case ops.AllToAll(send=send, recv=recv):
-            row = x.numel() // max(len(x), 1)
-            rest = _turned(send, row, group.rank), _turned(recv, row, group.rank)
+        case ops.AllToAll(recv=recv, used=used):
+            # What others use of a row is not known: as much as this rank.
+            row = max(used) if used else x.numel() // max(len(x), 1)
+            sent = ops.sent_to(op)
+            rest = _turned(sent, 1, group.rank), _turned(recv, row, group.rank)
         case ops.Swap(peer=peer):
             rest = (peer ^ group.rank,)
         case ops.Broadcast(source=source):
