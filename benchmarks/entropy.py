@@ -11,9 +11,9 @@ of a bucket ("whole"), of the exponent below that of the largest in its block of
 of fixed places takes: signs and mantissas as they are, of each exponent some bits below
 the block's largest, and 8 bits more for each that is not reached ("escapes").
 
-Such a code of three places is tried out for bf16, compiled by numba: what it takes to
-encode and decode, in copies of the buffer of float32, on the thread's own clock, and
-that all bits come back.
+`gradtide.wire.lossless` is tried out for both, compiled by numba: its bits of every
+bucket that is looked at ("taken"), and what it takes to encode and decode four million
+values, in copies of the buffer of float32, on the thread's own clock.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ import torch
 from tasks import TASKS, build
 
 from gradtide.lab.record import commit, machine, versions
+from gradtide.wire.lossless import HEAD, Lossless, Message
 
 RANKS = 4
 BLOCK = 256  # values with a largest exponent of their own
 LOOKED_AT = (10, 50, 150, 300)  # steps
 PLACES = (2, 3, 4)  # bits of an exponent in codes of fixed places
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def entropy(symbols: np.ndarray[Any, Any]) -> float:
@@ -82,37 +84,41 @@ def looked_at(x: torch.Tensor) -> dict[str, Any]:
                 "bits": width,
                 "share": width / (9 + mantissa),
             }
+        parts["taken"] = 8 * len(message_of(x.to(DTYPES[name]))) / len(x)
         found[name] = parts
     found["bf16"]["as_one"] = entropy(cast)
     return found
 
 
-def tried_out(x: torch.Tensor, turns: int = 15) -> dict[str, float]:
-    """Bits a value, and copies of the float32 buffer that encode and decode take."""
-    from entropy_code import decode, encode
+def message_of(x: torch.Tensor) -> torch.Tensor:
+    """The bytes that travel of values."""
+    own = Lossless(x.dtype, len(x))
+    message = torch.empty(own.room, dtype=torch.uint8)
+    own.write(x, message)
+    return message[: own.length(message[:HEAD])]
 
-    whole = x[: len(x) // BLOCK * BLOCK].repeat(-(-(1 << 22) // len(x)))
-    bits = whole.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    blocks = bits.reshape(-1, BLOCK)
-    fixed = np.zeros((len(blocks), 1 + BLOCK + BLOCK * 3 // 8), np.uint8)
-    escapes, back = np.zeros(bits.size, np.uint8), np.zeros_like(blocks)
-    other, times = torch.zeros_like(whole), []
+
+def tried_out(x: torch.Tensor, name: str, turns: int = 15) -> dict[str, float]:
+    """Copies of the float32 buffer that encode and decode take."""
+    whole = x.repeat(-(-(1 << 22) // len(x)))
+    values, other = whole.to(DTYPES[name]), torch.zeros_like(whole)
+    own, back, times = Lossless(values.dtype, len(values)), values.clone(), []
+    message = torch.zeros(own.room, dtype=torch.uint8)
     for _ in range(turns + 2):
         clocks = [time.thread_time()]
         other.copy_(whole)
         clocks.append(time.thread_time())
-        number = encode(blocks, fixed, escapes)
+        own.write(values, message)
         clocks.append(time.thread_time())
-        decode(fixed, escapes, back)
+        own.read(Message(message, message[:HEAD]), back)
         clocks.append(time.thread_time())
         times.append([b - a for a, b in pairwise(clocks)])
-    assert (back == blocks).all()
+    assert back.view(torch.uint8).equal(values.view(torch.uint8))
     copy, encoding, decoding = np.median(times[2:], axis=0)
     return {
-        "bits": 8 * (fixed.size + number) / bits.size,
         "encode_copies": encoding / copy,
         "decode_copies": decoding / copy,
-        "ns_a_value": 1e9 * (encoding + decoding) / bits.size,
+        "ns_a_value": 1e9 * (encoding + decoding) / len(values),
     }
 
 
@@ -148,7 +154,7 @@ def main() -> None:
             mean = torch.stack(flats).mean(0)
             for what, x in (("gradient", flats[0]), ("mean", mean)):
                 rows.append({"task": task, "step": step, "of": what, **looked_at(x)})
-            tried[task] = tried_out(flats[0])
+            tried[task] = {name: tried_out(flats[0], name) for name in DTYPES}
     record: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit(),
@@ -160,23 +166,21 @@ def main() -> None:
     }
     args.out.write_text(json.dumps(record, indent=1) + "\n")
     for task in TASKS:
-        found = tried[task]
-        print(
-            f"{task}, a code of three places: {found['bits']:.2f} bits, "
-            f"{found['encode_copies']:.1f} + {found['decode_copies']:.1f} copies, "
-            f"{found['ns_a_value']:.2f} ns a value"
-        )
         own = [row for row in rows if row["task"] == task]
         print(f"{task}: {own[0]['numel']} values, {own[0]['zeros']:.1%} zeros")
-        for kind in ("bf16", "fp32"):
+        for kind, dtype in DTYPES.items():
             shares = [row[kind]["share"] for row in own]
-            fixed = [row[kind]["fixed_3"]["share"] for row in own]
+            taken = [row[kind]["taken"] / (8 * dtype.itemsize) for row in own]
             exponent = [row[kind]["exponent_block"] for row in own]
+            clocks = tried[task][kind]
             print(
                 f"  {kind}: exponent {min(exponent):.2f} to {max(exponent):.2f} bits, "
-                f"share {min(shares):.3f} to {max(shares):.3f}, "
-                f"3 places {min(fixed):.3f} to {max(fixed):.3f}"
+                f"share by entropy {min(shares):.3f} to {max(shares):.3f}, "
+                f"taken {min(taken):.3f} to {max(taken):.3f}; "
+                f"{clocks['encode_copies']:.1f} + {clocks['decode_copies']:.1f} copies"
             )
+    saved = [16 - row["bf16"]["taken"] for row in rows]
+    print(f"bytes that a value is shorter by, median: {np.median(saved) / 8:.3f}")
 
 
 if __name__ == "__main__":

@@ -105,6 +105,11 @@ def test_hops_of_dense_exchanges(wire: Any) -> None:
     assert hops_of(Dense(wire), SIZE) == [2, 2, 2]
 
 
+@pytest.mark.parametrize("wire", [None, "bf16"])
+def test_lengths_that_depend_on_numbers_take_no_hop(wire: Any) -> None:
+    assert hops_of(Dense(wire, lossless=True), SIZE) == [2, 2, 2]
+
+
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", ["topka2a", "oktopk", "exdyna"])
 def test_no_wire_takes_a_hop_more(name: str, wire: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradtide.wire import lossless
-from gradtide.wire.lossless import HEAD, INTEGERS, SHORTER, Lossless
+from gradtide.wire.lossless import HEAD, INTEGERS, SHORTER, Lossless, Message
 
 TOOLS = ("numba", "torch")
 NUMELS = (1, 2, 100, 255, 256, 257, 511, 512, 1000, 5000)
@@ -57,8 +57,7 @@ def written(x: Tensor) -> Tensor:
     own = Lossless(x.dtype, len(x))
     message = torch.zeros(own.room, dtype=torch.uint8)
     own.write(x, message)
-    length = int(message[:8].view(torch.int64))
-    message[length:] = 255
+    message[length(message) :] = 255
     return message
 
 
@@ -68,7 +67,7 @@ def length(message: Tensor) -> int:
 
 def heard(message: Tensor, like: Tensor) -> Tensor:
     out = torch.full_like(like, 7)
-    Lossless(like.dtype, len(like)).read(message, out)
+    Lossless(like.dtype, len(like)).read(Message(message, message[:HEAD]), out)
     return out
 
 
@@ -110,7 +109,8 @@ def test_what_a_rehearsal_takes_for_likely(dtype: torch.dtype) -> None:
     own, x = Lossless(dtype, 1000), torch.empty(1000, dtype=dtype, device="meta")
     message = torch.empty(own.room, dtype=torch.uint8, device="meta")
     own.write(x, message)
-    own.read(message, x)
+    own.read(Message(message, message[:HEAD]), x)
+    assert own.length(message[:HEAD]) == own.likely
     assert own.likely == HEAD + round(1000 * (dtype.itemsize - SHORTER))
     assert own.likely < own.room
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,14 +40,14 @@ class Dense:
             scale for every 256 values. None, the default, changes nothing, because only
             that is exact. Values of at most 16 bits are not cast.
         lossless: Whether float32 and bfloat16 travel without the bits of their
-            exponents that neighbours share, see `wire.lossless`: the same means to the
-            bit, from .70 to .75 of the bytes of "bf16" and .85 of float32's. That takes
-            some passes over memory and direct messages, so the default is False; slow
-            links are where it pays. Other values travel as without it, and NCCL sends
-            all bytes.
+            exponents that neighbours share, see `wire.lossless`: fewer bytes, and the
+            same means to the bit. Other values travel as they are. The default is
+            False: it takes some passes over memory, and as much memory as the bucket
+            for messages, which pays where links are slow.
 
     Raises:
-        ValueError: `wire` is something else, or such that it has no exponents.
+        ValueError: `wire` is something else, or `lossless` is given with another wire
+            than "bf16".
     """
 
     wire: Wire = None
@@ -61,24 +62,23 @@ class Dense:
         check(self)
         if self.lossless and self.wire not in (None, "bf16"):
             raise ValueError(
-                f"{self!r}: lossless is for values with long exponents: use "
-                "wire='bf16' or none, or leave lossless out"
+                f"{self!r}: lossless shortens the exponents of float32 and bfloat16: "
+                "use wire='bf16' or no wire, or leave lossless out"
             )
 
     def __repr__(self) -> str:
-        """As texts in checkpoints have it, which know of no more."""
+        """The text of checkpoints from before `lossless`, where that is not used."""
         more = ", lossless=True" if self.lossless else ""
         return f"Dense(wire={self.wire!r}{more})"
 
     def reduce(self, payload: Payload, group: Group) -> Flow:
         x = payload.flat
         codec = codec_of(self.wire, x.dtype)
-        if self.lossless and group.size > 1 and len(x):
-            from gradtide.collectives import _lossless  # here: most do without
-
-            if _lossless.knows(codec):
-                return (yield from _lossless.mean(payload, codec, group))
-        if codec.exact or group.size == 1 or not len(x):
+        alone = group.size == 1 or not len(x)
+        if self.lossless and not alone and codec.dtype in without_loss().INTEGERS:
+            mean: Tensor = yield from without_loss().mean(payload, codec, group)
+            return mean
+        if codec.exact or alone:
             yield Mean(x)
             return x
         mean = x
@@ -88,6 +88,13 @@ class Dense:
         part = yield from first_half(x, mean, codec, payload, group)
         yield Cut(part)
         return (yield from second_half(mean, part, codec, payload, group))
+
+
+def without_loss() -> Any:
+    """What exchanges without loss; loaded here, as most trainings do without."""
+    from gradtide.collectives import _lossless
+
+    return _lossless
 
 
 def pays(sent: int, n: int, size: int, codec: Codec) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from gradtide import wire
+from gradtide.collectives.dense import without_loss
 from gradtide.core.payload import density_of, layers, traits, wire_of
 from gradtide.scheme import Scheme, undecided
 from gradtide.selectors import kernels
@@ -35,9 +36,7 @@ def prepare(params: Iterable[Tensor], scheme: Scheme) -> None:
                 indices.prepare(device)
             wire.prepare(wire_of(part), dtype, device)
             if getattr(part, "lossless", False):
-                from gradtide.wire import lossless
-
-                lossless.prepare(device)
+                without_loss().prepare(device)
 
 
 def _load(scheme: Scheme) -> None:

@@ -79,8 +79,11 @@ class Coming:
         """Bytes of what is due that are sure to come."""
         return 0 if self._short else len(self.due)
 
-    def check(self, said: tuple[int, ...], nbytes: int) -> None:
-        """Raise LostError if a frame is not of what is due."""
+    def accept(self, said: tuple[int, ...], nbytes: int) -> None:
+        """Take a frame for one of what is due; raise LostError if it is not.
+
+        The first one of a short message tells how long that is.
+        """
         *asked, length = said
         if self._short and tuple(asked) == self._said[:-1] and length <= self._left:
             self._short, self._said, self._left = False, said, length
@@ -242,7 +245,7 @@ class Link:
         waiting = self.coming.get(said[0]) if in_turn else None
         if waiting:
             self._into[stream] = waiting[0]
-            waiting[0].check(tuple(said), nbytes)
+            waiting[0].accept(tuple(said), nbytes)
             stream.due = waiting[0].due[:nbytes]
         else:
             stream.waits = not in_turn and self._held + nbytes > AHEAD
@@ -300,7 +303,7 @@ class Link:
         while kept and item in self.coming:
             _, said, memory = kept.popleft()
             coming = self.coming[item][0]
-            coming.check(said, len(memory))
+            coming.accept(said, len(memory))
             coming.fill(memory)
             if not coming.due:
                 self._ended(item)
@@ -316,7 +319,7 @@ class Link:
         """Raise LostError if nobody will ask for what has come."""
         if kept.said[0] < self._first and kept.said[0] not in self.coming:
             waiting = self.coming.get(self._first) or next(iter(self.coming.values()))
-            waiting[0].check(kept.said, len(kept.memory))
+            waiting[0].accept(kept.said, len(kept.memory))
 
     def await_more(self, stream: Stream) -> None:
         """Have this thread be woken by a piece, or by as much of a long one."""

@@ -58,7 +58,7 @@ def _encode(
 ) -> None:
     """A block: differences, and what is beside exponents.
 
-    `apart` gets a bit for each exponent that stands apart, and all exponents.
+    `masks` gets a bit for each exponent that stands apart, and `exponents` all of them.
     """
     most = np.uint8(0)
     for i in range(BLOCK):

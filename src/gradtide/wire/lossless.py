@@ -21,8 +21,9 @@ half, and what stands apart. What is compiled by numba writes the same bytes as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,13 @@ KERNELS = Kernels(
 )
 
 
+class Message(NamedTuple):
+    """What was written (1-D, uint8), wherever it is, and its head in host memory."""
+
+    whole: Tensor
+    head: Tensor
+
+
 @dataclass(frozen=True)
 class Lossless:
     """Messages (1-D, uint8) of `numel` values of a `dtype` that `INTEGERS` has."""
@@ -69,36 +77,43 @@ class Lossless:
         """Bytes that a long message of gradients takes."""
         return HEAD + round(self.numel * (self.dtype.itemsize - SHORTER))
 
+    def length(self, head: Tensor) -> int:
+        """Bytes of the message that begins with a head in host memory.
+
+        Without numbers it is what one of gradients is likely to have.
+        """
+        return self.likely if head.is_meta else _numbers(head)[0]
+
     def write(self, values: Tensor, message: Tensor) -> None:
         """Encode values (1-D, contiguous, of the dtype)."""
         if values.is_meta:
             message[: self.numel].copy_(values)  # one pass, for who counts them
             return
-        length, counts = HEAD + self._whole, (-1, 0)
-        if sum(self._sizes) < self._whole:
-            sizes = [*self._sizes, self._left]
-            tails, *parts, _ = torch.split(message[HEAD:], sizes)
-            nibbles, others = self._encode(
-                values.view(INTEGERS[self.dtype]), tails, *parts
-            )
-            packed = _packed(nibbles)
-            used = HEAD + sum(self._sizes) + len(packed) + len(others)
-            if used < length:
-                length, counts = used, (len(nibbles), len(others))
-                message[:length][used - len(others) - len(packed) :].copy_(
-                    torch.cat([packed, others])
-                )
-        if counts[0] < 0:
-            message[HEAD:length].copy_(values.view(torch.uint8))
-        head = torch.tensor([length, *counts], dtype=torch.int64, device="cpu")
+        begin, end = HEAD + sum(self._sizes), HEAD + self._whole
+        numbers = end, -1, 0
+        if begin < end:
+            integers = values.view(INTEGERS[self.dtype])
+            parts = torch.split(message[HEAD:begin], self._sizes)
+            nibbles, others = self._encode(integers, *parts)
+            rest = torch.cat([_packed(nibbles), others])
+            if begin + len(rest) < end:
+                numbers = begin + len(rest), len(nibbles), len(others)
+                message[begin : numbers[0]].copy_(rest)
+        if numbers[1] < 0:
+            message[HEAD:end].copy_(values.view(torch.uint8))
+        head = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         message[:HEAD].view(torch.int64).copy_(head)
 
-    def read(self, message: Tensor, out: Tensor) -> None:
-        """Write the values of a message to `out` (1-D, contiguous, of the dtype)."""
+    def read(self, heard: Message, out: Tensor) -> None:
+        """Write the values of a message to `out` (1-D, contiguous, of the dtype).
+
+        Raises ValueError for a head that cannot be.
+        """
+        message, head = heard
         if out.is_meta:
             out.copy_(message[: self.numel])
             return
-        length, apart, others = message[:HEAD].view(torch.int64).tolist()
+        length, apart, others = _numbers(head)
         if apart < 0:
             out.view(torch.uint8).copy_(message[HEAD : HEAD + self._whole])
             return
@@ -108,12 +123,9 @@ class Lossless:
                 f"no message of {self.numel} values: it says that it has {length} "
                 f"bytes, and {apart} exponents that stand apart, {others} in a byte"
             )
-        tails, *parts, packed, whole = torch.split(message[HEAD:length], sizes)
+        *parts, packed, whole = torch.split(message[HEAD:length], sizes)
         nibbles = torch.cat([packed & 15, packed >> 4])
-        largest, planes, low = parts
-        integers = out.view(INTEGERS[self.dtype])
-        halves = tails.view(torch.int16)
-        self._decode(halves, largest, planes, low, nibbles, whole, integers)
+        self._decode(parts, nibbles, whole, out.view(INTEGERS[self.dtype]))
 
     @property
     def _shift(self) -> int:
@@ -124,10 +136,6 @@ class Lossless:
     def _whole(self) -> int:
         """Bytes of values as they are."""
         return self.numel * self.dtype.itemsize
-
-    @property
-    def _left(self) -> int:
-        return self.room - HEAD - sum(self._sizes)
 
     @property
     def _sizes(self) -> list[int]:
@@ -170,20 +178,15 @@ class Lossless:
         return far.to(torch.uint8), others.to(torch.uint8)
 
     def _decode(
-        self,
-        tails: Tensor,
-        largest: Tensor,
-        planes: Tensor,
-        low: Tensor,
-        nibbles: Tensor,
-        others: Tensor,
-        out: Tensor,
+        self, parts: Sequence[Tensor], nibbles: Tensor, others: Tensor, out: Tensor
     ) -> None:
         """Write what parts of a message stand for to `out` (integers)."""
-        parts = tails, largest, planes, low, nibbles, others
+        tails, largest, planes, low = parts
+        tails = tails.view(torch.int16)
         kernels = KERNELS.module() if out.is_cpu else None
         if kernels is not None:
-            kernels.decode(self._shift, *(part.numpy() for part in (*parts, out)))
+            both = tails, largest, planes, low, nibbles, others, out
+            kernels.decode(self._shift, *(x.numpy() for x in both))
             return
         bits = planes.to(torch.int32).view(-1, 3, PLANE, 1)
         each = torch.arange(8, dtype=torch.int32, device=out.device)
@@ -215,9 +218,16 @@ def prepare(device: torch.device) -> None:
             values = torch.zeros(own.numel, dtype=dtype, device="cpu")
             message = torch.zeros(own.room, dtype=torch.uint8, device="cpu")
             own.write(values, message)
-            own.read(message, values)
+            own.read(Message(message, message[:HEAD]), values)
 
     KERNELS.prepare("lossless", all_of_it)
+
+
+def _numbers(head: Tensor) -> list[int]:
+    """A message's length, and how many exponents stand apart, and how many of them in
+    a byte."""
+    found: list[int] = head.contiguous().view(torch.int64).tolist()
+    return found
 
 
 def _packed(nibbles: Tensor) -> Tensor:
