@@ -10,6 +10,7 @@ import io
 import pickle
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -745,6 +746,16 @@ def test_hooks_that_cast_become_the_wire() -> None:
         return repr(scheme.collective), repr(other.replica.scheme.collective)
 
     assert run_ranks(2, work) == [("Dense(wire='bf16')", "Dense(wire='fp16')")] * 2
+
+
+def test_a_model_on_the_meta_device_is_refused_without_a_word_of_gpus() -> None:
+    def work() -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = nn.Linear(4, 4, device="meta")
+            return refusal(ValueError, lambda: DistributedDataParallel(model))
+
+    assert all("is on the meta device" in said for said in run_ranks(2, work))
 
 
 def test_what_ddp_says_and_has_for_its_users() -> None:

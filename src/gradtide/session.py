@@ -140,7 +140,8 @@ class Session:
 
     def connect(self) -> None:
         """Connect to the ranks, and agree with them; collective."""
-        where = (p.device for _, p in averaged(self.model))
+        # Parameters on the meta device are nowhere: `look` refuses them by name.
+        where = (p.device for _, p in averaged(self.model) if not p.is_meta)
         device = next(where, torch.device("cpu"))
         transport = connect(self.process_group, device)
 
