@@ -6,9 +6,11 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import gradtide
+from gradtide import elastic
 from gradtide.admission import refuse_elastic
 from gradtide.elastic import Batches, Lighthouse
 from gradtide.scheme import parse
-from tests.lighthouse import Job, Words, alike, lighthouse, run
+from tests.lighthouse import HEARTBEAT, Job, Words, alike, lighthouse, run
 
 # Where many others run, ranks that load and compile keep others waiting.
 pytestmark = pytest.mark.timeout(300)
@@ -377,6 +380,51 @@ def other_buffers(name: str, tell: Tell, address: str) -> list[float]:
     gradtide.replicate(model, optimizer, **how)
     found: list[float] = model[1].running_mean.tolist()
     return found
+
+
+def stopped(
+    name: str, tell: Tell, address: str, scheme: str, hears: bool
+) -> tuple[str, float]:
+    """Train; b is stopped among three, for longer than the lighthouse bears.
+
+    Unless it `hears` that the others were counted without it, it trains on alone.
+    """
+    torch.set_num_threads(1)
+    if not hears:
+        plain = elastic._roster
+        elastic._roster = lambda counted: replace(plain(counted), since="")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    there = Lighthouse(address, name=name, timeout=6)
+    sync = gradtide.replicate(model, optimizer, scheme, elastic=there)
+    generator = torch.Generator().manual_seed(ord(name))
+    wakes = name != "b"
+    while (now := sync.meet()) < 4 * STEPS or sync.metrics()["ranks"] < 3:
+        if not wakes and now >= 10 and sync.metrics()["ranks"] == 3:
+            wakes = True
+            wake = f"sleep {2.5 * HEARTBEAT / 1000}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", wake])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.02)
+        x = torch.randn(8, 8, generator=generator)
+        step(model, optimizer, x, torch.tanh(x[:, :4]))
+    sync.flush()
+    assert wakes
+    return digest(model), sync.metrics()["lost_steps"]
+
+
+@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize("scheme", ["wfbp", "dear"])
+def test_one_that_was_stopped_goes_on_with_the_others(scheme: str, hears: bool) -> None:
+    # The others are counted without it, once. It hears of that a step later, from a
+    # count in which it is again: it must not train on in the group that they have left.
+    # If it does, others are further than it is, with an update that was due, too.
+    with lighthouse(2) as address:
+        found = run(stopped, ["a", "b", "c"], address, scheme, hears)
+    assert alike({name: held for name, (held, _) in found.items()})
+    if hears:
+        assert not any(lost for _, lost in found.values())
 
 
 def test_all_begin_with_the_buffers_of_one() -> None:

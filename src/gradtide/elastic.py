@@ -328,7 +328,7 @@ def _roster(counted: Any) -> Roster:
             told = int(data["progress"]), bool(data["lost"]), str(data["run"])
             standing = Standing(*told)
             members.append(Member(one.replica_id, one.store_address, standing))
-    return Roster(number, members)
+    return Roster(number, members, since=str(counted.quorum_id))
 
 
 def _first_line(error: BaseException) -> str:

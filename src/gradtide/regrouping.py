@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from typing import Any, Protocol
 
@@ -313,9 +313,8 @@ class Regrouping:
 
     def _form(self, training: Training | None, roster: Roster) -> Training:
         session, members = self._session, roster.members
-        standing = [member.standing for member in members]
         rank = [member.name for member in members].index(self._membership.name)
-        most, late = standing[roster.source].progress, roster.late
+        most = members[roster.source].standing.progress
         if most < 0 and self.generation:
             raise RuntimeError(NOBODY)
         behind = most - self._progress
@@ -324,6 +323,10 @@ class Regrouping:
             self._own = regroup.take(training, behind)
             session.detach()
         own = self._own = self._own or Remains()
+        self._membership.form(roster)
+        session.connect()
+        roster = self._now(roster)
+        most, late = roster.members[roster.source].standing.progress, roster.late
         if apart := roster.apart:
             own = self._own = self._part(own, apart)
         if late[rank] and not self.opened:
@@ -331,8 +334,6 @@ class Regrouping:
         own.left = None
         if self._gone(roster):
             own.measure()
-        self._membership.form(roster)
-        session.connect()
         if late[rank]:
             self._progress = -1  # until it has all of it
             if own.whole and own.begun and (done := own.numbers[-1]):
@@ -347,10 +348,22 @@ class Regrouping:
         found = session.train()
         regroup.resume(found, own)
         session.engine.progress = self._progress = max(most, 0)
-        self._run = standing[roster.source].run or roster.number
+        self._run = roster.members[roster.source].standing.run or roster.number
         self._note(roster, rank, own, found)
         self._opening, self._late = True, self._late or late[rank]
         return found
+
+    def _now(self, roster: Roster) -> Roster:
+        """The ranks, as they stand now that they have met; a collective call.
+
+        What a rank said when it was counted may be true no more: an update that was due
+        then has been carried out before ranks met. Where others come from a group that
+        had not made that step, the same number would stand for other parameters.
+        """
+        own = Standing(self._progress, run=self._run)
+        told = self._session.engine.transport.gather_objects(own, "how ranks stand")
+        pairs = zip(roster.members, told, strict=True)
+        return replace(roster, members=[replace(m, standing=s) for m, s in pairs])
 
     def _part(self, own: Remains, apart: Sequence[str]) -> Remains:
         """Ranks have met that have trained `apart`; returns what this one goes on with.

@@ -34,6 +34,12 @@ def test_another_process_or_a_lost_rank_is_another_group() -> None:
     assert roster(3, 3, -1).differs(before)
 
 
+def test_ranks_of_which_one_was_missing_meanwhile_meet() -> None:
+    before = replace(roster(3, 3), since="2")
+    assert not replace(roster(4, 4), since="2").differs(before)
+    assert replace(roster(4, 3), since="4").differs(before)  # 3 was without r1
+
+
 def test_a_standing_is_told_in_plain_values() -> None:
     told = {"progress": 7, "lost": True, "run": "3.1"}
     assert Standing(7, lost=True, run="3.1").tell() == told

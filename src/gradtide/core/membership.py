@@ -44,10 +44,15 @@ class Member:
 
 @dataclass(frozen=True)
 class Roster:
-    """Those who are there, in the order of their ranks; `number` is of no other one."""
+    """Those who are there, in the order of their ranks; `number` is of no other one.
+
+    Attributes:
+        since: Changes when a rank goes or comes, also where it has come back meanwhile.
+    """
 
     number: str
     members: Sequence[Member]
+    since: str = ""
 
     @property
     def source(self) -> int:
@@ -78,9 +83,14 @@ class Roster:
         return [name for name, one in told if one.progress >= 0 and one.run != run]
 
     def differs(self, before: Roster) -> bool:
-        """Whether these have to form a group anew, who were together `before`."""
+        """Whether these have to form a group anew, who were together `before`.
+
+        Where a rank was missing meanwhile, the others have formed one without it, and
+        those who are there now have to meet, though they are the same.
+        """
         now, then = ([m.process for m in one.members] for one in (self, before))
-        return now != then or any(member.standing.lost for member in self.members)
+        again = now != then or self.since != before.since
+        return again or any(member.standing.lost for member in self.members)
 
 
 class Membership(Protocol):
