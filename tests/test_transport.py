@@ -31,7 +31,7 @@ from gradtide.core.ops import (
 )
 from gradtide.core.transport import Job
 from gradtide.testing import answer
-from gradtide.transport import Transport, connect
+from gradtide.transport import Transport, connect, rotation
 from gradtide.transport.comm_queue import CommQueue
 from gradtide.transport.gloo import GlooTransport
 from gradtide.transport.pieces import answer_to
@@ -107,11 +107,25 @@ def _answers() -> None:
 
 
 def test_what_matters_of_rows_arrives() -> None:
-    """And no more than that travels."""
-    run_ranks(3, used_rows, connect)
+    """And no more than that leaves."""
+    run_ranks(3, _used_rows)
 
 
-def used_rows(made: Callable[[Any, torch.device], Any]) -> None:
+def _used_rows() -> None:
+    rank, left, plain = dist.get_rank(), list[int](), rotation.all_to_all
+
+    def noted(leaving: Any, *more: Any, **named: Any) -> Any:
+        left.append(sum(x.numel() for i, x in enumerate(leaving) if i != rank))
+        return plain(leaving, *more, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rotation, "all_to_all", noted)
+        sent = used_rows(connect)
+    assert left[-2:] == [sent, sent]
+
+
+def used_rows(made: Callable[[Any, torch.device], Any]) -> int:
+    """Ask for rows of which some elements matter; returns how many are sent."""
     rank, size = dist.get_rank(), dist.get_world_size()
     transport = made(None, torch.device("cpu"))
     used = [[1, 9, 400_000][(r + i) % 3] for r in range(size) for i in range(size)]
@@ -133,6 +147,7 @@ def used_rows(made: Callable[[Any, torch.device], Any]) -> None:
             n = used[size * source + rank]
             assert heard[:n].equal(rows[source][:n]), (i, source)
     transport.close()
+    return sum(sent)
 
 
 @pytest.mark.product
