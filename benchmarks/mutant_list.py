@@ -1501,6 +1501,22 @@ def adjust_lr(lr, *_):  # type: ignore
         ("wire/test_lossless.py",),
     ),
     Mutant(
+        "plan-takes-coding-for-a-copy",
+        "wire/lossless.py",
+        "return COPIES if KERNELS.installed else COPIES * SLOWER",
+        "return 1",
+        "a plan has values encoded three times as fast as they are, or ninety times",
+        ("wire/test_lossless.py",),
+    ),
+    Mutant(
+        "plan-codes-on-a-gpu",
+        "planner/search.py",
+        "if network.device.beside or not",
+        "if True or not",
+        "a plan takes what nobody has timed on a GPU for as fast as a copy",
+        ("planner/test_search.py",),
+    ),
+    Mutant(
         "link-waits-for-all-of-a-room",
         "transport/link.py",
         "return 0 if self._short else len(self.due)",

@@ -10,6 +10,8 @@ import pytest
 from gradtide.collectives import Dense
 from gradtide.fusion import BySize, Cuts, PerTensor
 from gradtide.planner import search
+from gradtide.planner.advice import advise
+from gradtide.planner.data.presets import preset
 from gradtide.planner.network import Network
 from gradtide.planner.search import DENSE, Choice, fusions, kind, rank
 from gradtide.planner.trace import StepTrace, Unit
@@ -76,6 +78,24 @@ def test_what_is_recommended_is_tried_but_not_what_decides_itself() -> None:
     ranked = ranked_by(Fake(), trace(), NETWORK, tune=False)
     assert {choice.name for choice in ranked} == {*DENSE, *candidates()}
     assert "auto" not in candidates()
+
+
+@pytest.mark.parametrize(("rate", "pays"), [(5e7, True), (2e8, True), (2e10, False)])
+def test_a_wire_without_loss_pays_where_links_are_slow(rate: float, pays: bool) -> None:
+    network = Network.ideal(4, 1, rate).on(preset("cpu"))
+    found = {c.name: c.step for c in rank(trace(), network, tune=False)}
+    for name in ("wfbp", "dear"):
+        plain = found[f"{name}(wire='bf16')"]
+        shorter = found[f"{name}(wire='bf16', lossless=True)"]
+        assert (shorter < plain) is pays
+    best = advise(rank(trace(), network), 4).dense.scheme.collective
+    assert getattr(best, "lossless", False) is pays
+
+
+def test_a_wire_without_loss_is_left_out_where_nobody_has_timed_it() -> None:
+    ranked = rank(trace(), Network.ideal(4, 1, 5e7).on(preset("h100")), tune=False)
+    refused = {c.name for c in ranked if "on an accelerator" in c.refused}
+    assert refused == {f"{n}(wire='bf16', lossless=True)" for n in ("wfbp", "dear")}
 
 
 @pytest.mark.slow

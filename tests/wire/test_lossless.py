@@ -11,8 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradtide.planner.rehearsal.op_counts import Counter
 from gradtide.wire import lossless
-from gradtide.wire.lossless import HEAD, INTEGERS, SHORTER, Lossless, Message
+from gradtide.wire.lossless import (
+    COPIES,
+    HEAD,
+    INTEGERS,
+    SHORTER,
+    SLOWER,
+    Lossless,
+    Message,
+)
 
 TOOLS = ("numba", "torch")
 NUMELS = (1, 2, 100, 255, 256, 257, 511, 512, 1000, 5000)
@@ -113,6 +122,23 @@ def test_what_a_rehearsal_takes_for_likely(dtype: torch.dtype) -> None:
     assert own.length(message[:HEAD]) == own.likely
     assert own.likely == HEAD + round(1000 * (dtype.itemsize - SHORTER))
     assert own.likely < own.room
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_rehearsal_knows_how_long_encoding_takes(tool: str) -> None:
+    if tool == "numba":
+        pytest.importorskip("numba")
+    own = Lossless(torch.bfloat16, 1000)
+    x = torch.empty(1000, dtype=torch.bfloat16, device="meta")
+    message = torch.empty(own.room, dtype=torch.uint8, device="meta")
+    for work in (
+        lambda: own.write(x, message),
+        lambda: own.read(Message(message, message[:HEAD]), x),
+    ):
+        with using(tool), Counter() as counter:
+            work()
+        copies = COPIES if tool == "numba" else COPIES * SLOWER
+        assert counter.read().moved == copies * len(x)
 
 
 @pytest.mark.parametrize("tool", TOOLS)

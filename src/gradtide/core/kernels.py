@@ -16,6 +16,8 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
+from importlib.util import find_spec
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
@@ -63,6 +65,13 @@ class Kernels:
         self._module: Any = None
         self._prepared = set[Hashable]()
 
+    @property
+    def installed(self) -> bool:
+        """Whether its compiler is; nothing is loaded."""
+        if self._tried:
+            return self._module is not None
+        return _there(self._compiler.name.lower())
+
     def module(self) -> Any:
         """The module, or None where its compiler is missing or does not work."""
         if not self._tried:
@@ -98,6 +107,11 @@ class Kernels:
             if isinstance(error, ModuleNotFoundError):
                 why, remedy = f"{name} is not installed", install
             warnings.warn(f"{why}: {self._slower}. {remedy}", stacklevel=4)
+
+
+@cache
+def _there(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 @contextmanager

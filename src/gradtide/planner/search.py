@@ -118,6 +118,7 @@ def rank(
 
     def refused(choice: Choice) -> str:
         told = refuse(choice.scheme) or unsuited(choice.name, trace.steps)
+        told = told or untimed(choice.scheme, network)
         if told or choice.name in DENSE:
             return told
         # fp16 sends what bf16 does.
@@ -145,6 +146,13 @@ def _with_warmup(choice: Choice, trace: StepTrace, network: Network) -> Choice:
     steps = {stage: simulate(trace, stage, network).step for stage in set(stages)}
     mean = sum(steps[stage] for stage in stages) / len(stages)
     return replace(choice, warmup=(wrapper.steps * len(stages), mean))
+
+
+def untimed(scheme: Scheme, network: Network) -> str:
+    """That nobody has timed a scheme on such processors; empty where somebody has."""
+    if network.device.beside or not getattr(scheme.collective, "lossless", False):
+        return ""
+    return "nobody has timed its code on an accelerator: compare both there"
 
 
 def refusal(

@@ -38,6 +38,9 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}  # looked a
 # Bytes that a value of gradients is shorter by: the median of five tasks
 # (benchmarks/records/entropy_202611.json).
 SHORTER = 0.59
+# Of the buffer, that take as long as to encode it or to decode (ibid.); without numba
+# it is so many times that.
+COPIES, SLOWER = 3, 30
 
 
 def _fast() -> Any:
@@ -87,7 +90,8 @@ class Lossless:
     def write(self, values: Tensor, message: Tensor) -> None:
         """Encode values (1-D, contiguous, of the dtype)."""
         if values.is_meta:
-            message[: self.numel].copy_(values)  # one pass, for who counts them
+            for _ in range(_copies()):
+                message[: self.numel].copy_(values)
             return
         begin, end = HEAD + sum(self._sizes), HEAD + self._whole
         numbers = end, -1, 0
@@ -111,7 +115,8 @@ class Lossless:
         """
         message, head = heard
         if out.is_meta:
-            out.copy_(message[: self.numel])
+            for _ in range(_copies()):
+                out.copy_(message[: self.numel])
             return
         length, apart, others = _numbers(head)
         if apart < 0:
@@ -221,6 +226,11 @@ def prepare(device: torch.device) -> None:
             own.read(Message(message, message[:HEAD]), values)
 
     KERNELS.prepare("lossless", all_of_it)
+
+
+def _copies() -> int:
+    """How many passes over memory take as long, for who counts them."""
+    return COPIES if KERNELS.installed else COPIES * SLOWER
 
 
 def _numbers(head: Tensor) -> list[int]:

@@ -58,6 +58,7 @@ def device(bench: Bench, budget: float) -> Device:
         sort=line(_order, [bench.group.size * n for n in entries]),
         optimizer=line(_step, SIZES),
         request=bench.taken(REQUESTS, lambda: bench.ask(nothing)()),
+        beside=bench.device.type == "cpu",
     )
 
 
