@@ -736,7 +736,7 @@ def test_install_reaches_what_was_there_before() -> None:
 
 def test_hooks_that_cast_become_the_wire() -> None:
     def work() -> Any:
-        model = DistributedDataParallel(network(), scheme="dear")
+        model = DistributedDataParallel(network(), scheme="dear(lossless=True)")
         model.register_comm_hook(None, default_hooks.allreduce_hook)
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
         scheme = model.replica.scheme
@@ -745,7 +745,8 @@ def test_hooks_that_cast_become_the_wire() -> None:
         other._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
         return repr(scheme.collective), repr(other.replica.scheme.collective)
 
-    assert run_ranks(2, work) == [("Dense(wire='bf16')", "Dense(wire='fp16')")] * 2
+    casts = "Dense(wire='bf16', lossless=True)", "Dense(wire='fp16')"
+    assert run_ranks(2, work) == [casts] * 2
 
 
 def test_a_model_on_the_meta_device_is_refused_without_a_word_of_gpus() -> None:

@@ -432,11 +432,10 @@ class DistributedDataParallel(Torchs):
         if wire is None:
             return
         scheme = self.replica.scheme
-        if not traits(scheme.collective).dense:
-            raise ValueError(
-                f"{scheme!r} has a `wire` of its own: set that, without a hook"
-            )
-        self.replica.adopt(replace(scheme, collective=Dense(wire)))
+        own: Any = scheme.collective
+        if not traits(own).dense:
+            raise ValueError(f"{scheme!r} has a `wire` of its own: set that, no hook")
+        self.replica.adopt(replace(scheme, collective=replace(own, wire=wire)))
 
     @contextmanager
     def join(
