@@ -115,6 +115,7 @@ def refused(words: str | list[str], *said: str) -> None:
         (f"{COMPARE} --rounds 0", "--rounds 0"),
         (f"{COMPARE} --warmup 0", "--warmup 0"),
         (f"{COMPARE} --seed -1", "--seed -1"),
+        (f"{COMPARE} --seed {2**32}", "give 0 to 4294967295"),
         (f"{COMPARE} --step-ms 5", "really computes"),
         (f"{COMPARE} --workload replay:gpt2 --step-ms nan", "milliseconds"),
         (f"{COMPARE} --workload replay:gpt2 --trace {MISSING}", "cannot read"),
@@ -132,6 +133,9 @@ def refused(words: str | list[str], *said: str) -> None:
         (f"{RACE} --seed -1", "--seed -1"),
         (f"{RACE} --out /proc/x", "cannot be written"),
         (f"{RACE} --target wfbp", "name one of --schemes"),
+        (f"{RACE} -- train.py", "there is no file train.py"),
+        (f"{RACE} -- no-such-program", "there is no program no-such-program"),
+        ("pilot -- train.py", "there is no file train.py"),
         # what is planned and simulated
         (f"{PLAN} --margin -1", "0 or more"),
         (f"{PLAN} --margin nan", "0 or more"),

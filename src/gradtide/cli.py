@@ -284,6 +284,7 @@ def race(
             raise ValueError("a script is started here: leave out torchrun")
         if device != "cpu":
             raise ValueError("--device: a script says itself where it trains")
+        run.checked(script)
         pattern = lab_script.LOSS if loss_pattern is None else loss_pattern
         spec = replace(spec, workload=f"script:{' '.join(script)}")
         lab_script.race(spec, script, pattern, out, sys.argv, resume)
@@ -327,6 +328,8 @@ def pilot(
     with options.told():
         how = schemes, ranks, seconds, every, seed
         spec = lab_pilot.asked(program, workload, *how)
+        if program:
+            run.checked(program)
         lab_pilot.hold(spec, program or [], loss_pattern, out, sys.argv)
 
 

@@ -26,6 +26,7 @@ def test_a_model_is_so_many_parameters_and_seconds() -> None:
         "params=1,step=1s",
         "params=1e30,step=1s",
         "params=1M,step=0s",
+        "params=\uff11M,step=1s",  # a full-width digit
     ],
 )
 def test_anything_else_is_refused_with_an_example(text: str) -> None:

@@ -13,7 +13,13 @@ def test_a_time_is_read(text: str, seconds: float) -> None:
     assert parse_time("--delay", text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "40", "fast", "-1ms", "1e3ms", "nans", "4m"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "40", "fast", "-1ms", "1e3ms", "nans", "4m"),
+        *("\uff14ms", "4\u017f"),  # a full-width digit, and a long s
+    ],
+)
 def test_what_is_no_time_is_refused_with_the_remedy(text: str) -> None:
     with pytest.raises(ValueError, match=r"^--delay .* such as \"40ms\""):
         parse_time("--delay", text)
@@ -26,7 +32,7 @@ def test_a_share_is_read(text: str, share: float) -> None:
     assert parse_share("--loss", text) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("text", ["", "some", "-1%", "5", "101%", "1e-3"])
+@pytest.mark.parametrize("text", ["", "some", "-1%", "5", "101%", "1e-3", "\uff11%"])
 def test_what_is_no_share_is_refused_with_the_remedy(text: str) -> None:
     with pytest.raises(ValueError, match=r"^--loss .* such as \"0.5%\""):
         parse_share("--loss", text)

@@ -22,7 +22,11 @@ def test_a_rate_is_read(text: str, bits: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast", "100", "100mb", "-1mbit", "0mbit", "1e3mbit", "1.mbit", "nan"]
+    "text",
+    [
+        *("", "fast", "100", "100mb", "-1mbit", "0mbit", "1e3mbit", "1.mbit", "nan"),
+        *("\uff11\uff10mbit", "1\u212abit"),  # full-width digits, and a Kelvin sign
+    ],
 )
 def test_what_is_no_rate_is_refused_with_the_remedy(text: str) -> None:
     with pytest.raises(ValueError, match="100mbit"):

@@ -11,8 +11,8 @@ from gradtide.planner.trace import StepTrace, Unit
 
 MILLION = 4e6  # bytes of a million parameters' gradients
 NUMBER = r"(\d+(?:\.\d+)?(?:e\d+)?)"
-PARAMETERS = re.compile(NUMBER + r"([kmb]?)", re.IGNORECASE)
-STEP = re.compile(NUMBER + r"(ms|s)")
+PARAMETERS = re.compile(NUMBER + r"([kmb]?)", re.IGNORECASE | re.ASCII)
+STEP = re.compile(NUMBER + r"(ms|s)", re.ASCII)
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 EXAMPLE = "write it as params=25M,step=300ms"
 TENSORS = 50  # alike, which is near enough for advice

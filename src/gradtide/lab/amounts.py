@@ -6,8 +6,8 @@ import re
 
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"(\d+(?:\.\d+)?)"
-_TIME = re.compile(rf"{_NUMBER}\s*(us|ms|s)", re.IGNORECASE)
-_SHARE = re.compile(rf"{_NUMBER}\s*(%?)")
+_TIME = re.compile(rf"{_NUMBER}\s*(us|ms|s)", re.IGNORECASE | re.ASCII)
+_SHARE = re.compile(rf"{_NUMBER}\s*(%?)", re.ASCII)
 
 
 def parse_time(name: str, text: str) -> float:

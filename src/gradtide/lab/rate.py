@@ -9,7 +9,7 @@ import math
 import re
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_SYNTAX = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?bit)", re.IGNORECASE)
+_SYNTAX = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?bit)", re.IGNORECASE | re.ASCII)
 
 
 def parse_rate(text: str) -> float | None:

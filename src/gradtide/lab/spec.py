@@ -162,7 +162,7 @@ def check_place(spec: Place) -> dict[str, Scheme | None]:
     if twice:
         raise ValueError(f"--schemes names {twice[0]} twice: once is enough")
     wrong = {
-        f"--seed {spec.seed}: give 0 or more": spec.seed < 0,
+        f"--seed {spec.seed}: give 0 to {2**32 - 1}": not 0 <= spec.seed < 2**32,
         "one rank has nobody to average with: use 2 or more": spec.size < 2,
     }
     refuse(wrong)

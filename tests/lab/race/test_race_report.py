@@ -108,6 +108,8 @@ def test_what_is_no_record_is_not_resumed(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="no record of a race"):
             resumed(SPEC, path)
+    with pytest.raises(ValueError, match="no record of a race"):
+        resumed(SPEC, tmp_path)  # a folder
 
 
 def test_laps_in_which_something_else_happened_are_named() -> None:
