@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import gradtide
+import gradtide_command
 from gradtide.cli import app
 from gradtide.scheme.recommended import RECOMMENDED
 
@@ -69,6 +71,43 @@ def test_the_module_behind_the_command_line_names_the_way_in() -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "error: the command line is started by python -m gradtide\n"
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupt)
+from gradtide_command import main
+sys.argv[2:] = ["lab", "run", "--hosts", "1", "--rate", "none", "--", "true"]
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["torch", "gradtide.cli"])
+def test_an_interrupt_while_the_command_line_is_loaded_leaves_no_traceback(
+    module: str,
+) -> None:
+    words = [sys.executable, "-c", INTERRUPTED, module]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_commands_are_run_with_the_handler_that_was_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handlers = [signal.getsignal(signal.SIGINT)]
+    monkeypatch.setattr(
+        "gradtide.__main__.command",
+        lambda: lambda: handlers.append(signal.getsignal(signal.SIGINT)),
+    )
+    gradtide_command.main()
+    assert handlers[0] is handlers[1]
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def refused(words: str | list[str], *said: str) -> None:
         (f"{PLAN} --ranks 999999999", "at most 131072"),
         (f"{PLAN} --ranks 1", "nobody to average with"),
         (f"{PLAN} --ranks -4", "nobody to average with"),
+        (f"{SIMULATE} --ranks 4,\uff18", "write numbers with commas between"),
         (f"{PLAN} --ranks-per-host 0", "1 or more"),
         (f"{PLAN} --ranks-per-host -2", "1 or more"),
         (f"{PLAN} --ranks-per-host 3", "choose a multiple"),

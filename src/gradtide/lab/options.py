@@ -90,6 +90,7 @@ def numbers(option: str, text: str, kind: Callable[[str], N], example: str) -> l
     """What an option gives with commas between. Raises ValueError."""
     remedy = f"write numbers with commas between, such as {example}"
     try:
+        text.encode("ascii")  # numbers may be written with the digits of any script
         found = [kind(word) for word in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} {text!r}: {remedy}") from None
