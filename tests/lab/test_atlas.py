@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradtide.lab.atlas import internet, names, read
+from gradtide.lab.atlas import internet, names, read, read_events
 from gradtide.lab.internet import Link, Path
 
 OFFICE = {"name": "office", "hosts": 2, "rate": "1gbit"}
@@ -39,9 +39,12 @@ def test_a_file_of_ones_own_can_be_read(tmp_path: File) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"sites": [OFFICE]}))
     assert len(read(str(file)).links) == 2
-    file.write_text("{")
-    with pytest.raises(ValueError, match=r"mine\.json is no JSON"):
-        read(str(file))
+    for text in ("{", "[" * 10**5):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"mine\.json is no JSON"):
+            read(str(file))
+        with pytest.raises(ValueError, match=r"--events .*mine\.json: "):
+            read_events(str(file), ())
     with pytest.raises(ValueError, match="no such file; give one, or home or trans"):
         read(str(tmp_path / "none.json"))
 

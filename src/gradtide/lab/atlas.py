@@ -57,7 +57,7 @@ def read(where: str) -> Internet:
         raise ValueError(
             f"--internet {where}: no such file; give one, or {' or '.join(names())}"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--internet {where} is no JSON: {error}") from None
     try:
         return internet(found)
@@ -104,7 +104,7 @@ def read_events(where: str, links: tuple[Link, ...]) -> tuple[Event, ...]:
         return events(_list(_fields(found, FILE[-1:], "the file"), FILE[-1], ""), links)
     except OSError:
         raise ValueError(f"--events {where}: no such file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--events {where}: {error}") from None
 
 

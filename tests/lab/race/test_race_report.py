@@ -104,7 +104,7 @@ def test_another_race_is_not_resumed(tmp_path: Path, name: str, value: object) -
 
 def test_what_is_no_record_is_not_resumed(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    for text in ("{", "[]", "{}", '{"results": [{"scheme": "ddp"}]}'):
+    for text in ("{", "[]", "{}", "[" * 10**5, '{"results": [{"scheme": "ddp"}]}'):
         path.write_text(text)
         with pytest.raises(ValueError, match="no record of a race"):
             resumed(SPEC, path)

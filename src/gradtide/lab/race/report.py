@@ -123,7 +123,7 @@ def resumed(spec: RaceSpec, path: Path) -> RaceSpec:
         found = json.loads(path.read_text(encoding="utf-8"))
         courses = {row["scheme"]: _points(row["course"]) for row in found["results"]}
         whence = {name: found[name] for name in origin([])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"--resume: {path} is no record of a race ({error!r}): give another --out"
         ) from None
