@@ -45,8 +45,12 @@ def test_a_file_of_ones_own_can_be_read(tmp_path: File) -> None:
             read(str(file))
         with pytest.raises(ValueError, match=r"--events .*mine\.json: "):
             read_events(str(file), ())
-    with pytest.raises(ValueError, match="no such file; give one, or home or trans"):
+    with pytest.raises(ValueError, match=r"no such file .*; give a file, or home or"):
         read(str(tmp_path / "none.json"))
+    with pytest.raises(ValueError, match="is a directory; give a file, or home or"):
+        read(str(tmp_path))
+    with pytest.raises(ValueError, match=r"--events .*: is a directory"):
+        read_events(str(tmp_path), ())
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,10 @@ def read(where: str) -> Internet:
     path = FOLDER / f"{where}.json" if where in names() else File(where)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
+    except OSError as error:
+        instead = " or ".join(names())
         raise ValueError(
-            f"--internet {where}: no such file; give one, or {' or '.join(names())}"
+            f"--internet {where}: {_unread(error)}; give a file, or {instead}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--internet {where} is no JSON: {error}") from None
@@ -63,6 +64,11 @@ def read(where: str) -> Internet:
         return internet(found)
     except ValueError as error:
         raise ValueError(f"--internet {where}: {error}") from None
+
+
+def _unread(error: OSError) -> str:
+    """Why a file cannot be read."""
+    return (error.strerror or str(error)).lower()
 
 
 class _Site(NamedTuple):
@@ -102,8 +108,8 @@ def read_events(where: str, links: tuple[Link, ...]) -> tuple[Event, ...]:
     try:
         found = json.loads(File(where).read_text(encoding="utf-8"))
         return events(_list(_fields(found, FILE[-1:], "the file"), FILE[-1], ""), links)
-    except OSError:
-        raise ValueError(f"--events {where}: no such file") from None
+    except OSError as error:
+        raise ValueError(f"--events {where}: {_unread(error)}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--events {where}: {error}") from None
 
