@@ -99,6 +99,7 @@ def test_a_wire_without_loss_is_left_out_where_nobody_has_timed_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a minute of one core that has nothing else to do
 def test_thousands_of_ranks_are_planned_for() -> None:
     ranked = rank(trace(), Network.ideal(1024, 1, 1e10), tune=False)
     assert {choice.name for choice in ranked} == {*DENSE, *candidates()}
