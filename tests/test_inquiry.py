@@ -132,6 +132,17 @@ def test_unequal_numbers_of_batches_are_told(
             assert re.search(pattern, told[rank]), told
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (ValueError("\nno luck\nat all"), "ValueError: no luck"),
+    ],
+)
+def test_an_error_is_told_in_one_line(error: BaseException, words: str) -> None:
+    assert inquiry.in_short(error) == words
+
+
 def test_after_one_step(tmp_path: Path) -> None:
     """The second backward begins with an exchange of its own: of the order."""
 

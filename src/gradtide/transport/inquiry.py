@@ -384,12 +384,16 @@ def end(inquiry: Inquiry) -> None:
         inquiry.finish()
     # One that the program has caught is why others wait in vain all the same.
     why = error or next((q.error for q in QUEUES.values() if q.error), None)
-    how = "" if why is None else f"{type(why).__name__}: {why}"
-    inquiry.close("its program has ended", how)
+    inquiry.close("its program has ended", "" if why is None else in_short(why))
     inquiry.linger()
     inquiry.stop_queue()
     if error is None:
         inquiry.tell()
+
+
+def in_short(error: BaseException) -> str:
+    """An error's type and the first line of what it says, if it says anything."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def frame_of(thread: int) -> FrameType | None:
