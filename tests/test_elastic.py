@@ -463,6 +463,50 @@ def test_one_that_comes_with_another_scheme_ends_alone() -> None:
     assert alike({name: told["digest"] for name, told in job.ended.items()})
 
 
+def scaled(name: str, tell: Tell, address: str, passed: bool) -> Any:
+    """Train with a GradScaler; z comes later, and the others are far from its scale."""
+    torch.set_num_threads(1)
+    model, optimizer = build(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5)
+    how: Any = {"grad_scaler": scaler} if passed else {}
+    sync = gradtide.replicate(model, optimizer, elastic=members(address, name), **how)
+
+    def over() -> bool:
+        told = sync.metrics()
+        return bool(told["ranks"] == 3 if passed else told["lost_ranks"])
+
+    try:
+        while (now := sync.meet()) < STEPS or not over():
+            loss = (model(torch.randn(8, 8)) - 1).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            tell(now)
+    except ValueError as error:
+        return str(error)
+    sync.flush()
+    return digest(model), scaler.state_dict()
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_one_that_comes_has_the_scale_of_the_others_or_ends_alone(passed: bool) -> None:
+    waiting = ["z"]
+    with lighthouse(2) as address:
+        job = Job(scaled, address, passed)
+
+        def heard(name: str, now: int) -> None:
+            if waiting and now >= 12:
+                job.start(waiting.pop())
+
+        for name in "ab":
+            job.start(name)
+        job.wait(heard)
+    if not passed:
+        assert "pass its own to replicate(..., grad_scaler=" in job.ended.pop("z")
+    assert alike(job.ended)
+
+
 def cut(name: str, tell: Tell, address: str, scheme: str) -> Any:
     """What was done, delivered and left, where connections break in between."""
     torch.set_num_threads(1)

@@ -346,7 +346,24 @@ def test_algorithms_of_all_ranks_count_on_from_the_same_step() -> None:
         rank = torch.distributed.get_rank()
         own = regroup.Remains(True, counts={"step": rank + 7}, numbers=(rank, 0, 0, 0))
         late = [False, False, True]
-        found = regroup.share(sync.engine, model, None, own, 1, late, False)
+        found = regroup.share(sync.engine, model, None, None, own, 1, late, False)
         return found.counts, list(found.numbers)
 
     assert run_ranks(3, shared) == [({"step": 8}, [1, 0, 0, 0])] * 3
+
+
+def test_one_that_was_behind_has_the_scale_of_the_others() -> None:
+    """It has updated its GradScaler in a step that was none, or has not yet."""
+
+    def shared() -> dict[str, Any]:
+        model, scaler = nn.Linear(2, 2), torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = gradtide.replicate(model, optimizer)
+        rank = torch.distributed.get_rank()
+        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": rank})
+        own, late = regroup.Remains(True), [True, False]
+        known = sync.engine, model, optimizer, scaler, own
+        regroup.share(*known, 1, late, False)
+        return scaler.state_dict()
+
+    assert [state["_growth_tracker"] for state in run_ranks(2, shared)] == [1, 1]

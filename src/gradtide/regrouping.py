@@ -25,6 +25,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
@@ -35,6 +36,10 @@ from gradtide.runtime.regroup import Remains
 from gradtide.runtime.training import Training
 
 LOG = logging.getLogger("gradtide")
+UNSCALED = (
+    "the others train with a GradScaler, whose scale this rank has to have: pass its "
+    "own to replicate(..., grad_scaler=scaler), or to a Checkpointer"
+)
 NOBODY = "no rank is left whose run is whole: load the last checkpoint"
 
 
@@ -61,6 +66,10 @@ class Regrouped(Protocol):
 
     @property
     def known_optimizer(self) -> Optimizer | None:
+        """The user's, if it is known."""
+
+    @property
+    def known_scaler(self) -> GradScaler | None:
         """The user's, if it is known."""
 
     def connect(self) -> None:
@@ -143,6 +152,7 @@ class Regrouping:
         self.companion, self.opened, self.ended = None, False, False
         self._opening = True  # of this generation, see [Note: opening]
         self._late = False  # this rank has yet to hear of all of a run
+        self._unscaled = False  # it has a GradScaler that nobody knows of
 
     def numbers(self) -> dict[str, float]:
         """What `Replica.metrics` says of ranks."""
@@ -259,6 +269,8 @@ class Regrouping:
     def _open(self) -> None:
         """All ranks say what belongs to their runs: see [Note: opening]; collective."""
         engine, companion = self._session.engine, self.companion
+        if self._unscaled and companion is None:
+            raise ValueError(UNSCALED)
         words = companion is not None, self._late
         told = engine.transport.gather_objects(words, "what belongs to the run")
         has = [has for has, _ in told]
@@ -343,8 +355,9 @@ class Regrouping:
                     done,
                 )
         how = roster.source, late, most < 0
-        optimizer = session.known_optimizer
-        own = regroup.share(session.engine, session.model, optimizer, own, *how)
+        known = session.engine, session.model, session.known_optimizer
+        own = regroup.share(*known, session.known_scaler, own, *how)
+        self._unscaled = own.scaled and session.known_scaler is None
         found = session.train()
         regroup.resume(found, own)
         session.engine.progress = self._progress = max(most, 0)

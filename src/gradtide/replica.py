@@ -77,7 +77,8 @@ def replicate(
             have, and none of its messages in forward and backward; what is no float is
             rank 0's. With "local" every rank keeps its own, which saves that exchange.
         grad_scaler: The GradScaler that multiplies the loss. Only a scheme with K-FAC
-            has to know it, because its factors are squares of gradients. Otherwise it
+            has to know it, because its factors are squares of gradients, and with
+            `elastic` a rank that comes, to have the scale of the others. Otherwise it
             is found at its first step, from when on ranks compare its scale.
         check_every: After how many steps the ranks compare a checksum of their
             parameters, beginning after the first step; the same on every rank. Where

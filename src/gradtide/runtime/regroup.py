@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradtide.core.engine import Engine
@@ -49,6 +50,8 @@ class Remains:
         changed: What this rank's steps of a round have changed.
         counts: The numbers of steps that algorithms remember.
         numbers: Steps, skipped steps and exchanges; and the position in a round.
+        scaled: Whether the source has a GradScaler with the scale of all ranks, of
+            which this one has had nothing.
         compiled: Whether this rank has compiled something, whose hooks nobody calls.
         left: The square of the 2-norm of what this rank has not delivered, where that
             is asked for; of all ranks in `others`, once they have met.
@@ -63,6 +66,7 @@ class Remains:
     changed: set[Tensor] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
     numbers: Sequence[int] = (0, 0, 0, 0)
+    scaled: bool = False
     compiled: bool = False
     left: float | None = None
     others: Sequence[float | None] = ()
@@ -130,6 +134,7 @@ def share(
     engine: Engine,
     model: nn.Module,
     optimizer: Optimizer | None,
+    scaler: GradScaler | None,
     own: Remains,
     source: int,
     late: Sequence[bool],
@@ -141,6 +146,7 @@ def share(
         engine: Among the ranks that are there now.
         model: The module.
         optimizer: This rank's.
+        scaler: This rank's, if it is known.
         own: What this rank takes along.
         source: The rank that is the furthest.
         late: Which ranks have no run, or were behind the source.
@@ -160,7 +166,7 @@ def share(
     if not any(late):
         return own
     whole = own.whole
-    how = source, lambda: _words(model, optimizer, own), "the run"
+    how = source, lambda: _words(model, optimizer, scaler, own), "the run"
     run = heard(engine, *how)
     if not late[rank]:
         return own
@@ -172,6 +178,9 @@ def share(
     apart = bool(run["begun"])
     if optimizer is not None and not (whole and apart):
         optimizer.load_state_dict(run["optimizer"])
+    own.scaled = bool(run["scaler"]) and not (whole or apart)
+    if run["scaler"] and scaler is not None and not (whole and apart):
+        scaler.load_state_dict(run["scaler"])
     own.begun, own.widen = apart, bool(run["widen"])
     own.velocity = {
         by_name[name]: torch.empty_like(local(by_name[name])).copy_(value)
@@ -186,13 +195,17 @@ def share(
 
 
 def _words(
-    model: nn.Module, optimizer: Optimizer | None, own: Remains
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scaler: GradScaler | None,
+    own: Remains,
 ) -> dict[str, Any]:
     """What a rank that is late has to hear, beside parameters."""
     names: dict[Tensor, str] = {p: name for name, p in shared_parameters(model)}
     return {
         "buffers": {name: local(b).cpu() for name, b in shared_buffers(model)},
         "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
         "velocity": {names[p]: x.cpu() for p, x in own.velocity.items() if p in names},
         "begun": own.begun,
         "widen": own.widen,
