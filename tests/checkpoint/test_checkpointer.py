@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.checkpoint.runs import Run, listed
+from tests.lighthouse import Words
 from tests.ranks import run_ranks
 
 import gradtide
@@ -413,6 +414,31 @@ def test_what_is_torn_is_not_loaded_but_what_was_whole_before(tmp_path: Path) ->
         assert found == expected
 
     run_ranks(2, twice)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    def twice() -> list[str]:
+        words, run = Words(), Run(tmp_path)
+        run.go(end=6)
+        run.end()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (tmp_path / "step-6" / "rank1.pt").write_bytes(b"")
+        dist.barrier()
+        assert Run(tmp_path).resume() == 3
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for step in (3, 6):
+                file = tmp_path / f"step-{step}" / "common0.pt"
+                file.write_bytes(file.read_bytes()[:1000])
+        dist.barrier()
+        with pytest.raises(ValueError, match=r"damaged: step-3/common0\.pt \(.*step-6"):
+            Run(tmp_path).resume()
+        return words.words
+
+    first, second = run_ranks(2, twice)
+    assert "step 3 is gone on from; damaged files: step-6/rank1.pt (" in first[0]
+    assert not second
 
 
 def test_a_first_save_that_was_interrupted_begins_anew(tmp_path: Path) -> None:

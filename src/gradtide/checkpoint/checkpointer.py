@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from gradtide.checkpoint.generations import (
     listing,
     new_run,
     nowhere,
+    out_of,
     read,
     remedies_without,
 )
@@ -36,6 +38,8 @@ from gradtide.replica import Replica
 from gradtide.runtime.guards.validation import Signature, check_ranks_agree
 from gradtide.session import accumulates
 from gradtide.transport import Transport, seconds_of
+
+LOG = logging.getLogger("gradtide")
 
 
 class SaveError(RuntimeError):
@@ -354,6 +358,10 @@ class Checkpointer:
             if not any(broken):
                 break
             torn += [(r, each) for r, more in enumerate(broken) for each in more]
+        damaged = out_of(told, torn)
+        if damaged and rank == 0:
+            step = plan.generation.step
+            LOG.warning("step %d is gone on from; damaged files: %s", step, damaged)
         self._send(plan, needs, data)
 
         def put_together() -> tuple[Contents, Signature]:

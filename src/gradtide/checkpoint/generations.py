@@ -63,11 +63,13 @@ class Listing:
         files: Those that say of themselves what they should.
         empty: Whether there is nothing of any step: the disk is a new one.
         known: Whether all ranks once had a generation whole, see [Note: the first].
+        damaged: What is there in the place of files and is none, and why.
     """
 
     files: Sequence[Held]
     empty: bool
     known: bool
+    damaged: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -133,16 +135,25 @@ def _is_marked(folder: Folder) -> bool:
 
 def listing(folder: Folder) -> Listing:
     """What is in a folder; local."""
-    found, steps = [], steps_in(folder)
+    found, damaged, steps = [], list[str](), steps_in(folder)
     for step in steps:
         for name in folder.names(folder_of(step)):
             if FILE.fullmatch(name):
                 try:
                     about = folder.about(f"{folder_of(step)}/{name}")
                     found.append(held(about, step, name))
-                except UNREADABLE:  # cut, or not gradtide's
-                    continue
-    return Listing(found, not steps, _is_marked(folder))
+                except UNREADABLE as error:  # cut, or not gradtide's
+                    damaged.append(f"{folder_of(step)}/{name} ({error})")
+    return Listing(found, not steps, _is_marked(folder), damaged)
+
+
+def out_of(told: Sequence[Listing], torn: Iterable[tuple[int, Held]]) -> str:
+    """Which files do not count as they are damaged; empty if there are none."""
+    names = {name for own in told for name in own.damaged}
+    for _, file in torn:
+        step = folder_of(file.generation.step)
+        names.add(f"{step}/{file.name} (its checksum is another)")
+    return ", ".join(sorted(names))
 
 
 def held(about: About, step: int, name: str) -> Held:
@@ -236,9 +247,11 @@ def _refusal(
         without = "go on without what some had not delivered, by resume(lossy=True)"
         remedies.append(without)
     remedies.append("remove the folders, to begin anew")
+    damaged = out_of(told, broken)
+    damaged = f"Files that are damaged: {damaged}. " if damaged else ""
     return (
         f"no step has whole files of all ranks. Files that are missing: {missing}. "
-        f"What is there, by steps: {who}. {'; or '.join(remedies)}"
+        f"{damaged}What is there, by steps: {who}. {'; or '.join(remedies)}"
     )
 
 
