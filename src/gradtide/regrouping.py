@@ -63,13 +63,10 @@ class Regrouped(Protocol):
 
     model: nn.Module
     engine: Engine
+    grad_scaler: GradScaler | None  # the user's, if it is known
 
     @property
     def known_optimizer(self) -> Optimizer | None:
-        """The user's, if it is known."""
-
-    @property
-    def known_scaler(self) -> GradScaler | None:
         """The user's, if it is known."""
 
     def connect(self) -> None:
@@ -355,9 +352,11 @@ class Regrouping:
                     done,
                 )
         how = roster.source, late, most < 0
+        if training is not None:
+            session.grad_scaler = training.scales.scaler or session.grad_scaler
         known = session.engine, session.model, session.known_optimizer
-        own = regroup.share(*known, session.known_scaler, own, *how)
-        self._unscaled = own.scaled and session.known_scaler is None
+        own = regroup.share(*known, session.grad_scaler, own, *how)
+        self._unscaled = own.scaled and session.grad_scaler is None
         found = session.train()
         regroup.resume(found, own)
         session.engine.progress = self._progress = max(most, 0)

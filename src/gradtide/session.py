@@ -108,7 +108,7 @@ class Session:
         self.aside: Aside | None = None
         self.model, self.process_group = model, process_group
         self._given, self._buffering = scheme, buffers
-        self._check_every, self._grad_scaler = check_every, grad_scaler
+        self._check_every, self.grad_scaler = check_every, grad_scaler
         self._unknown = optimizer is None
         params = [p for _, p in averaged(model)]
         # What stands for an optimizer that is not known never makes a step.
@@ -184,7 +184,7 @@ class Session:
         self.notices = Notices(self._shared_buffers, size, self._grace)
         if before is not None:
             self.notices.follow(before)
-        self.scales = Scales(self.engine, self.known_scaler)
+        self._scales = Scales(self.engine, self.grad_scaler)
         self._train_with(self.optimizer)
         return self.trained
 
@@ -198,12 +198,6 @@ class Session:
         if self.regrouping is None or not self.regrouping.due(self.training):
             return None
         return self.hooks
-
-    @property
-    def known_scaler(self) -> torch.amp.GradScaler | None:
-        """The GradScaler that was passed or found."""
-        scales: Scales | None = getattr(self, "scales", None)
-        return self._grad_scaler if scales is None else scales.scaler
 
     @property
     def known_optimizer(self) -> Optimizer | None:
@@ -227,7 +221,7 @@ class Session:
         """Begin to train; with K-FAC, a collective call."""
         model, now, self.optimizer = self.model, self._now(self.scheme), optimizer
         self._admitted = SetupGuard(model, optimizer)
-        known = self.engine, self.scales, self._check_every, self._shared_buffers
+        known = self.engine, self._scales, self._check_every, self._shared_buffers
         setup = Setup(model, optimizer, now, *known, self.notices)
         self.trained = Training(setup)
         if self.regrouping is not None:
