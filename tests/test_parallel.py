@@ -749,6 +749,18 @@ def test_hooks_that_cast_become_the_wire() -> None:
     assert run_ranks(2, work) == [casts] * 2
 
 
+def test_torchs_own_methods_name_what_is_trained() -> None:
+    def work() -> list[str]:
+        model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        )
+        params, _ = model._build_params_for_reducer()
+        assert len(model.modules_buffers) == 3
+        return list(model._build_debug_param_to_name_mapping(params).values())
+
+    assert run_ranks(2, work) == [["0.weight", "0.bias", "1.weight", "1.bias"]] * 2
+
+
 def test_a_model_on_the_meta_device_is_refused_without_a_word_of_gpus() -> None:
     def work() -> str:
         with warnings.catch_warnings():

@@ -339,13 +339,14 @@ class DistributedDataParallel(Torchs):
     @property
     def reducer(self) -> Any:  # type: ignore[override]
         """What answers those who talk to DDP's Reducer, as Lightning and torch do."""
-
         return reducer(lambda: self._sync(True))
 
     @property
     def modules_buffers(self) -> list[Tensor]:  # type: ignore[override]
         """What is exchanged before a forward, if `will_sync_module_buffers()`."""
         return [buffer for _, buffer in shared_buffers(self.module)]
+
+    def _assign_modules_buffers(self) -> None: ...  # nothing to set
 
     # - What else DDP has --------------------------------------------------------------
 
