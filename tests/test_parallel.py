@@ -526,6 +526,35 @@ def test_copies_and_pickles_train_on(scheme: str) -> None:
     assert run_ranks(2, work) == [[True] * 3] * 2
 
 
+class ByArguments(nn.Sequential):
+    """A module that is copied and pickled by arguments which hold its state."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _by_arguments, (vars(self),)
+
+
+def _by_arguments(state: dict[str, Any]) -> ByArguments:
+    made = ByArguments.__new__(ByArguments)
+    vars(made).update(state)
+    return made
+
+
+@pytest.mark.parametrize("scheme", ["wfbp", "dear"])
+def test_copies_of_a_module_that_says_itself_how_it_is_copied(scheme: str) -> None:
+    def work() -> Any:
+        net = ByArguments(*network())
+        model = DistributedDataParallel(net, scheme=scheme)
+        steps(model, sgd(model), range(4))
+        average = copy.deepcopy(net)
+        others = copy.deepcopy(average), pickle.loads(pickle.dumps(net))
+        steps(model, sgd(model), range(4, 8))
+        for other in (average, *others):
+            other.load_state_dict(net.state_dict())
+        return [bits(other) == bits(net) for other in (average, *others)]
+
+    assert run_ranks(2, work) == [[True] * 3] * 2
+
+
 def test_the_module_is_let_go_with_its_wrapper() -> None:
     def work() -> Any:
         net = network()
@@ -732,6 +761,42 @@ def test_install_reaches_what_was_there_before() -> None:
     before = Torchs.__init__
     assert same(run_ranks(2, work))
     assert Torchs.__init__ is before
+
+
+FRAMEWORK = """
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Apart(DistributedDataParallel):  # wraps parts, and is none itself
+    def __init__(self, part):
+        super(DistributedDataParallel, self).__init__()
+        self.part = DistributedDataParallel(part)
+
+class Named(DistributedDataParallel):
+    def __init__(self, module):
+        DistributedDataParallel.__init__(self, module)
+"""
+
+
+def test_install_leaves_calls_of_a_base_class_what_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`super(DistributedDataParallel, self)`, and the constructor by its name."""
+    module = types.ModuleType("framework")
+    monkeypatch.setitem(sys.modules, "framework", module)
+    exec(FRAMEWORK, vars(module))
+
+    def work() -> Any:
+        with gradtide.install("dear"):
+            apart = module.Apart(network())
+            named = module.Named(network())
+        assert not isinstance(apart, DistributedDataParallel)
+        for model in (apart.part, named):
+            assert isinstance(model, DistributedDataParallel)
+            steps(model, sgd(model), range(3))
+        return bits(apart.part), bits(named)
+
+    assert same(run_ranks(2, work))
 
 
 def test_hooks_that_cast_become_the_wire() -> None:

@@ -68,13 +68,26 @@ def _becomes_ours(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _places() -> Iterator[tuple[Any, str, Any]]:
-    """Where programs find torch's class; torch's other modules only ask for it."""
+    """Where programs find torch's class; torch's other modules only ask for it.
+
+    Modules that derive a class from it keep it, as they call its methods by that name
+    (`super(DistributedDataParallel, self)`): what they make of it is ours anyway.
+    """
     own = __name__, "gradtide.parallel", "gradtide.runtime.guards.validation"
     public = ("torch.nn.parallel", "torch.nn.parallel.distributed")
     for module_name, module in list(sys.modules.items()):
         asking = module_name.startswith("torch.") and module_name not in public
         if asking or module_name in own or not isinstance(module, ModuleType):
             continue
+        if module_name not in public and _derives(module):
+            continue
         for name, value in list(vars(module).items()):
             if value is Torchs:
                 yield module, name, DistributedDataParallel
+
+
+def _derives(module: ModuleType) -> bool:
+    """Whether a class is defined there that derives from torch's."""
+    classes = [one for one in vars(module).values() if isinstance(one, type)]
+    derived = [one for one in classes if issubclass(one, Torchs) and one is not Torchs]
+    return any(one.__module__ == module.__name__ for one in derived)

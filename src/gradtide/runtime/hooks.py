@@ -22,6 +22,7 @@ from gradtide.core.torch_internals.autograd import (
     Hook,
     after_accumulation,
     before_backward,
+    before_loading,
     identity,
     in_backward,
     is_traced,
@@ -83,12 +84,12 @@ class Hooks:
         training.rehook = self._rehook
         for module in _hookable(model):  # each of them keeps the training alive
             held = Hook(partial(_held, self))
-            keep(module.register_load_state_dict_pre_hook(held))  # type: ignore[no-untyped-call]
+            keep(before_loading(module, held))
             if training.buffers.means is not None:
                 arrive = Hook(lambda *_: self._training.buffers.arrive())
                 keep(module.register_state_dict_pre_hook(arrive))  # type: ignore[no-untyped-call]
                 load = Hook(lambda *_: self._training.buffers.loading())
-                keep(module.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call]
+                keep(before_loading(module, load))
         if is_scripted(model):  # updates at step(): none of its forwards is seen
             training.placement.compiled = True
         else:
@@ -111,7 +112,7 @@ class Hooks:
         # one (re-entrant activation checkpointing runs backwards inside backward).
         keep(model.register_forward_hook(Hook(self._after_forward)))
         loading = Hook(lambda *_: self._loading())
-        keep(model.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
+        keep(before_loading(model, loading))
 
     def follow(self) -> None:
         """Have parameters change in the forward, or at step(), as the schedule says."""
@@ -134,7 +135,7 @@ class Hooks:
             keep(_Before(self._optimizer, name, flush))
         for module in _hookable(self._model):
             keep(module.register_state_dict_pre_hook(Hook(flush)))  # type: ignore[no-untyped-call]
-            keep(module.register_load_state_dict_pre_hook(Hook(flush)))  # type: ignore[no-untyped-call]
+            keep(before_loading(module, Hook(flush)))
 
     def remove(self) -> None:
         """Leave module and optimizer as they were."""

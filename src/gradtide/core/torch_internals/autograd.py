@@ -43,6 +43,15 @@ class Hook:
         return getattr, (nullcontext(), "__exit__")
 
 
+def before_loading(module: nn.Module, hook: Hook) -> Any:
+    """Have it called before the module's load_state_dict(); returns its handle.
+
+    torch's public method has the hook hold the module, which a copy that the module's
+    class makes in its own way (`__reduce__`) holds wrongly, and a copy of that breaks.
+    """
+    return module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+
+
 def _is_ours(hook: Any) -> bool:
     """Whether it is a `Hook`, or what a copy has in its place."""
     known = getattr(hook, "__func__", None) is nullcontext.__exit__
