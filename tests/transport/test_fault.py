@@ -55,6 +55,47 @@ def test_who_ended_is_named_though_another_has_yet_to_notice() -> None:
     assert "rank 2 took 2 steps and its program has ended by Broken" in text
 
 
+@pytest.mark.parametrize(
+    ("item", "left", "cut_off"), [(7, [], True), (7, [2], False), (1, [], False)]
+)
+def test_who_hears_of_nobody_is_told_that_its_own_link_may_be_down(
+    item: int, left: list[int], cut_off: bool
+) -> None:
+    """The store is on the host that was cut off: the first of the others was blamed.
+
+    At the first item others may not have connected, and be there.
+    """
+    store = dist.HashStore()
+    for rank in left:
+        reporter(store, rank, lambda _: False).fail(None, looked=True)
+    own = reporter(store, 0, lambda _: False)
+    where = Position(3, item, "is at work", item=item)
+    text = own.explain("Mean", RuntimeError("Timed out after 5 s"), 1, where)
+    assert "rank 1 does not respond" in text
+    assert ("this one's own link may be down" in text) == cut_off
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        ({0: 7, 1: 6}, "rank 1 is late: took 3 steps and is at work"),
+        ({0: 7}, "rank 1 does not respond"),
+    ],
+)
+def test_who_answers_is_no_rank_that_does_not_respond(
+    items: dict[int, int], words: str
+) -> None:
+    """Where a rank was late all were blamed who waited for it inside torch."""
+    store = dist.HashStore()
+    heard = {r: Position(3, count, "is at work") for r, count in items.items()}
+    own = Position(3, 7, "is at work", item=7)
+    error = RuntimeError("Timed out after 5 s")
+    text = reporter(store, 2, lambda _: False).explain(
+        "comparing", error, None, own, lambda: heard
+    )
+    assert text.startswith(f"rank 2: comparing failed in step 1: {words}")
+
+
 def test_who_failed_and_has_ended_answers_nothing_and_is_not_to_blame() -> None:
     """Others took the job's store for gone, and with it the rank that had hosted it."""
     _, (found, seconds), _ = run_ranks(3, _ask_around)

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +107,26 @@ def test_a_store_that_nobody_hosts_any_more_is_abandoned(size: int) -> None:
     del store
     assert roll_call.is_abandoned(mine)
     assert not roll_call.is_abandoned(dist.HashStore())
+
+
+def test_a_store_that_cannot_be_reached_is_not_gone() -> None:
+    """Its host was said to have died out of memory where a link was down."""
+    _, told = run_ranks(2, _cannot_reach)
+    assert "connecting failed: rank 0 does not respond (stalled, or not to" in told
+
+
+def _cannot_reach() -> str:
+    told = ""
+    if dist.get_rank() == 1:
+        error = dist.DistNetworkError("The client socket has timed out after 10000ms")
+        with (
+            mock.patch.object(roll_call, "RollCall", side_effect=error),
+            pytest.raises(gradtide.CommunicationError) as caught,
+        ):
+            link()
+        told = str(caught.value)
+    dist.barrier()
+    return told
 
 
 def test_a_rank_that_comes_late_is_waited_for() -> None:

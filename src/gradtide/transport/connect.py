@@ -97,11 +97,11 @@ def _meet(
     parent: ProcessGroup, ranks: list[int], kind: str
 ) -> tuple[GlooTransport, list[Whereabouts]]:
     """Links to some ranks, and where these are, when all are there (`roll_call`)."""
-    from gradtide.transport.fault import host_is_gone, own_store
+    from gradtide.transport.fault import own_store
     from gradtide.transport.gloo import GlooTransport
     from gradtide.transport.hosts import whereabouts
     from gradtide.transport.opening import Meeting
-    from gradtide.transport.roll_call import RollCall
+    from gradtide.transport.roll_call import RollCall, store_is_lost
 
     seconds = _timeout(parent).total_seconds()
     meeting = Meeting(Group(ranks.index(dist.get_rank()), len(ranks)), seconds)
@@ -118,8 +118,9 @@ def _meet(
         group, stores = roll_call.watch(lambda: make(roll_call.name))
     except dist.DistNetworkError as error:
         meeting.close()
+        why = store_is_lost(ranks, meeting.rank)
         raise CommunicationError(
-            f"rank {meeting.rank}: connecting failed: {host_is_gone(ranks)} ({error})"
+            f"rank {meeting.rank}: connecting failed: {why} ({error})"
         ) from error
     except Exception:
         meeting.close()

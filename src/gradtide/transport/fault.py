@@ -111,17 +111,18 @@ class FailureReporter:
         error: BaseException,
         peer: int | None,
         own: Position | None = None,
+        ask: Callable[[], Mapping[int, Position]] = dict,
     ) -> str:
         """The message of a CommunicationError; `peer` is who the lost message was for.
 
         A peer that reports a failure of its own within the window only passed it on.
-        `own` is where this rank is.
+        `own` is where this rank is, and `ask` tells where those are who answer.
         """
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         try:
             self.fail(own)
             certain = self._find(own, text)
-            why = certain or self._guess(peer)
+            why = certain or self._guess(peer, own, ask)
             self.fail(own, certain, looked=True)
         except SilentError as silent:
             why = host_is_silent(self._host, self._group.rank)
@@ -147,16 +148,31 @@ class FailureReporter:
             time.sleep(0.05)
         return certain
 
-    def _guess(self, peer: int | None) -> str:
+    def _guess(
+        self,
+        peer: int | None,
+        own: Position | None,
+        ask: Callable[[], Mapping[int, Position]],
+    ) -> str:
         """What there is to say where nothing is certain."""
         silent = self.silent(("failed", "ended"))
         if silent and (ended := self.ended()):  # others may only wait for these
             return self.uneven(ended)
         if not silent:
             return f"all ranks noticed{_link(peer)}"
+        # Who fails is soon ended by its launcher: it asks only where that may help.
+        found = ask() if len(silent) > 1 else {}
+        heard = {r: where for r, where in found.items() if r in silent}
+        if own and (late := {r: p for r, p in heard.items() if p.items < own.item}):
+            return "; ".join(f"rank {r} is late: {where}" for r, where in late.items())
+        silent = [r for r in silent if r not in heard] or silent
         # If the peer is, the others may only be waiting for one another.
         ranks = ", ".join(map(str, [peer] if peer in silent else silent))
-        return f"rank {ranks} does not respond (dead, stalled, or ended early)"
+        none = ": no other rank responds, so this one's own link may be down"
+        met = own is not None and own.item > 1  # else others may be connecting
+        cut_off = met and not heard and 1 < len(silent) == self._group.size - 1
+        why = f"rank {ranks} does not respond (dead, stalled, or ended early)"
+        return why + none * cut_off
 
     def known(self) -> str:
         """Why exchanges fail, if that is certain; otherwise an empty text.

@@ -210,7 +210,7 @@ class Inquiry:
         with suppress(RuntimeError):
             self.reporter.fail(own)
         self._meeting.hang_up()  # so that those who wait for this rank learn of it
-        return self.reporter.explain(request, error, peer, own)
+        return self.reporter.explain(request, error, peer, own, self._ask)
 
     def _sever(self) -> None:
         """Close this rank's connections, so that whoever waits at one fails now.

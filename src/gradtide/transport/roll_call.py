@@ -302,13 +302,11 @@ class RollCall:
                 raise
             lost = isinstance(error, dist.DistNetworkError)
             silent = f"the job's store does not answer ({error})"
-            self._fail(host_is_gone(self._ranks) if lost else silent)
+            self._fail(store_is_lost(self._ranks, self._rank) if lost else silent)
 
     def _silent(self, error: SilentError) -> str:
         """What to say where the store does not answer."""
-        hosted = 0 in self._ranks and AGENT not in os.environ
-        host = self._ranks.index(0) if hosted else None
-        return host_is_silent(host, self._rank) or str(error)
+        return _host_is_silent(self._ranks, self._rank) or str(error)
 
     def _has_left_word(self, rank: int) -> bool:
         return any(self._store.check([f"{w}/{rank}"]) for w in ("failed", "ended"))
@@ -336,6 +334,22 @@ class RollCall:
                 if not (self._store.check([f"heard/{rank}"]) or there.gone(rank))
             ]
             time.sleep(TURN)
+
+
+def store_is_lost(ranks: Sequence[int], rank: int) -> str:
+    """What to say where the way to the job's store is lost, to one of these `ranks`.
+
+    Who hosts it may live, and the link to it be down: only a door that is closed tells.
+    """
+    if is_abandoned(default_store()):
+        return host_is_gone(ranks)
+    return _host_is_silent(ranks, rank) or str(SilentError())
+
+
+def _host_is_silent(ranks: Sequence[int], rank: int) -> str:
+    """What to say where the store is silent that one of these ranks hosts, if it is."""
+    hosted = 0 in ranks and AGENT not in os.environ
+    return host_is_silent(ranks.index(0) if hosted else None, rank)
 
 
 def is_abandoned(store: Any) -> bool:
