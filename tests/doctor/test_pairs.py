@@ -31,7 +31,7 @@ def test_who_answers_is_heard(both: tuple[Listener, Listener]) -> None:
 
 def test_a_transfer_is_timed_by_who_receives(both: tuple[Listener, Listener]) -> None:
     first, second = both
-    send(second, (HERE, first.port), 0, 0.2)
+    send(second, (HERE, first.port), 0, 0.2, far=False)
     assert first.rates[1] > 1e6
     assert second.rates == {}
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab.emulated import needs_networks
+from tests.lab.emulated import needs_distance, needs_networks
 from tests.ports import free_port
 from typer.testing import CliRunner
 
 from gradtide.cli import app
 from gradtide.lab.cluster import Cluster, LabError
+from gradtide.lab.internet import Internet, Link
+from gradtide.lab.internet import Path as Way
 from gradtide.lab.launch import launch
 
 pytestmark = pytest.mark.timeout(240)
@@ -85,6 +87,21 @@ def test_two_processes_on_one_host(launcher: Any, tmp_path: Path) -> None:
         assert found["within_hosts"][0]["rate"] > 1e6
         assert found["gloo"]["network"]["inter"]["ring"]["beta"] > 0
         assert "a model of params=1M,step=100ms: use " in found["advice"]
+
+
+@pytest.mark.slow
+@pytest.mark.alone  # it measures
+def test_far_links_have_the_rate_that_they_are_given(tmp_path: Path) -> None:
+    needs_distance()
+    net, out = Internet.alike(2, Link(1e8), Way(0.06)), tmp_path / "doctor.json"
+    cluster = Cluster.emulating(2, 1, net.slowest, internet=net)
+    words = [*DOCTOR, "--seconds", "1", "--json", str(out)]
+    launch(cluster, words, on_line=lambda rank, line: None, timeout=200)
+    found = json.loads(out.read_text())
+    for link in found["links"]:
+        assert link["rate"] == pytest.approx(1e8, rel=0.3)
+    swap = found["gloo"]["network"]["inter"]["swap"]
+    assert 8 / swap["beta"] == pytest.approx(1e8, rel=0.3)
 
 
 @pytest.mark.waits

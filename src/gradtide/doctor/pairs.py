@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from statistics import median
 
+from gradtide.transport.stream import govern
+
 PATIENCE = 5.0  # seconds for a connection, or an answer
 PINGS = 30
 AT_ONCE = 32  # connections that are tried
 CHUNK = bytes(1 << 17)
-BUFFER = 1 << 18  # bytes that a sender may have under way: slow links end in time
-COLD = 0.2  # of a transfer: what fills buffers
+BUFFER = 1 << 18  # bytes that wait at a sender to near ranks: slow links end in time
+COLD = 0.5  # of a transfer: what fills buffers, and in which a connection gets faster
 CLOCK = struct.Struct("!d")
 
 
@@ -142,15 +144,21 @@ def _words(error: OSError) -> str:
 # - How fast ---------------------------------------------------------------------------
 
 
-def send(listener: Listener, door: tuple[str, int], other: int, seconds: float) -> None:
+def send(
+    listener: Listener, door: tuple[str, int], other: int, seconds: float, far: bool
+) -> None:
     """Send to another rank for so long; ends soon after, whatever happens.
 
-    How fast it was is in the other one's `Listener.rates`; nowhere, if it failed.
+    To a `far` one as training sends: governed by BBR where that is allowed. How fast it
+    was is in the other one's `Listener.rates`; nowhere, if it failed.
     """
 
     def work() -> None:
         with suppress(OSError), _connected(listener, door, other, seconds) as end:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+            if far:
+                govern(end)
+            else:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 end.sendall(CHUNK)

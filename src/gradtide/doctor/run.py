@@ -25,8 +25,10 @@ from gradtide.doctor.pairs import Heard, Listener
 from gradtide.doctor.trial import Tried, tried
 from gradtide.lab.place import NONE, Place
 from gradtide.planner.trace import StepTrace
+from gradtide.transport.distance import FAR
 
 ROUND = 0.4  # seconds of a transfer, at most
+TRIPS = 40  # round trips of one, at the least: a connection has to find the rate
 ROUNDS = 16  # of transfers: with more hosts not every pair has one
 SHARE = 0.3  # of the seconds: transfers
 BEYOND = 120.0  # seconds above all that was asked for, until the watch ends it all
@@ -151,7 +153,7 @@ class Examined:
         heads = [host.head for host in self.hosts]
         asked = heads if self.rank == self.host.head else [self.host.head]
         others = [rank for rank in asked if rank != self.rank and rank in self.doors]
-        heard = pairs.reach(self.listener, self.doors, others)
+        heard = self.heard = pairs.reach(self.listener, self.doors, others)
         longest = pairs.PATIENCE * (2 + len(heads) // pairs.AT_ONCE)
         told = [[other, asdict(what)] for other, what in heard.items()]
         answers = self.meeting.gather(told, longest)
@@ -181,13 +183,16 @@ class Examined:
         shifts = range(1, count, -(-(count - 1) // ROUNDS) or 1)
         rounds = [*shifts, *([0] if inside else [])]
         each = min(ROUND, SHARE * self.asked.seconds / max(len(rounds), 1))
+        longest = max(self.found.round_trips.values(), default=0.0)
+        each = self.meeting.tell(max(each, TRIPS * longest))
         for shift in rounds:
             other = self._receiver(shift)
             self.listener.rates.clear()
             self.meeting.gather(None)
             self.meeting.tell()
             if other is not None:
-                pairs.send(self.listener, self.doors[other], other, each)
+                far = self.heard[other].round_trip > 2 * FAR
+                pairs.send(self.listener, self.doors[other], other, each, far)
             self.meeting.gather(None, each + 3 * pairs.PATIENCE)
             self.meeting.tell(None, each + 3 * pairs.PATIENCE)
             got = self.meeting.gather(list(self.listener.rates.items()))

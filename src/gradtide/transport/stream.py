@@ -94,7 +94,7 @@ class Stream:
                 if 2 * _most_held() > _most_tuned():  # Linux doubles what is asked for
                     self._hold(_most_held())
                 self.connection.setsockopt(socket.IPPROTO_TCP, LATE, UNSENT // abreast)
-                self.connection.setsockopt(socket.IPPROTO_TCP, CONGESTION, b"bbr")
+            govern(self.connection)
         if not far and (self.is_unix or _most_held() >= HELD):
             self._hold(HELD)
 
@@ -167,8 +167,14 @@ class Stream:
 @cache
 def governed() -> bool:
     """Whether this process may have connections be governed by BBR."""
-    with suppress(OSError), socket.socket() as own:
-        own.setsockopt(socket.IPPROTO_TCP, CONGESTION, b"bbr")
+    with socket.socket() as own:
+        return govern(own)
+
+
+def govern(connection: socket.socket) -> bool:
+    """Have a connection be governed by BBR; whether that is allowed."""
+    with suppress(OSError):  # another system, or not allowed
+        connection.setsockopt(socket.IPPROTO_TCP, CONGESTION, b"bbr")
         return True
     return False
 

@@ -186,7 +186,7 @@ class Far(Shaped):
         return op
 
 
-@pytest.mark.parametrize("budget", [5.0, 60.0])
+@pytest.mark.parametrize("budget", [0.5, 5.0, 60.0])
 @pytest.mark.parametrize("rate", [50e6, 1e9])
 def test_far_links_are_measured_as_training_uses_them(
     rate: float, budget: float, monkeypatch: pytest.MonkeyPatch
@@ -202,4 +202,4 @@ def test_far_links_are_measured_as_training_uses_them(
     assert link.ring.beta == pytest.approx(8 / rate, rel=0.05)
     assert link.ring.alpha == pytest.approx(0.02, rel=0.1)
     assert ("ring" in {row.field for row in rows}) == (budget > 10)
-    assert transport.time < 1.5 * budget
+    assert transport.time < 1.5 * max(budget, 10.0)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,10 @@ ORDERED = 1 << 21  # entries, 8 MB: what is made of them is three times as large
 WIDTH = 192  # of the matrices whose product is the computing that is slowed down
 REQUESTS = 50
 TURNS = 150  # of work and a request: how late ranks come varies by more than its mean
+FEWEST, WAITED = (
+    30,
+    2.0,
+)  # turns among far ranks: seconds that messages are on their way
 BETWEEN = 1 << 22  # elements copied between two requests: work as on a bucket
 MOST = 1000  # requests in line
 LEAST_BUSY = 0.5  # below that, the ranks waited for the link
@@ -49,14 +55,21 @@ def device(bench: Bench, budget: float) -> Device:
     entries = [round(DENSITY * n) for n in SELECTED]
     own = bench.group.rank  # to whom a request does not travel
     nothing = bench.prepared(lambda: Swap(torch.zeros(1, device=bench.device), own))
-    line = partial(_line, bench, seconds=each)
+    timed = {
+        "take_in": _points(bench, _copy, SIZES, each),
+        "scatter": _points(bench, _scatter, entries, each),
+        "nearby": _points(bench, _gather, entries, each),
+        "sort": _points(bench, _order, [bench.group.size * n for n in entries], each),
+        "optimizer": _points(bench, _step, SIZES, each),
+    }
+    for made in SELECTORS:
+        timed[made.__name__] = _points(bench, _select(made()), SIZES, each)
+    lines: dict[str, Any] = bench.first(
+        lambda: {name: _line(own) for name, own in timed.items()}
+    )
     return Device(
-        take_in=line(_copy, SIZES),
-        select={made.__name__: line(_select(made()), SIZES) for made in SELECTORS},
-        scatter=line(_scatter, entries),
-        nearby=line(_gather, entries),
-        sort=line(_order, [bench.group.size * n for n in entries]),
-        optimizer=line(_step, SIZES),
+        select={made.__name__: lines.pop(made.__name__) for made in SELECTORS},
+        **lines,
         request=bench.taken(REQUESTS, lambda: bench.ask(nothing)()),
         beside=bench.device.type == "cpu",
     )
@@ -114,10 +127,11 @@ def turns(bench: Bench, processors: float, delay: float) -> tuple[float, float]:
     def request() -> None:
         bench.ask(op)()
 
-    asking, working = bench.taken(TURNS, request), bench.taken(TURNS, work)
+    times = min(TURNS, max(FEWEST, int(WAITED / max(delay, 1e-9))))
+    asking, working = bench.taken(times, request), bench.taken(times, work)
     begin = time.process_time()
-    together = bench.taken(TURNS, work, request)
-    worked = (time.process_time() - begin) / TURNS
+    together = bench.taken(times, work, request)
+    worked = (time.process_time() - begin) / times
     worked = bench.middle(lambda: worked)
     busy, here = 1.0, together - delay
     if processors < 1 and here > 0:
@@ -130,7 +144,8 @@ def _slowed(bench: Bench, seconds: float, start: Callable[[Work], list[Join]]) -
     """How many times as long computing takes beside what is started with it."""
     a = bench.prepared(lambda: torch.rand(WIDTH, WIDTH, device=bench.device))
     compute = partial(torch.matmul, a, a)
-    alone = _mean(bench, compute, seconds)
+    bench.prepared(compute)  # the first call is not timed
+    alone = bench.middle(lambda: _spent(bench, compute, seconds))
     joins = start(compute)
 
     def beside() -> float:
@@ -143,22 +158,30 @@ def _slowed(bench: Bench, seconds: float, start: Callable[[Work], list[Join]]) -
     return bench.middle(beside) / alone
 
 
-def _line(bench: Bench, make: Make, sizes: Sequence[int], seconds: float) -> Line:
-    """A line through the mean times of work on so many elements."""
+def _points(
+    bench: Bench, make: Make, sizes: Sequence[int], seconds: float
+) -> list[Point]:
+    """Mean times of work on so many elements, the medians over ranks.
+
+    Ranks do not meet in between: among far ones that would take longer than the work.
+    """
     bench.tell(f"{make.__name__.strip('_')}, on all ranks at once")
-    points = []
-    for n in sizes:
-        work = bench.prepared(partial(make, bench, n))
-        taken = _mean(bench, work, seconds)
-        points.append(Point(make.__name__, n, 1.0, n, taken))
-    found = bench.first(lambda: fit(points))
+    own = bench.everyone(lambda: [_mean(bench, make(bench, n), seconds) for n in sizes])
+    return [
+        Point(make.__name__, n, 1.0, n, median(taken))
+        for n, taken in zip(sizes, zip(*own, strict=True), strict=True)
+    ]
+
+
+def _line(points: Sequence[Point]) -> Line:
+    found = fit(points)
     return Line(found.alpha, found.beta)
 
 
 def _mean(bench: Bench, work: Work, seconds: float) -> float:
-    """Seconds of a call while all ranks make such calls; the median over ranks."""
-    bench.prepared(work)  # the first call is not timed
-    return bench.middle(lambda: _spent(bench, work, seconds))
+    """Seconds of a call; the first one is not timed."""
+    work()
+    return _spent(bench, work, seconds)
 
 
 def _spent(bench: Bench, work: Work, seconds: float) -> float:

@@ -16,7 +16,10 @@ those take as long as the bytes do.
 left, and training has other items on the link meanwhile. So requests whose bytes take
 many times as long as that are all asked at once, and what counts is from one answer to
 the next: their bytes, and no start. What is small is timed one by one, as it says what
-a start takes. A ring is timed at sizes that travel in one.
+a start takes. A ring is timed at sizes that travel in one. However little time there
+is, the largest size takes as long as many ways of a message, and another of it goes
+before: what takes hardly longer than a way tells nothing of the rate, and a connection
+that was idle has yet to find it.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ STEP = 3.0  # from one size to the next that is timed, at the least
 LEAST = 1.5  # a second size is so much larger, whatever it takes
 SIZES = 6  # at the most
 MOST = 6  # timed requests of one size
+FEW = 3  # where there is no time for more
 WAYS = 10.0  # ways of a message, from which requests are asked at once
+LONG = 1.5 * WAYS  # which the largest size takes among far ranks, at the least
 
 Make = Callable[[Tensor, int], Op]  # of memory, and of the number of the request
 
@@ -131,15 +136,17 @@ def sweep(bench: Bench, kind: Kind, budget: float, network: Network) -> list[Poi
     Half of the time is for the largest size, which says most of the rate. At least two
     sizes are timed, once, whatever they take.
     """
-    largest, taken = _largest(bench, kind, LONGEST * budget, network)
+    far = network.distance.far
+    longest = max(LONGEST * budget, LONG * network.delay if far else 0.0)
+    largest, taken = _largest(bench, kind, longest, network)
     points: list[Point] = []
-    for size in _ladder(kind.smallest, largest):
+    most = FEW if SIZES * longest > budget else SIZES
+    for size in _ladder(kind.smallest, largest, most):
         each = taken * size / largest
         count = max(1, min(MOST, int(budget / 2 / each) - 1))
         bench.tell(f"{kind.name} of {size / 1e6:.3g} MB, {count} x {each * 1e3:.0f} ms")
-        ahead = budget > 3 * each
-        long = network.distance.far and each > WAYS * network.delay
-        together = ahead and long and not kind.apart
+        together = far and each > WAYS * network.delay and not kind.apart
+        ahead = together or budget > 3 * each
         points += _timed(bench, kind, size, count, ahead, network, together)
     return points
 
@@ -149,9 +156,12 @@ def _largest(
 ) -> tuple[float, float]:
     """The size that takes about so long, and what it takes."""
     nbytes = float(kind.smallest)
+    # Of two at once the second tells what bytes take, see [Note: Far ranks].
+    far = network.distance.far and not kind.apart
     while True:
         bench.tell(f"{kind.name}, a first look at {nbytes / 1e6:.3g} MB")
-        taken = max(_timed(bench, kind, nbytes, 1, False, network)[0].seconds, 1e-6)
+        looked = _timed(bench, kind, nbytes, 1, far, network, far)
+        taken = max(looked[0].seconds, 1e-6) + far * network.delay
         if taken > longest / GROWTH or nbytes * GROWTH > LARGEST:
             break
         nbytes *= GROWTH
@@ -160,10 +170,10 @@ def _largest(
     return larger, taken * larger / nbytes
 
 
-def _ladder(smallest: float, largest: float) -> list[float]:
+def _ladder(smallest: float, largest: float, most: int) -> list[float]:
     """Sizes from the smallest to the largest, at even ratios."""
     count, ratio = 2, largest / smallest
-    while count < SIZES and ratio ** (1 / count) >= STEP:
+    while count < most and ratio ** (1 / count) >= STEP:
         count += 1
     return [smallest * ratio ** (i / (count - 1)) for i in range(count)]
 
@@ -205,10 +215,13 @@ def _timed(
     timed = found[ahead:]
     if together:
         timed = [mean(timed)] * count
-    everyone = bench.everyone(lambda: (timed, worked / len(asked)))
-    middle = [median(each) for each in zip(*(f for f, _ in everyone), strict=True)]
-    processor = bench.first(lambda: mean(worked for _, worked in everyone))
+    own = partial(shape, asked[0], bench, network)
+    everyone = bench.everyone(lambda: (timed, worked / len(asked), own()))
+    # Of an odd number of ranks one has nobody to swap with.
+    met = [f for f, _, (_, carried) in everyone if carried] or [timed]
+    middle = [median(each) for each in zip(*met, strict=True)]
+    processor = mean(worked for _, worked, _ in everyone)
     # Of a pair of swaps, or of a tree, each rank has its part; rank 0's is typical.
-    starts, carried = bench.first(partial(shape, asked[0], bench, network))
+    starts, carried = everyone[0][-1]
     charged = 0.0 if together else starts, carried
     return [Point(kind.name, round(nbytes), *charged, s, processor) for s in middle]
