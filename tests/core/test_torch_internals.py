@@ -73,7 +73,8 @@ NAMES = {
         torch.compiler.is_dynamo_compiling
         torch.Tensor._cdata
         torch.Tensor._version
-        torch.Tensor._post_accumulate_grad_hooks""",
+        torch.Tensor._post_accumulate_grad_hooks
+        torch.nn.Module._register_load_state_dict_pre_hook""",
     "compilation": """
         torch._dynamo.eval_frame.skip_code
         torch._dynamo.callback.callback_handler.start_callbacks
