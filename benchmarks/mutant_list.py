@@ -1516,6 +1516,23 @@ def adjust_lr(lr, *_):  # type: ignore
         "a plan takes what nobody has timed on a GPU for as fast as a copy",
         ("planner/test_search.py",),
     ),
+    # - far networks, and names of a class ---------------------------------------------
+    Mutant(
+        "far-sizes-as-time-allows",
+        "planner/measuring/request_timing.py",
+        "LONG * network.delay if far else 0.0",
+        "0.0",
+        "with little time, messages to far ranks are too short to tell a rate",
+        ("planner/measuring/test_request_timing.py",),
+    ),
+    Mutant(
+        "install-takes-a-base-class-its-name",
+        "installing.py",
+        "if module_name not in public and _derives(module):",
+        "if False:",
+        "a class that calls torch's by its name ends in a TypeError",
+        ("test_parallel.py",),
+    ),
     Mutant(
         "link-waits-for-all-of-a-room",
         "transport/link.py",
