@@ -435,7 +435,7 @@ class DistributedDataParallel(Torchs):
         scheme = self.replica.scheme
         own: Any = scheme.collective
         if not traits(own).dense:
-            raise ValueError(f"{scheme!r} has a `wire` of its own: set that, no hook")
+            raise ValueError(f"{scheme!r} has a `wire` of its own: set it, not a hook")
         self.replica.adopt(replace(scheme, collective=replace(own, wire=wire)))
 
     @contextmanager

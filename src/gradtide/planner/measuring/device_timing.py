@@ -37,10 +37,8 @@ ORDERED = 1 << 21  # entries, 8 MB: what is made of them is three times as large
 WIDTH = 192  # of the matrices whose product is the computing that is slowed down
 REQUESTS = 50
 TURNS = 150  # of work and a request: how late ranks come varies by more than its mean
-FEWEST, WAITED = (
-    30,
-    2.0,
-)  # turns among far ranks: seconds that messages are on their way
+FEWEST = 30  # turns among far ranks, of which
+WAITED = 2.0  # seconds are the ways of messages, unless that makes fewer
 BETWEEN = 1 << 22  # elements copied between two requests: work as on a bucket
 MOST = 1000  # requests in line
 LEAST_BUSY = 0.5  # below that, the ranks waited for the link

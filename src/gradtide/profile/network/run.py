@@ -152,7 +152,6 @@ def with_curvature(known: Device, device: torch.device) -> Device:
         known,
         inverse=InverseTime.fit(time_inverses(DIMS, device)),
         product=Line(max(fast - each * DIMS[0] ** 3, 0.0), each),
-        beside=device.type == "cpu",
     )
 
 
